@@ -10,10 +10,10 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import ConfigDict, InstanceOf, PlainValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, InstanceOf, PlainValidator, TypeAdapter, ValidationError
 
 from verl.record import Problem, SettingsError, problems_of, section
 
@@ -26,9 +26,9 @@ def checked(function: CallableT) -> CallableT:
     """Decorator of a function, a constructor or a dataclass: each argument must have the type of its hint, strictly
     (`True` is no number, a number no text, nan no number), and lie within the bounds of an `Annotated` one.
 
-    Scalars, tuples of them, literals and records are checked in full; of other classes only that it is one, and hints
-    of names that are imported for type checkers alone say nothing. A list where a tuple is wanted, or a mapping where
-    a record is, is turned into one.
+    Scalars, tuples of them, literals and records are checked in full; of other classes only that it is one, also of the
+    items of a sequence, and hints of names that are imported for type checkers alone say nothing. A list where a tuple
+    is wanted, or a mapping where a record is, is turned into one.
 
     Raises:
         SettingsError: (a `ConfigError`) on the call, naming every wrong argument.
@@ -126,7 +126,21 @@ def _checkable(hint: Any) -> Any:
     kind = origin or hint
     if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return Any
-    return InstanceOf[kind]  # type: ignore[valid-type, misc]
+    whole = InstanceOf[kind]  # type: ignore[valid-type]
+    if origin in (list, collections.abc.Sequence) and (item := _checkable(arguments[0])) not in (Any, Callable):
+        return Annotated[whole, AfterValidator(functools.partial(_with_items, item))]
+    return whole
+
+
+def _with_items(hint: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """The very sequence, each of whose items is what the hint says."""
+    for number, value in enumerate(values):
+        try:
+            _adapter(hint).validate_python(value)
+        except ValidationError as error:
+            _, text, _ = next(iter(problems_of(hint, error)))
+            raise ValueError(f"item {number}: {text}") from None
+    return values
 
 
 def _are_scalars(hints: tuple[Any, ...]) -> bool:
