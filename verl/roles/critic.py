@@ -192,10 +192,17 @@ def _without(text: str, names: Iterable[str]) -> str:
 
 
 def as_critic(critic: Any) -> Critic | None:
-    """A critic from one, from a model, or from the name or directory of one."""
+    """A critic from one, from a model, or from the name or directory of one.
+
+    Raises:
+        ModelError: it is none of these.
+    """
     if critic is None or isinstance(critic, Critic):
         return critic
-    return Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
+    try:
+        return Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
+    except ModelError as error:
+        raise ModelError(f"critic: {error}") from error
 
 
 def copy_of(critic: Critic) -> Critic:
