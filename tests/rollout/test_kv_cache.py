@@ -13,6 +13,14 @@ def make(blocks: int) -> KVCache:
     return KVCache(blocks, 1, 1, 8, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_cache_that_there_is_no_memory_for_is_named(compiled: bool) -> None:
+    with pytest.raises(
+        RolloutError, match=r"a KV cache of .* GB cannot be allocated on cpu .*: lower rollout.kv_cache_gb"
+    ):
+        KVCache(4, 1, 1, 1 << 44, torch.float32, torch.device("cpu"), compiled)
+
+
 def filled(cache: KVCache, tokens: list[int]) -> list[int]:
     blocks = cache.take_prompt(tokens)
     assert blocks is not None

@@ -107,13 +107,21 @@ class KVCache:
         return self.num_blocks * self.block_bytes(self._layers, self.heads, self.head_dim, self.dtype, self.block)
 
     def allocate(self) -> None:
-        """Allocate the memory. On CPU pages are committed at the first write, low block numbers first."""
-        if self.kernels is None:
-            self.keys, self.values = (self._empty((self.block, self.heads, self.head_dim)) for _ in range(2))
-        else:
-            self.keys, self.values = (
-                self._empty((self.heads, *block)) for block in _block_shapes(self.head_dim, self.dtype, self.block)
-            )
+        """Allocate the memory. On CPU pages are committed at the first write, low block numbers first.
+
+        Raises:
+            RolloutError: there is not so much.
+        """
+        blocks: list[tuple[int, ...]] = [(self.block, self.heads, self.head_dim)] * 2
+        if self.kernels is not None:
+            blocks = [(self.heads, *block) for block in _block_shapes(self.head_dim, self.dtype, self.block)]
+        try:
+            self.keys, self.values = map(self._empty, blocks)
+        except (OSError, RuntimeError) as error:  # of mmap, of torch
+            raise RolloutError(
+                f"a KV cache of {self.bytes / 1e9:.3g} GB cannot be allocated on {self.device} ({error}): lower "
+                "rollout.kv_cache_gb"
+            ) from error
         self.asleep = False
 
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
