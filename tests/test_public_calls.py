@@ -1,6 +1,6 @@
 """Whatever a public constructor or call is given: an error of this package, a TypeError about a missing or unknown
-argument, or something that works with finite numbers, within seconds and bounded memory. Calls are made from
-signatures, each in a process of its own."""
+argument, or something that then takes a step with finite numbers or fails in it by an error that names the argument;
+within seconds and bounded memory. Calls are made from signatures, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,16 +26,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 import verl
+from tests import forked
 from tests.algorithms import test_options
 from tests.algorithms.support import OFFLINE, ONLINE
-from tests.conftest import save_tiny
+from tests.conftest import Plain, byte_tokenizer, config_of, save_tiny
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import get_dataloader
 from verl.errors import VerlError
+from verl.ray_session import connect, remove_sessions
 from verl.rewards.make import make_reward
 from verl.rewards.source import run_reward, source_of
 from verl.roles.columns import as_responses
@@ -53,6 +57,10 @@ ODD: tuple[Any, ...] = (
 )  # fmt: skip
 #: What a call may take, with one step of what it makes.
 SECONDS, BYTES = 5.0, 1 << 30
+#: What a step may take whose worker processes start with it: Ray's, and the imports of each.
+SECONDS_OF_PROCESSES = 120.0
+#: Options of every reward.
+ON_FAILURE = ("timeout", "retries", "default_reward", "max_failure_rate", "smoothing", "name")
 #: Arguments that no call is tried with: they start processes or listen.
 LEFT_OUT = {"placement", "device_map", "num_rollout_workers", "num_update_workers", "workers"}
 
@@ -66,6 +74,12 @@ class Target:
     use: Callable[[Any], Any] = lambda made: None
     #: Of another call, to which `**options` go.
     further: tuple[str, ...] = ()
+    #: Around all calls in their process.
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    #: What `use` may take beyond the call's own time.
+    further_seconds: float = 0.0
+    #: Of its calls, how many are tried when all of the others are.
+    share: float = 1.0
 
     @property
     def names(self) -> list[str]:
@@ -83,9 +97,35 @@ def letters(texts: list[str]) -> list[float]:
     return [float(len(text)) for text in texts]
 
 
+def codes(texts: list[str]) -> list[float]:
+    """Of different texts hardly ever the same: something is to be learned."""
+    return [float(sum(map(ord, text))) for text in texts]
+
+
 def step(trainer: Any) -> Any:
-    numbers = trainer.step(["ab", "cd"])
-    return [value for value in numbers.values() if isinstance(value, float)]
+    return trainer.step(["ab", "cd"])
+
+
+def asynchronous_step(trainer: verl.AsyncTrainer) -> Any:
+    try:
+        return trainer.advance(iter([["ab", "cd"]]))
+    finally:
+        trainer.close()
+
+
+def interleaved_step(trainer: verl.InterleavedTrainer) -> Any:
+    return trainer.fit(get_dataloader([{"prompt": "ab", "task": name} for name in trainer.tasks], batch_size=2), 1)
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Of Ray, started before the memory of calls is bounded, and ended with their process."""
+    ray = connect()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        remove_sessions()
 
 
 def trained(actor: verl.Actor) -> Any:
@@ -100,6 +140,12 @@ def scored(reward: Any) -> Any:
     return run_reward(source_of(reward), as_responses(["ab", "c"])).as_batch()["reward"]
 
 
+def served(reward: Any) -> Any:
+    """Scores of a server that answers: none may be missing."""
+    scores = run_reward(source_of(reward), as_responses(["ab", "c"])).as_batch()
+    return [math.nan if score is None else score for score in scores["reward"]] or scores["abstain_reason"]
+
+
 def ran(actor: verl.Actor, *stages: Any) -> Any:
     pipeline = verl.RLDataPipeline()
     for number, stage in enumerate(stages or [actor]):
@@ -107,12 +153,26 @@ def ran(actor: verl.Actor, *stages: Any) -> Any:
     return list(pipeline.run(["ab"]).metrics.values())
 
 
-def targets(folder: Path) -> Iterator[Target]:
+def ran_once(pipeline: verl.RLDataPipeline) -> Any:
+    try:
+        return pipeline.run(["ab"])
+    finally:
+        pipeline.stages.clear()  # those of the next call
+
+
+def targets(folder: Path, server: str) -> Iterator[Target]:
+    """All calls.
+
+    Args:
+        folder: where models lie.
+        server: the address of a server that judges and scores.
+    """
     actor = model(folder)
     path = str(folder / "fuzzed")
     samples = actor.generate_sequences(["ab"], n=2, max_new_tokens=3)
     yield from models(actor, path, samples)
     yield from rewards()
+    yield from served_rewards(server)
     yield from trainers(actor)
     yield from data(actor, samples)
     yield Target(SafetyGuard, {"monitor_metrics": ["reward"]}, lambda guard: guard.observe({"reward": 0.5, "step": 1}))
@@ -161,21 +221,44 @@ def rewards() -> Iterator[Target]:
     for kind in ("math", "code", "task"):
         options = ("timeout", "retries", "name", "exact", "parallel", "partial")
         yield Target(make_reward, {"source": kind}, scored, options)
-    url = {"url": "http://127.0.0.1:9"}
-    judge = ("template", "parse", "scale", "system", "max_tokens", "temperature", "timeout", "retries", "api_key")
-    yield Target(verl.Reward, {**url, "template": "{response}"}, further=judge)  # a retry waits
     yield Target(verl.Reward(letters).get_reward, {"sequences": ["ab"]}, lambda scores: scores["reward"])
+    config = config_of("llama")
+    config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    options = ("tokenizer", "batch_size", "max_length", "dtype", "device", *ON_FAILURE)
+    yield Target(verl.Reward, {"model": classifier, "tokenizer": byte_tokenizer()}, scored, options)
+
+
+def served_rewards(server: str) -> Iterator[Target]:
+    judge = ("parse", "scale", "system", "model", "max_tokens", "temperature", "api_key", *ON_FAILURE)
+    yield Target(verl.Reward, {"url": server, "template": "{response}"}, served, ("template", *judge))
+    service = ("batch_size", "api_key", *ON_FAILURE)
+    yield Target(verl.Reward, {"url": f"{server}/score"}, served, service)
 
 
 def trainers(actor: verl.Actor) -> Iterator[Target]:
     trainer = {"actor": actor, "reward_fn": letters, "log_dir": False, "n": 2}
     yield Target(verl.Trainer, trainer, step, ("clip_ratio", "kl_coef", "gamma"))
-    yield Target(verl.AsyncTrainer, {**trainer, "batch_size": 2}, further=("clip_ratio", "n", "save_every"))
+    yield Target(
+        verl.AsyncTrainer,
+        {**trainer, "batch_size": 2},
+        asynchronous_step,
+        ("actor", "reward_fn", "sampling", "clip_ratio", "n", "save_every", "deadline"),
+        within=cluster,
+        further_seconds=SECONDS_OF_PROCESSES,
+        share=0.3,
+    )
     task = {"algorithm": "grpo", "sources": {"reward": letters}}
     alone = lambda task: step(verl.Trainer(actor, tasks=[task], log_dir=False))  # noqa: E731
     yield Target(verl.Task, {"name": "a", **task, "n": 2}, alone)
-    both = [verl.Task(name, **task) for name in ("a", "b")]
-    yield Target(verl.InterleavedTrainer, {"actor": actor, "tasks": both, "log_dir": False}, further=("update_freq",))
+    both = [verl.Task(name, "grpo", {"reward": codes}, n=2) for name in ("a", "b")]
+    several = {"actor": actor, "tasks": both, "log_dir": False}
+    yield Target(
+        verl.InterleavedTrainer,
+        several,
+        interleaved_step,
+        ("actor", "tasks", "update_freq", "max_resamples", "deadline"),
+    )
     first = verl.Trainer(**trainer)
     yield Target(first.fit, {"prompts": [["ab"], ["cd"]], "steps": 1})
     yield Target(first.step, {"prompts": ["ab"]})
@@ -192,7 +275,7 @@ def trainers(actor: verl.Actor) -> Iterator[Target]:
     yield Target(verl.RewardNode, {"reward": letters}, lambda node: ran(actor, actor, node), ("timeout", "retries"))
     yield Target(verl.UpdateNode, {"updater": verl.Updater("grpo", actor=actor)})
     yield Target(verl.RLDataPipeline, {}, lambda pipeline: pipeline.add_stage("a", actor).run(["ab"]))
-    yield Target(verl.RLDataPipeline().add_stage, {"name": "a", "stage": actor}, lambda pipeline: pipeline.run(["ab"]))
+    yield Target(verl.RLDataPipeline().add_stage, {"name": "a", "stage": actor}, ran_once)
 
 
 def data(actor: verl.Actor, samples: Batch) -> Iterator[Target]:
@@ -238,14 +321,20 @@ def numbers_of(value: Any) -> Iterator[float]:
 
 def attempt(target: Target, name: str, value: Any) -> str | None:
     """What is wrong with what came of it; None: nothing."""
+    is_accepted = False
     try:
+        _limit(SECONDS)
         result = target.call(**{**target.good, name: value})
+        is_accepted = True
+        _limit(SECONDS + target.further_seconds)
         numbers = list(numbers_of(target.use(result)))
         return None if all(map(math.isfinite, numbers)) else f"numbers that are not finite: {numbers[:5]}"
     except VerlError as error:
+        if is_accepted and not re.search(rf"\b{name}\b", str(error)):
+            return f"accepted, and its use fails without naming it: {type(error).__name__}: {error}"
         return None if str(error) else "an error without a message"
     except TypeError as error:
-        if re.search(r"(missing|unexpected keyword|positional|multiple values)", str(error)):
+        if not is_accepted and re.search(r"(missing|unexpected keyword|positional|multiple values)", str(error)):
             return None
         return f"{type(error).__name__}: {error}"
     except Exception as error:
@@ -260,9 +349,9 @@ def outcomes(target: Target, calls: list[tuple[str, Any]]) -> Iterator[str | Non
         with tempfile.TemporaryFile("w+") as file:
             if (pid := os.fork()) == 0:
                 try:
-                    for name, value in calls[done:]:
-                        _limit()
-                        print(json.dumps(attempt(target, name, value)), file=file, flush=True)
+                    with target.within():
+                        for name, value in calls[done:]:
+                            print(json.dumps(attempt(target, name, value)), file=file, flush=True)
                 finally:
                     os._exit(0)
             _, status = os.waitpid(pid, 0)
@@ -276,20 +365,20 @@ def outcomes(target: Target, calls: list[tuple[str, Any]]) -> Iterator[str | Non
             yield f"more than {SECONDS:g} s" if late else f"it ended the process (status {status})"
 
 
-def _limit() -> None:
-    """Give the next call its seconds, and its bytes beyond what the process has."""
+def _limit(seconds: float) -> None:
+    """Give what comes next these seconds, and its bytes beyond what the process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, most))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def check(targets: Iterable[Target], share: float = 1.0) -> int:
     """So many calls of all, drawn at random; how many there were. Fails with every call that went wrong."""
     rng, wrong, count = random.Random(0), [], 0
     for target in targets:
-        calls = [call for call in itertools.product(target.names, ODD) if rng.random() < share]
+        calls = [call for call in itertools.product(target.names, ODD) if rng.random() < share * target.share]
         count += len(calls)
         for (name, value), problem in zip(calls, outcomes(target, calls), strict=True):
             if problem:
@@ -298,14 +387,26 @@ def check(targets: Iterable[Target], share: float = 1.0) -> int:
     return count
 
 
-def test_odd_arguments_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert check(targets(tmp_path), 0.0125) >= 300
+def in_process(folder: Path, server: str, share: float) -> int:
+    """`check` of all calls, in a process that is connected to nothing of this one's tests."""
+    code = "import sys; from tests import test_public_calls; test_public_calls.main(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(folder), server, str(share)]
+    done = forked.run(command, cwd=folder, timeout=3000)
+    assert not done.returncode, f"{done.stdout}\n{done.stderr[-3000:]}"
+    return int(done.stdout.split()[-1])  # after what the calls printed
+
+
+def main(folder: str, server: str, share: str) -> None:
+    print(check(targets(Path(folder), server), float(share)))
+
+
+def test_odd_arguments_are_refused_by_name(tmp_path: Path, serve: Callable[..., Plain]) -> None:
+    assert in_process(tmp_path, serve(1).url, 0.0125) >= 300
 
 
 def test_all_of_the_api_reference_is_called(tmp_path: Path) -> None:
     names = re.findall(r"^::: (\S+)", (Path(verl.__file__).parents[1] / "docs" / "api.md").read_text(), re.MULTILINE)
-    called = {target.call for target in targets(tmp_path)}
+    called = {target.call for target in targets(tmp_path, "http://127.0.0.1:9")}
     # Of these, the methods are called, and what is made by name.
     assert {name for name in names if pkgutil.resolve_name(name) not in called} == {"verl.Batch", "verl.BaseAlgorithm"}
 
@@ -327,6 +428,5 @@ def test_what_takes_too_much_or_ends_is_told(call: Any, problem: str, monkeypatc
 
 
 @pytest.mark.slow
-def test_every_odd_argument_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert check(targets(tmp_path), 0.2) >= 3000
+def test_every_odd_argument_is_refused_by_name(tmp_path: Path, serve: Callable[..., Plain]) -> None:
+    assert in_process(tmp_path, serve(1).url, 0.2) >= 3000
