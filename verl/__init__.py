@@ -13,10 +13,12 @@ Nothing heavy is imported before it is used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from verl import keywords
+from verl.former_names import FormerNames
 
 __version__ = "0.1.0"
 
@@ -102,3 +104,4 @@ def __dir__() -> list[str]:
 
 
 keywords.public_calls = lambda: import_module("verl.trainer.calls").public_calls()
+sys.meta_path.append(FormerNames())

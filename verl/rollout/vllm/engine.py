@@ -1,7 +1,7 @@
 """vLLM in this process, as a `RolloutEngine`.
 
 The engine has its own copy of the weights. It is made from the model's configuration, receives each policy version, the
-first included, through vLLM's weight-transfer interface (`vllm_worker`), and then reports the version that it serves.
+first included, through vLLM's weight-transfer interface (`worker`), and then reports the version that it serves.
 A sample's tokens are determined by (run seed, sample id) up to rounding; vLLM draws them with its own generator.
 
 With one rank vLLM runs without subprocesses. What it changes in this process (random number generators, of the
