@@ -10,8 +10,8 @@ import pytest
 
 import verl
 from verl.batch import Batch
-from verl.dataflow.executor import run_graph
 from verl.dataflow.graph import Graph, Node
+from verl.dataflow.groups import run_graph
 from verl.errors import RewardError, TrainingError
 from verl.report.sinks import Logger
 from verl.rollout.tools import Tool

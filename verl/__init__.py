@@ -29,9 +29,9 @@ _NAMES = {
     "verl.cluster.controller": "everywhere",
     "verl.cluster.placement": "DeviceMesh ResourcePool",
     "verl.data.offline": "OfflineDatasetLoader",
-    "verl.dataflow.expression": "Controller",
+    "verl.trainer.expression": "Controller",
     "verl.dataflow.nodes": "RewardNode RolloutNode UpdateNode",
-    "verl.dataflow.pipeline": "RLDataPipeline",
+    "verl.trainer.pipeline": "RLDataPipeline",
     "verl.dataflow.stages": "register_node",
     "verl.rewards.registry": "register_reward",
     "verl.roles.actor": "Actor",
@@ -55,40 +55,45 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
-if TYPE_CHECKING:
-    from verl.algorithms import BaseAlgorithm, register_algorithm
-    from verl.algorithms.loss_terms import Loss, LossInput
-    from verl.batch import Batch
-    from verl.cluster.controller import everywhere
-    from verl.cluster.placement import DeviceMesh, ResourcePool
-    from verl.data.offline import OfflineDatasetLoader
-    from verl.dataflow.expression import Controller
-    from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
-    from verl.dataflow.pipeline import RLDataPipeline
-    from verl.dataflow.stages import register_node
-    from verl.rewards.registry import register_reward
-    from verl.roles.actor import Actor
-    from verl.roles.backends import (
-        ActorRolloutRefWorker,
-        HfModelAdapter,
-        HuggingFaceWorker,
-        VLLMActor,
-        VLLMActorModel,
-        vLLMAdapter,
-        vLLMWorker,
-    )
-    from verl.roles.critic import Critic
-    from verl.roles.group import WorkerGroup
-    from verl.roles.layouts import PPORoleUpdater
-    from verl.roles.reward import Reward
-    from verl.roles.updater import Updater
-    from verl.roles.workers import FSDPWorker, MegatronWorker
-    from verl.rollout.base import SamplingParams
-    from verl.tasks.task import Task
-    from verl.trainer.asynchronous import AsyncTrainer
-    from verl.trainer.interleaved import InterleavedTrainer
-    from verl.trainer.trainer import PPOTrainer, Trainer
-    from verl.weights.shard import Shard
+if TYPE_CHECKING:  # `as` says to strict checkers of users' code that a name is public
+    from verl.algorithms import BaseAlgorithm as BaseAlgorithm
+    from verl.algorithms import register_algorithm as register_algorithm
+    from verl.algorithms.loss_terms import Loss as Loss
+    from verl.algorithms.loss_terms import LossInput as LossInput
+    from verl.batch import Batch as Batch
+    from verl.cluster.controller import everywhere as everywhere
+    from verl.cluster.placement import DeviceMesh as DeviceMesh
+    from verl.cluster.placement import ResourcePool as ResourcePool
+    from verl.data.offline import OfflineDatasetLoader as OfflineDatasetLoader
+    from verl.dataflow.nodes import RewardNode as RewardNode
+    from verl.dataflow.nodes import RolloutNode as RolloutNode
+    from verl.dataflow.nodes import UpdateNode as UpdateNode
+    from verl.dataflow.stages import register_node as register_node
+    from verl.rewards.registry import register_reward as register_reward
+    from verl.roles.actor import Actor as Actor
+    from verl.roles.backends import ActorRolloutRefWorker as ActorRolloutRefWorker
+    from verl.roles.backends import HfModelAdapter as HfModelAdapter
+    from verl.roles.backends import HuggingFaceWorker as HuggingFaceWorker
+    from verl.roles.backends import VLLMActor as VLLMActor
+    from verl.roles.backends import VLLMActorModel as VLLMActorModel
+    from verl.roles.backends import vLLMAdapter as vLLMAdapter
+    from verl.roles.backends import vLLMWorker as vLLMWorker
+    from verl.roles.critic import Critic as Critic
+    from verl.roles.group import WorkerGroup as WorkerGroup
+    from verl.roles.layouts import PPORoleUpdater as PPORoleUpdater
+    from verl.roles.reward import Reward as Reward
+    from verl.roles.updater import Updater as Updater
+    from verl.roles.workers import FSDPWorker as FSDPWorker
+    from verl.roles.workers import MegatronWorker as MegatronWorker
+    from verl.rollout.base import SamplingParams as SamplingParams
+    from verl.tasks.task import Task as Task
+    from verl.trainer.asynchronous import AsyncTrainer as AsyncTrainer
+    from verl.trainer.expression import Controller as Controller
+    from verl.trainer.interleaved import InterleavedTrainer as InterleavedTrainer
+    from verl.trainer.pipeline import RLDataPipeline as RLDataPipeline
+    from verl.trainer.trainer import PPOTrainer as PPOTrainer
+    from verl.trainer.trainer import Trainer as Trainer
+    from verl.weights.shard import Shard as Shard
 
 
 def __getattr__(name: str) -> Any:

@@ -9,12 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RewardNode
-from verl.dataflow.pipeline import RLDataPipeline
 from verl.dataflow.stages import register_node
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
+from verl.trainer.pipeline import RLDataPipeline
 from verl.trainer.trainer import Trainer
 
 

@@ -12,10 +12,10 @@ import pytest
 
 import verl
 from tests.conftest import Plain
-from tests.trainer.cases import PROMPTS, SHORT
+from tests.trainer.cases import PROMPTS, SHORT, collected
 from verl.batch import Batch
-from verl.dataflow.executor import run_graph
 from verl.dataflow.graph import Graph, Node
+from verl.dataflow.groups import run_graph
 from verl.errors import ConfigError
 from verl.rewards.calls import Slots
 from verl.rewards.make import make_reward
@@ -115,7 +115,7 @@ def test_the_trainer_scores_as_a_plain_loop_does(tiny: Path, kind: str) -> None:
     options = {"smoothing": 0.0} if kind == "smoothed" else {}
     reward = verl.Reward(Recorder().record, **options)
     trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), reward=reward, log_dir=False)
-    samples, _ = trainer.task.samples(trainer.actor.prompts(PROMPTS, key="s0"), "s0")
+    samples = collected(trainer, PROMPTS).rows
     assert max(samples["reward"]) < len(samples) / len(PROMPTS)
     again = reward.get_reward(samples.drop(["reward", "abstain_reason"]))
     assert again["reward"] == samples["reward"]

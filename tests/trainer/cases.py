@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import verl
+from verl.trainer.collector import Samples
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -18,3 +19,9 @@ def low_bytes(texts: list[str]) -> list[float]:
 def make(path: Path, algorithm: str, lr: float = 1e-2, **options: Any) -> verl.Trainer:
     actor = verl.Actor(str(path), optim={"lr": lr}, sampling=SHORT)
     return verl.Trainer(actor, reward_fn=low_bytes, algorithm=algorithm, log_dir=False, **options)
+
+
+def collected(trainer: verl.Trainer, prompts: Any, key: str = "s0", task: str | None = None) -> Samples:
+    """The scored samples of a step, without the update; `task` where there are several."""
+    active = trainer.task if task is None else trainer.tasks[task]
+    return trainer.runner.wait(active.collector.collect(active.rows(prompts, key), key))

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import verl
-from tests.trainer.cases import PROMPTS, SHORT, low_bytes
+from tests.trainer.cases import PROMPTS, SHORT, collected, low_bytes
 from verl.algorithms import make_algorithm
 from verl.errors import ConfigError
 from verl.rollout.constrained import ConstrainedEpisode
@@ -53,12 +53,13 @@ def test_a_constraint_is_of_its_own_task_alone(tiny: Path) -> None:
         free = Task("free", "grpo", {"reward": reward}, n=2)
         tasks = [free, Task("held", "grpo", {"reward": reward}, n=4, episode=episode)]
         trainer = verl.Trainer(actor(tiny), tasks=tasks, log_dir=False)
-        parts = {name: trainer.begin(name, PROMPTS).result() for name in ("free", "held")}
-        seen[with_one] = parts["free"][0]["response_tokens"]
-        assert "rejected" not in parts["free"][0]
-        assert (parts["held"][1].get("rollout/rejection_rate", 0.0) > 0) == with_one
+        parts = {name: collected(trainer, PROMPTS, f"s0.{name}", name) for name in trainer.tasks}
+        record = trainer.tasks["held"].collector.record(parts["held"])
+        seen[with_one] = parts["free"].rows["response_tokens"]
+        assert "rejected" not in parts["free"].rows
+        assert (record.get("rollout/rejection_rate", 0.0) > 0) == with_one
         if with_one:
-            rows = parts["held"][0]
+            rows = parts["held"].rows
             assert all(r[-1:] < "d" for r, f in zip(rows["response"], rows["finish"], strict=True) if f != "reject")
             assert [reward is None for reward in rows["reward"]] == [finish == "reject" for finish in rows["finish"]]
             record = trainer.step({"free": PROMPTS, "held": PROMPTS})
@@ -68,7 +69,7 @@ def test_a_constraint_is_of_its_own_task_alone(tiny: Path) -> None:
 
 def test_what_holds_is_learned_by_likelihood_and_nothing_else_is(tiny: Path) -> None:
     trainer = verl.Trainer(actor(tiny), tasks=[constrained()], log_dir=False)
-    drawn, _ = trainer.task.samples(trainer.actor.prompts(PROMPTS, key="s0"), "s0")
+    drawn = collected(trainer, PROMPTS).rows
     holds = [finish != "reject" for finish in drawn["finish"]]
     assert 0 < sum(holds) < len(holds)
     record = trainer.step(PROMPTS)

@@ -13,7 +13,7 @@ import pytest
 
 import verl
 from tests.conftest import Plain
-from tests.trainer.cases import SHORT
+from tests.trainer.cases import SHORT, collected
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
 from verl.tasks.file import read_tasks
@@ -78,7 +78,7 @@ def test_a_reward_of_each_kind_is_trained_with(
     try:
         given = {"task": "chain_sum", "size": 2} if kind == "problems" else ROWS
         prompts = load_prompts(given).batch
-        samples, _ = trainer.task.samples(trainer.actor.prompts(prompts, key="s0"), "s0")
+        samples = collected(trainer, prompts).rows
         assert len(samples) == 4 and None not in samples["reward"]
         if kind == "sum":
             parts = [samples[f"reward/{name}"] for name in ("low", "brief", "judged")]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import verl
 import verl.tasks.task
-from tests.trainer.cases import PROMPTS, SHORT, low_bytes, make
+from tests.trainer.cases import PROMPTS, SHORT, collected, low_bytes, make
 from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.report.samples import permuted
@@ -184,7 +184,7 @@ def test_a_step_of_which_every_token_is_rejected_changes_nothing(tiny: Path) -> 
     actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
     options: dict[str, Any] = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.5, "n": 2}
     trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", log_dir=False, **options)
-    samples, _ = trainer.experience.collect(actor.prompts(PROMPTS))
+    samples = collected(trainer, PROMPTS).rows
     far = {"rollout_log_probs": [[-50.0] * length for length in samples.lengths("response_tokens")]}
     before = checksum(actor.shards())
     record = trainer.step(samples.drop(["policy_id", *far]).add(far))
@@ -220,7 +220,8 @@ def test_rejected_prompts_alone_are_sampled_again_whatever_their_groups_are_call
         verl.Actor(str(tiny), sampling=SHORT), reward_fn=reward, algorithm="dapo", n=2, log_dir=False
     )
     batch = verl.Batch.from_rows([{"prompt": p, "group": g} for p, g in zip(PROMPTS[:2], names, strict=True)])
-    samples, record = trainer.experience.collect(trainer.actor.prompts(batch))
+    drawn = collected(trainer, batch)
+    samples, record = drawn.rows, trainer.collector.record(drawn)
     assert (record["rollout/resamples"], record["rollout/rejected_prompts"]) == (1, 0)
     assert len(seen) == 6
     assert [[samples["prompt"][row] for row in group] for group in samples.group_indices()] == [
@@ -232,7 +233,7 @@ def test_samples_of_another_temperature_are_recalled_at_it(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), sampling=SHORT)
     trainer = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", kl_in="loss", n=2, log_dir=False)
     hot = actor.generate_sequences(PROMPTS, n=2, temperature=0.5)
-    recalled = trainer.experience.replay(hot, "s0")[0]["ref_log_probs"]
+    recalled = collected(trainer, hot).rows["ref_log_probs"]
     assert recalled == actor.compute_ref_log_probs(hot)["ref_log_probs"]
     assert recalled != actor.compute_ref_log_probs(hot.drop(["temperature"]))["ref_log_probs"]
 
@@ -312,10 +313,11 @@ def test_rounds_of_resampling_are_in_the_metrics(tiny: Path) -> None:
     source = verl.Reward(reward, max_failure_rate=1.0)
     actor = verl.Actor(str(tiny), sampling=SHORT)
     trainer = verl.Trainer(actor, reward=source, algorithm="dapo", n=3, log_dir=False)
-    samples, record = trainer.experience.collect(trainer.actor.prompts(PROMPTS))
+    drawn = collected(trainer, PROMPTS)
+    samples, record = drawn.rows, trainer.collector.record(drawn)
     assert record["rollout/resamples"] == 1 and len(samples) == 6 and len(seen) == 12
     assert record["rollout/tokens"] == 12 * SHORT.max_new_tokens
-    rollouts = [span.seconds for span in trainer.spans if span.node == "rollout"]
+    rollouts = [span.seconds for span in trainer.runner.spans if span.node == "rollout"]
     assert record["time/rollout"] == pytest.approx(sum(rollouts), rel=0.1)
     assert record["reward/abstained"] == 2
 
@@ -349,7 +351,7 @@ def test_the_mismatch_of_engine_and_trainer_stays_flat_without_learning(tiny: Pa
     trainer = make(tiny, "grpo", 0.0, n=4)
     gaps = []
     for step in range(3):
-        batch, _ = trainer.experience.collect(trainer.actor.prompts(PROMPTS, key=str(step)))
+        batch = collected(trainer, PROMPTS, str(step)).rows
         now = trainer.actor.compute_log_probs(batch).tensor("log_probs")
         gaps.append(float((now - batch.tensor("rollout_log_probs")).abs().max()))
         trainer.learn(batch)
@@ -359,7 +361,7 @@ def test_the_mismatch_of_engine_and_trainer_stays_flat_without_learning(tiny: Pa
 def test_the_temperature_of_the_samples_is_that_of_the_log_probs(tiny: Path) -> None:
     sampling = verl.SamplingParams(max_new_tokens=8, temperature=0.5)
     trainer = verl.Trainer(str(tiny), reward_fn=low_bytes, n=4, sampling=sampling, log_dir=False)
-    batch, _ = trainer.experience.collect(trainer.actor.prompts(PROMPTS))
+    batch = collected(trainer, PROMPTS).rows
     now = trainer.actor.compute_log_probs(batch).tensor("log_probs")
     torch.testing.assert_close(now, batch.tensor("rollout_log_probs"), atol=1e-4, rtol=0)
 

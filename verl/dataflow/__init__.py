@@ -1,7 +1,7 @@
-"""When things run: the graph of nodes, its one executor, and the ways to write a graph.
+"""When things run: the graph of nodes, its one executor, and what users write a graph with.
 
-Reading order: `graph`, `nodes`, `executor`, `pieces`, `loop`, `scores`, `pipeline`, `stages`, `expression`,
-`symbols`, `schedule`.
+Reading order: `graph`, `nodes`, `groups`, `columns`, `calls`, `result`, `loop`, `scores`, `stages`, `symbols`,
+`schedule`.
 """
 
 from verl.dataflow.symbols import advantages, experience, prompts, responses, updates

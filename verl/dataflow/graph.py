@@ -17,6 +17,9 @@ from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.errors import ConfigError, nearest
 
 Kind = Literal["source", "rows", "batch"]
+#: The parts of a training step, in their order; see `verl.trainer.step`.
+Phase = Literal["sample", "score", "model outputs", "prepare", "update"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 #: As an input: every column of the samples and of all nodes that come before by other columns or `after`.
 #: As an output: columns besides those named, known when they come.
 ANY = "*"
@@ -49,6 +52,8 @@ class Node:
     after: nodes that must have ended although no column of theirs is read. A "batch" node that reads "*" and has
         none of these comes after all nodes declared before it.
     deadline: seconds for one call, or between two finished samples of a source; None: the executor's.
+    phase: the part of a step that it belongs to, unless a node that it waits for belongs to a later one; None: "sample"
+        of a source, "score" of others.
     role: whose work it is, for the timeline; empty: the node's name.
     skip_empty: a "batch" node of which no row is left is left out; else that is an error.
     """
@@ -63,6 +68,7 @@ class Node:
     groups: int | None = field(default=1, compare=False)
     samples: Callable[[Batch], Sequence[Sequence[str]]] | None = field(default=None, compare=False, repr=False)
     deadline: float | None = field(default=None, compare=False)
+    phase: Phase | None = field(default=None, compare=False)
     role: str = field(default="", compare=False)
     skip_empty: bool = False
 
@@ -129,6 +135,18 @@ class Graph:
         for name in self.order:
             needs = self.needs[name]
             self.before[name] = frozenset(needs).union(*(self.before[need] for need in needs))
+        self.phases = self._find_phases()
+
+    def _find_phases(self) -> dict[Phase, list[Node]]:
+        """Each part of a step with its nodes, in their order. No node waits for one of a later part."""
+        number: dict[str, int] = {}
+        phases: dict[Phase, list[Node]] = {phase: [] for phase in PHASES}
+        for name in self.order:
+            node = self.nodes[name]
+            first = PHASES.index(node.phase or ("sample" if node.kind == "source" else "score"))
+            number[name] = max([first, *(number[need] for need in self.needs[name])])
+            phases[PHASES[number[name]]].append(node)
+        return phases
 
     def _find_source(self) -> Node | None:
         sources = [node for node in self.nodes.values() if node.kind == "source"]

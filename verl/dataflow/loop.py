@@ -192,6 +192,11 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+def begin(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Begin a coroutine on the shared loop, beside what the caller does."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _threads.event_loop())
+
+
 def _wait(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop) -> T:
     beat = [time.monotonic()]
     while True:

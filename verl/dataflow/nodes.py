@@ -182,6 +182,7 @@ class UpdateNode:
             kind="batch",
             inputs=("prompt_tokens", "response_tokens", *read, ANY),
             outputs=(*(f"{column}?" for column in {"log_probs", *learned} & _PREPARED), ANY),
+            phase="prepare",
             role="controller",
             deadline=deadline_of(updater.actor),
         )
@@ -195,6 +196,7 @@ class UpdateNode:
             kind="batch",
             inputs=(*_SEQUENCE, "reward?", ANY),
             slot=SLOT,
+            phase="update",
             role="actor",
             deadline=deadline_of(self.updater.actor),
         )
@@ -215,6 +217,7 @@ class UpdateNode:
             inputs=(*_SEQUENCE[2:], *(f"{column}?" for column in algorithm.objective(role).loss_columns), ANY),
             slot=SLOT,
             after=("prepare",),
+            phase="update",
             role=role,
             deadline=deadline_of(handle),
             skip_empty=True,
@@ -235,6 +238,7 @@ def _node(read: Read, handle: Actor | Critic) -> Node:
         outputs=(read.column,),
         slot=SLOT,
         groups=None,
+        phase="model outputs",
         role=read.role,
         deadline=deadline_of(handle),
     )

@@ -1,4 +1,4 @@
-"""The names in an expression of a step; see `verl.dataflow.expression`."""
+"""The names in an expression of a step; see `verl.trainer.expression`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
+from verl.dataflow.result import Result
 from verl.durable import LineFile
 
 logger = logging.getLogger(__name__)

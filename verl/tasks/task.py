@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -85,19 +84,20 @@ class Task:
         self.algorithm.check_samples(self.n)
 
 
-def algorithm_beside(owner: Callable[..., Any], algorithm: Any, options: Mapping[str, Any]) -> BaseAlgorithm:
-    """The algorithm with the keywords that `owner` does not have itself.
+def algorithm_beside(keywords: Iterable[str], algorithm: Any, options: Mapping[str, Any]) -> BaseAlgorithm:
+    """The algorithm with the options that are left of a trainer's keywords.
+
+    Args:
+        keywords: the trainer's own.
 
     Raises:
-        ConfigError: the algorithm has no such option either; it names the call that takes it, or the owner's keyword
-            that is nearest.
+        ConfigError: the algorithm has no such option; it names the call that takes it, or the nearest of `keywords`.
     """
     try:
         return make_algorithm(algorithm, **options)
     except ConfigError as error:
-        own = [name for name in inspect.signature(owner).parameters if name not in ("self", "options")]
         for option in (option for option in options if f"has no option '{option}'" in str(error)):
-            close = [f"did you mean '{name}'?" for name in get_close_matches(option, own, 1, 0.75)]
+            close = [f"did you mean '{name}'?" for name in get_close_matches(option, [*keywords], 1, 0.75)]
             if phrase := takes(option, "Trainer") or "".join(close):
                 raise ConfigError(f"there is no keyword '{option}': {phrase}") from None
         raise

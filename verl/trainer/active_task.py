@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -11,20 +11,20 @@ from typing import Any
 from verl.batch import Batch
 from verl.data.forms import uncollated
 from verl.data.offline import OfflineDatasetLoader
-from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import RolloutNode
 from verl.errors import ConfigError, RolloutError
-from verl.report.metrics import add_metrics
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic, as_critic, copy_of
 from verl.roles.updater import Updater
 from verl.rollout.base import as_sampling
 from verl.tasks.task import Task
+from verl.trainer.collector import SampleCollector
 from verl.trainer.evaluation import Evaluation, Metrics, evaluate
-from verl.trainer.experience import Experience
+from verl.trainer.options import LimitOptions
 from verl.trainer.reads import check_reads
+from verl.trainer.runner import GraphRunner
 
 logger = logging.getLogger(__name__)
 
@@ -45,28 +45,21 @@ def critics_of(tasks: Sequence[Task], given: Any) -> dict[str, Critic | None]:
 
 
 class ActiveTask:
-    """A `Task` with the actor it trains and the critics it has.
-
-    Args:
-        run: runs a graph on a batch.
-        max_resamples, max_failed_episodes: as of `Trainer`.
-    """
+    """A `Task` with the actor it trains and the critics it has."""
 
     def __init__(
         self,
         task: Task,
         actor: Actor,
         critic: Critic | None,
-        run: Callable[[Graph, Batch], Result],
-        *,
-        max_resamples: int,
-        max_failed_episodes: float,
+        runner: GraphRunner,
+        limits: LimitOptions,
     ) -> None:
         self.task, self.name, self.algorithm = task, task.name, task.algorithm
-        self.sources, self.n, self._run = task.sources, task.n, run
+        self.sources, self.n, self._runner = task.sources, task.n, runner
         self.actor = actor
         self.sampling = as_sampling(task.sampling, actor.sampling)
-        self._has_asked = False  # whether the prompts have what the rewards read
+        self._is_checked = False
         if task.episode is not None:
             actor.play(task.name, task.episode)
         if self.algorithm.needs_constraint and not (task.episode or actor.rollout_options.episode):
@@ -75,15 +68,15 @@ class ActiveTask:
                 "(constraint_model in YAML, episode=ConstrainedEpisode(...) in Python)"
             )
         self.updater = Updater(task.algorithm, actor=actor, critic=critic)
-        self.episodes = Failures(max_failed_episodes)
-        self.experience = Experience(
+        self.episodes = Failures(limits.max_failed_episodes)
+        self.collector = SampleCollector(
             self.updater,
             task.nodes,
-            run,
+            runner,
             task=self.name,
             n=self.n,
             sampling=self.sampling,
-            max_resamples=max_resamples,
+            max_resamples=limits.max_resamples,
             episodes=self.episodes,
         )
 
@@ -101,16 +94,17 @@ class ActiveTask:
         names = {column: [f"{key}.{name}" for name in batch[column]] for column in ("id", "group")}
         return self.actor.prompts(batch.drop(names).add(names), key=key)
 
-    def samples(self, prompts: Batch, key: str) -> tuple[Batch, dict[str, Any]]:
-        """Scored samples of a batch of prompts, or of recorded responses, and metrics."""
-        if "response_tokens" not in prompts:
-            if not self._has_asked and len(self.task.nodes) == len(self.sources):  # others may write what rewards read
-                check_reads({"the prompts": prompts}, [reward.source for reward in self.sources.values()])
-            self._has_asked = True
-            return self.experience.collect(prompts)
-        samples, record = self.experience.replay(prompts, key)
-        add_metrics(record, self.experience.own_metrics(samples), self.experience.metrics)
-        return samples, record
+    def check(self, rows: Batch) -> None:
+        """Before the first samples: the prompts have what the rewards read.
+
+        Raises:
+            DataError: they lack a column.
+        """
+        if "response_tokens" in rows or self._is_checked:
+            return
+        if len(self.task.nodes) == len(self.sources):  # others may write what rewards read
+            check_reads({"the prompts": rows}, [reward.source for reward in self.sources.values()])
+        self._is_checked = True
 
     def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, temperature: float = 0.0) -> Evaluation:
         """See `Trainer.evaluate`."""
@@ -125,13 +119,14 @@ class ActiveTask:
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())
-            return evaluate(problems, lambda rows: self._run(graph, rows).batch, metrics)
+            return evaluate(problems, lambda rows: self._runner.run(graph, rows).batch, metrics)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """See `Trainer.evaluate_loss`."""
         state_before = self.algorithm.state_dict()
         try:
-            prepared, metrics = self.updater.prepare(self.experience.replay(self.rows(batch, "eval"), "eval")[0])
+            recorded = self._runner.wait(self.collector.replay(self.rows(batch, "eval"), "eval"))
+            prepared, metrics = self.updater.prepare(recorded.batch)
         finally:
             self.algorithm.load_state_dict(state_before)
         return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}

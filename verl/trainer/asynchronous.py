@@ -1,9 +1,9 @@
 """Asynchronous training: workers in processes of their own (Ray actors) sample while this one trains.
 
-The other driver over the same calls: `replay` (rewards and what else the algorithm reads), `learn`. A step begins as
-many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands the new
-weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A sample
-carries the version that wrote its first token; importance weights correct for what has changed since.
+The second driver over the calls of `verl.trainer.step`: its groups have been sampled when they are scored. A step
+begins as many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands
+the new weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A
+sample carries the version that wrote its first token; importance weights correct for what has changed since.
 
 Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), and episodes.
 """
@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import Unpack
 
 from verl.batch import Batch
-from verl.checked import checked
+from verl.checked import checked, validated
 from verl.checkpoint.state import Count as SavedCount
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
@@ -27,17 +28,18 @@ from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
 from verl.record import Count, Processes, Staleness
-from verl.report.metrics import add_metrics
 from verl.report.timeline import Span
-from verl.roles.actor import expand
+from verl.roles.actor import Actor, expand
+from verl.roles.critic import Critic
 from verl.roles.standalone import RolloutPool
 from verl.trainer.guard import SafetyGuard
+from verl.trainer.options import TrainerArguments
 from verl.trainer.requirements import check_asynchronous
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
 
 #: Options of `Trainer` that mean nothing here, and what they are if they are not set.
-_SYNCHRONOUS = {"update_freq": None, "buffer": "memory", "buffer_size": None, "buffer_dir": "buffer"}
+_SYNCHRONOUS: dict[str, Any] = {"update_freq": None, "buffer": "memory", "buffer_size": None, "buffer_dir": "buffer"}
 
 
 class ScheduleState(BaseModel):
@@ -56,11 +58,10 @@ class AsyncTrainer(Trainer):
         batch_size: prompts that a step trains on.
         max_staleness: training steps that may pass between the begin of a sample's rollout and its own training.
         rollout_workers: processes that sample; `group.scale(n)` changes their number while training runs.
-        num_rollout_workers: the same.
         max_rollout_workers: let there be up to so many when sampling for a step takes longer than the rest of it, and
             fewer again, down to `rollout_workers`, when they are not needed; None: as many as `rollout_workers`.
         transport: how samples come to this process, "shared_memory" or "queue", see `RolloutPool`.
-        **options: see `Trainer`.
+        **options: see `Trainer`; `num_rollout_workers` is another name of `rollout_workers`.
 
     Raises:
         ConfigError: the algorithm has no off-policy correction, or it is turned off; or an option of synchronous
@@ -70,26 +71,28 @@ class AsyncTrainer(Trainer):
     @checked
     def __init__(
         self,
-        *args: Any,
+        actor: Actor | Any,
+        critic: Critic | Any = None,
+        reward: Any = None,
+        *,
         batch_size: Count,
         max_staleness: Staleness = 1,
         rollout_workers: Processes = 1,
         max_rollout_workers: Processes | None = None,
-        num_rollout_workers: Processes | None = None,
         transport: Literal["shared_memory", "queue"] = "shared_memory",
-        **options: Any,
+        **options: Unpack[TrainerArguments],
     ) -> None:
         if unused := [name for name, usual in _SYNCHRONOUS.items() if options.get(name, usual) != usual]:
             raise ConfigError(
                 f"asynchronous training has a step for every batch_size groups and keeps no buffer: leave "
                 f"{', '.join(unused)} out, or max_staleness"
             )
-        if num_rollout_workers is not None and rollout_workers not in (1, num_rollout_workers):
-            raise ConfigError(
-                f"num_rollout_workers={num_rollout_workers} is another name of rollout_workers={rollout_workers}"
-            )
-        rollout_workers = num_rollout_workers or rollout_workers
-        super().__init__(*args, **options)
+        if (same := options.pop("num_rollout_workers", None)) is not None:
+            if rollout_workers not in (1, same):
+                raise ConfigError(f"num_rollout_workers={same} is another name of rollout_workers={rollout_workers}")
+            hints = {"num_rollout_workers": Processes}
+            rollout_workers = validated("AsyncTrainer", hints, {"num_rollout_workers": same})["num_rollout_workers"]
+        super().__init__(actor, critic, reward, **options)
         rollout = self.actor.rollout_options
         episode = self.task.task.episode or rollout.episode
         check_asynchronous(self.algorithm, rollout.name, episode, rollout.tensor_parallel)
@@ -142,13 +145,14 @@ class AsyncTrainer(Trainer):
             self._wait()
             self._feed(prompts)
         waited = time.perf_counter() - began
-        samples, record = self.experience.replay(Batch.concat(self.schedule.take()), f"s{self.steps}")
-        record.update(self._rollout_record(samples), **{"time/wait": waited})
-        add_metrics(record, self.experience.own_metrics(samples), self.experience.metrics)
-        keep = self.algorithm.keep(samples)
-        samples = samples if keep is None else samples.filter(keep)
-        self._add(record, self.learn(samples) if len(samples) else {"update/empty": 1.0})
-        record["updated"] = "update/empty" not in record
+        rows = Batch.concat(self.schedule.take())
+        samples = self.runner.wait(self.collector.collect_drawn(rows, f"s{self.steps}"))
+        record = self._record({self.task.name: samples})
+        self._add(record, {**self._rollout_record(samples.draws[0].batch), "time/wait": waited})
+        if len(samples.rows):
+            self._add(record, self._learn({self.task.name: samples.rows}))
+        else:
+            record |= {"update/empty": 1.0, "updated": False}
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)
@@ -218,12 +222,12 @@ class AsyncTrainer(Trainer):
             self.group.submit(begun, rows, params)
 
     def _wait(self) -> None:
-        event = self.group.event(self.deadline)
+        event = self.group.event(self.limits.deadline)
         if isinstance(event, Finished):
             self.schedule.finish(event.group, self.actor.stamped(event.samples))
             del self._prompts[event.group]
             self._tokens += written_tokens(event.samples)
-            self._note([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])
+            self.runner.add([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])
         else:
             for group in reversed(event.groups):
                 self.schedule.lose(group)
@@ -238,7 +242,7 @@ class AsyncTrainer(Trainer):
                 f"a sample is {staleness} versions old, at most {self.schedule.max_staleness} was asked for: a rollout "
                 "worker samples with weights that it should have replaced"
             )
-        busy = sum(span.seconds for span in self.spans if span.role == "rollout")
+        busy = sum(span.seconds for span in self.runner.spans if span.role == "rollout")
         return {
             "rollout/staleness/max": staleness,
             "rollout/staleness": self.actor.policy_version - sum(samples["policy_version"]) / len(samples),

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.algorithms import algorithm_names, make_algorithm
+from verl.algorithms.keywords import AlgorithmKeywords
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.roles.settings import handle_keywords
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.evaluation import HeldOut
 from verl.trainer.interleaved import InterleavedTrainer
+from verl.trainer.options import TrainerArguments
 from verl.trainer.trainer import Trainer
 
 
@@ -19,8 +21,9 @@ def public_calls() -> Iterator[tuple[str, set[str]]]:
     """How each is shown, "fit({}=...)", and the names of its keywords."""
     yield "fit({}=...)", _parameters(Trainer.fit)
     yield "Actor(MODEL, {}=...)", handle_keywords()
+    own = {*TrainerArguments.__annotations__} - {*AlgorithmKeywords.__annotations__}
     for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
-        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer)
+        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | own
     yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward) | {*OnFailure.__annotations__}
     yield "HeldOut(ROWS, {}=...)", _parameters(HeldOut)
     kinds = {type(make_algorithm(name)) for name in algorithm_names()}
@@ -28,4 +31,4 @@ def public_calls() -> Iterator[tuple[str, set[str]]]:
 
 
 def _parameters(call: Callable[..., Any]) -> set[str]:
-    return {*inspect.signature(call).parameters} - {"self", "rows", "source", "options", "args"}
+    return {*inspect.signature(call).parameters} - {"self", "rows", "source", "options", "keywords"}

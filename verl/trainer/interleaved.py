@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
+from typing_extensions import Unpack
 
 from verl.batch import Batch
 from verl.checked import checked
@@ -21,6 +22,10 @@ from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
 from verl.record import Staleness
+from verl.roles.actor import Actor
+from verl.roles.critic import Critic
+from verl.trainer.collector import Samples
+from verl.trainer.options import TrainerArguments
 from verl.trainer.requirements import check_corrected
 from verl.trainer.trainer import Trainer
 
@@ -33,7 +38,7 @@ class _Flight:
     place: where the task's prompts began in the data.
     """
 
-    future: Future[tuple[Batch, dict[str, Any]]]
+    future: Future[Samples]
     began: int
     place: dict[str, Any]
 
@@ -51,8 +56,15 @@ class InterleavedTrainer(Trainer):
     """
 
     @checked
-    def __init__(self, *args: Any, max_staleness: Annotated[Staleness, Field(ge=1)] = 2, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        actor: Actor | Any,
+        critic: Critic | Any = None,
+        *,
+        max_staleness: Annotated[Staleness, Field(ge=1)] = 2,
+        **options: Unpack[TrainerArguments],
+    ) -> None:
+        super().__init__(actor, critic, **options)
         if len(self.tasks) < 2:
             raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
         for task in self.tasks.values():
@@ -87,7 +99,8 @@ class InterleavedTrainer(Trainer):
         for name in prompts.sources:
             if name not in self._flights and prompts.shares[name]:
                 place = prompts.place(name)
-                self._flights[name] = _Flight(self.begin(name, prompts.draw(name)), self.actor.policy_version, place)
+                future = self.runner.begin(self._collect_task(name, prompts.draw(name)))
+                self._flights[name] = _Flight(future, self.actor.policy_version, place)
         # What would be too old after this update is waited for; else one task is enough.
         late = [f for f in self._flights.values() if self.actor.policy_version - f.began >= self.max_staleness]
         if late:
@@ -96,10 +109,10 @@ class InterleavedTrainer(Trainer):
         waited = time.perf_counter() - began
         landed = {name: flight for name, flight in self._flights.items() if flight.future.done()}
         drawn = {name: flight.future.result() for name, flight in landed.items()}
-        staleness = {name: self._staleness(batch) for name, (batch, _) in drawn.items()}
+        staleness = {name: self._staleness(samples.rows) for name, samples in drawn.items()}
         for name in landed:
             del self._flights[name]
-        record = self.learn_tasks(drawn)
+        record = self._learn_from(drawn)
         record |= {f"task/{name}/rollout/staleness/max": float(age) for name, age in staleness.items()}
         record |= {"rollout/staleness/max": float(max(staleness.values())), "time/wait": waited}
         return self._finish_step(record, began)

@@ -81,7 +81,9 @@ class Mixture:
         return found
 
     def update(self, step: int, samples: Mapping[str, Batch], record: dict[str, Any]) -> None:
-        """Add throughput and shares to the record of a step, and let the scheduler read it."""
+        """Of several tasks: add throughput and shares to the record of a step, and let the scheduler read it."""
+        if len(self.tasks) == 1:
+            return
         now = time.perf_counter()
         for name, batch in samples.items():
             began, self._trained[name] = self._trained[name], now

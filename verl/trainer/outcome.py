@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import TrainingError
-from verl.trainer.learning import skipped_roles
+from verl.trainer.update_phase import skipped_roles
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -55,7 +55,7 @@ def check_finite(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         TrainingError: too many in a row; the trainer is back at the last good checkpoint, if it has one.
     """
     trainer.skipped = trainer.skipped + 1 if skipped_roles(metrics) else 0
-    if trainer.skipped < trainer.max_skipped_updates:
+    if trainer.skipped < trainer.limits.max_skipped_updates:
         return
     text = (
         f"{trainer.skipped} updates in a row had a loss or gradient that is not finite (step {trainer.steps + 1}): "

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.dataflow.scores import own_samples, written_tokens
-from verl.trainer.learning import of_task
+from verl.trainer.update_phase import of_task
 
 #: What a step counts, summed over tasks.
 _SUMS = ("rollout/tokens", "time/rollout", "reward/abstained", "rollout/resamples", "rollout/rejected_prompts")

@@ -1,44 +1,43 @@
 """The trainer: the one-step graph of an algorithm, run again and again, evaluated, logged and saved.
 
-A step is two runs of one graph: experience (rollout, rewards, reference log-probs, values), then learning
-(prepare, update of every model). Between them stands the buffer, and the choice of samples by algorithms that reject
-some. The trainer never asks which algorithm it runs; what it must know stands on the algorithm's contract.
+What a step is stands in `verl.trainer.step`. Between its two halves stands the buffer, and the choice of samples by
+algorithms that reject some. The trainer never asks which algorithm it runs; what it must know stands on the algorithm's
+contract.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import Unpack
+
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.checked import checked
+from verl.checked import checked, validated
 from verl.checkpoint import state
 from verl.checkpoint.automatic import AutomaticCheckpoints
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
-from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
 from verl.data.tokenize import Truncation
-from verl.dataflow.executor import Result, Slot, run_graph
 from verl.dataflow.graph import Graph
-from verl.dataflow.nodes import SLOT, log_prob_nodes
+from verl.dataflow.groups import all_of
+from verl.dataflow.nodes import log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
-from verl.keywords import takes
-from verl.record import Count, Natural, Portion, Processes, Seconds
+from verl.record import Count, Natural
 from verl.report.completions import completions
 from verl.report.metrics import Metric, MetricFn, add_metrics
 from verl.report.samples import kl_to_reference
 from verl.report.sinks import Logger, open_logger, run_directory, set_aside
-from verl.report.timeline import Span, Timeline, busy_shares, spans_of
+from verl.report.timeline import busy_shares
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -47,24 +46,35 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
-from verl.tasks.file import read_tasks
-from verl.tasks.task import Task, algorithm_beside, check_tasks
-from verl.threads import beside
+from verl.tasks.task import Task
 from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.batches import as_loader, one_pass
+from verl.trainer.collector import SampleCollector, Samples
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
-from verl.trainer.experience import Experience
 from verl.trainer.guard import Guards, SafetyGuard
-from verl.trainer.learning import Learning, of_task, skipped_roles
 from verl.trainer.mixture import Mixture, TaskScheduler
+from verl.trainer.options import (
+    CheckpointOptions,
+    LimitOptions,
+    LoggingOptions,
+    TrainerKeywords,
+    TrainerOptions,
+    tasks_of,
+)
 from verl.trainer.outcome import check_finite, check_learned
 from verl.trainer.requirements import check_permuted
+from verl.trainer.runner import GraphRunner
 from verl.trainer.signals import StopSignal
 from verl.trainer.task_records import joined
-from verl.trainer.waiting import Waiting
+from verl.trainer.update_buffer import UpdateBuffer
+from verl.trainer.update_phase import UpdatePhase, of_task, skipped_roles
 from verl.weights.layout import Mesh
 
 logger = logging.getLogger(__name__)
+
+
+def _flag(keywords: dict[str, Any], name: str) -> bool:
+    return bool(validated("Trainer", {name: bool}, {name: keywords.pop(name, False)})[name])
 
 
 def _of_the_task(name: str) -> Any:
@@ -77,37 +87,25 @@ class Trainer:
     Args:
         actor: the policy, or a model, or the name or directory of one.
         critic: the value model, likewise; None: made from the actor's where the algorithm has one.
-        reward: a `Reward`, or anything `Reward` takes. `reward_fn=` is the same. None for algorithms without one.
-        cost: likewise, what the algorithm keeps below a limit; for algorithms with that role.
+        reward: a `Reward`, or anything `Reward` takes; None for algorithms without one.
         algorithm, n, sampling, nodes: see `Task`.
         tasks: a list of `Task`s, instead of reward, cost, algorithm, n, sampling and nodes. Several train the one actor
             together: see `step`.
-        config_path: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`.
-        dataloader: what `train` goes over.
-        buffer: "memory", "disk", "distributed" (shared on a Ray cluster), or an instance.
-        buffer_size: its capacity, in samples that wait; None: unbounded.
-        buffer_dir: where a disk buffer lies; the name of a distributed one.
-        update_freq: an update each time so many new samples have arrived; None: every step.
-        use_amp: of actor and critic, see `Actor`; None: as they say.
-        max_resamples: further rollouts in one step for prompts whose samples the algorithm rejects.
-        max_skipped_updates: updates in a row that may be skipped for non-finite numbers before the run ends.
-        max_failed_episodes: share of the latest 256 samples, once there are 64, whose episode may fail before it ends.
-        log_dir: where TensorBoard events and `metrics.jsonl` go; None: `runs/<algorithm>-<time>`; False: nowhere. What
-            another run logged there is moved into `earlier-1` (or -2, ...), unless this one goes on from a checkpoint.
-        on_log_hook: `fn(step, record)` gets every log record.
-        checkpoint_dir, save_every: automatic checkpoints, by both together: every so many steps and at the end of
-            `fit`. A failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one.
-        keep_checkpoints: how many `step-<number>` stay in that directory, the newest; None: all.
-        async_save: automatic checkpoints are copied to host memory and written while training goes on; `fit` ends once
-            the last one is whole.
         held_out: what `fit` evaluates before its first step, every so many steps, and after its last.
-        permute_rewards: a control: rewards are dealt out at random among the samples, so nothing can be learned.
-        placement: the placement of all roles, see `DeviceMesh`; None: where the handles say. `device_map=` is the same.
-        num_rollout_workers, num_update_workers: instead of a placement: ranks that only generate, and ranks that train.
-        strategy: of training, for all models: "ddp", "fsdp", "deepspeed" or "megatron"; or a placement.
-        timeline: where a trace of what worked when is written; see `Timeline`.
-        deadline: seconds for one call of a node, and for ranks to wait for each other.
-        **options: of the algorithm, such as `kl_coef`.
+        placement: the placement of all roles, see `DeviceMesh`, or `PlacementOptions`; None: where the handles say.
+        buffer: where samples wait: "memory", "disk", "distributed" (shared on a Ray cluster), an instance, or
+            `BufferOptions`.
+        checkpoints: automatic checkpoints, `CheckpointOptions` or a mapping of its fields; likewise
+        logging, limits: `LoggingOptions`, `LimitOptions`.
+        **keywords: fields of these records by their own names (`save_every=10`, `log_dir=...`, `update_freq=...`,
+            `strategy=...`), and
+
+            - `reward_fn`: the reward by another name
+            - `cost`: what the algorithm keeps below a limit, as `reward`; for algorithms with that role
+            - `config_path`: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`
+            - `dataloader`: what `train` goes over
+            - `permute_rewards`: a control: rewards are dealt out at random among the samples, so nothing can be learned
+            - options of the algorithm, such as `kl_coef`
 
     Raises:
         ConfigError: an unknown algorithm or option; a reward or cost that is missing, or that the algorithm has not; a
@@ -120,7 +118,7 @@ class Trainer:
     sources: dict[str, Reward] = _of_the_task("sources")
     updater: Updater = _of_the_task("updater")
     critic: Critic | None = _of_the_task("critic")
-    experience: Experience = _of_the_task("experience")
+    collector: SampleCollector = _of_the_task("collector")
     sampling: SamplingParams = _of_the_task("sampling")
     episodes: Failures = _of_the_task("episodes")
     n: int = _of_the_task("n")
@@ -132,111 +130,91 @@ class Trainer:
         critic: Critic | Any = None,
         reward: Any = None,
         *,
-        reward_fn: Any = None,
-        cost: Any = None,
         algorithm: str | BaseAlgorithm | None = None,
+        tasks: Sequence[Task] | None = None,
         n: Count | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
-        tasks: Sequence[Task] | None = None,
-        config_path: str | Path | None = None,
-        dataloader: Iterable[Any] | None = None,
-        buffer: str | Buffer = "memory",
-        buffer_size: Count | None = None,
-        buffer_dir: str | Path = "buffer",
-        update_freq: Count | None = None,
-        use_amp: bool | None = None,
-        max_resamples: Natural = 4,
-        max_skipped_updates: Count = 5,
-        max_failed_episodes: Portion = 0.5,
-        log_dir: str | Path | bool | None = None,
-        logger: Logger | None = None,
-        on_log_hook: Callable[[int, dict[str, Any]], None] | None = None,
-        checkpoint_dir: str | Path | None = None,
-        save_every: Count | None = None,
-        keep_checkpoints: Count | None = None,
-        async_save: bool = False,
         held_out: HeldOut | None = None,
-        permute_rewards: bool = False,
         placement: Any = None,
-        num_rollout_workers: Processes | None = None,
-        num_update_workers: Processes | None = None,
-        strategy: Any = None,
-        device_map: Any = None,
-        timeline: str | Path | None = None,
-        deadline: Seconds = 1800.0,
-        **options: Any,
+        buffer: Any = "memory",
+        checkpoints: CheckpointOptions | Mapping[str, Any] | None = None,
+        logging: LoggingOptions | Mapping[str, Any] | None = None,
+        limits: LimitOptions | Mapping[str, Any] | None = None,
+        **keywords: Unpack[TrainerKeywords],
     ) -> None:
-        if reward is not None and reward_fn is not None:
-            raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
-        given = {"reward": reward_fn if reward is None else reward, "cost": cost}
-        given = {role: source for role, source in given.items() if source is not None}
-        if config_path is not None:
-            if tasks is not None:
-                raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
-            tasks = read_tasks(config_path)
-        if tasks is None:
-            made = algorithm_beside(Trainer.__init__, algorithm or self.algorithm_name, options)
-            tasks = [Task(algorithm=made, sources=given, n=n, sampling=sampling, nodes=nodes)]
-        elif given or options or nodes or (algorithm, n, sampling) != (None, None, None):
-            others = "".join(f"; '{option}': {phrase}" for option in options if (phrase := takes(option, "Trainer")))
-            raise ConfigError(
-                f"tasks have their own reward, cost, algorithm, n, sampling and nodes: give the trainer none{others}"
-            )
-        check_tasks(tasks)
+        rest: dict[str, Any] = {**keywords}
+        options = TrainerOptions.spread(
+            rest, placement=placement, buffer=buffer, checkpoints=checkpoints, logging=logging, limits=limits
+        )
+        #: What `train` goes over.
+        self.dataloader: Iterable[Any] | None = rest.pop("dataloader", None)
+        permute_rewards = _flag(rest, "permute_rewards")
+        tasks = tasks_of(
+            rest,
+            reward=reward,
+            algorithm=algorithm or self.algorithm_name,
+            tasks=tasks,
+            n=n,
+            sampling=sampling,
+            nodes=nodes,
+        )
         if permute_rewards:
             for task in tasks:
                 check_permuted(task.algorithm)
-        self.checkpoints = AutomaticCheckpoints.of(checkpoint_dir, save_every, keep_checkpoints, async_save)
+        saving = options.checkpoints
+        self.checkpoints = AutomaticCheckpoints.of(
+            saving.checkpoint_dir, saving.save_every, saving.keep_checkpoints, saving.async_save
+        )
+        self.limits = options.limits
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=tasks[0].algorithm.head)
-        several = len(tasks) > 1
-        if several and (update_freq, buffer, buffer_size) != (None, "memory", None):
+        self._make_tasks(tasks, critic, options)
+        self.update_phase = UpdatePhase(self.actor, self.tasks, self.runner, permute_rewards=permute_rewards)
+        self.mixture = Mixture(self.tasks)
+        if options.buffer.buffer != "memory":  # it lies outside of the process, and belongs to the driver
+            self.actor.controller.start()
+        self._waiting = UpdateBuffer(options.buffer)
+        self.buffer = self._waiting.buffer
+        self.held_out = held_out
+        if held_out is not None and held_out.kl:
+            self.actor.make_reference()
+        self._begin_run(options.logging)
+
+    def _make_tasks(self, tasks: Sequence[Task], critic: Any, options: TrainerOptions) -> None:
+        """Lay the models out over their ranks, and bind each task to them."""
+        waiting, limits, layout = options.buffer, options.limits, options.placement
+        if len(tasks) > 1 and (waiting.update_freq, waiting.buffer, waiting.buffer_size) != (None, "memory", None):
             raise ConfigError(
                 "several tasks update in every step: leave buffer, buffer_size and update_freq out of the trainer"
             )
         critics = critics_of(tasks, critic)
-        models: list[Actor | Critic] = [self.actor, *(made for made in critics.values() if made is not None)]
-        workers = by_workers(num_rollout_workers, num_update_workers)
-        lay_out(models, (placement, device_map, workers), strategy, use_amp)
-        self.deadline = deadline
-        self._slots = {SLOT: Slot()} if several else {}
+        lay_out(
+            [self.actor, *(critic for critic in critics.values() if critic is not None)],
+            (layout.placement, layout.device_map, by_workers(layout.num_rollout_workers, layout.num_update_workers)),
+            layout.strategy,
+            layout.use_amp,
+        )
+        self.runner = GraphRunner(
+            deadline=limits.deadline, shares_models=len(tasks) > 1, timeline=options.logging.timeline
+        )
         #: By name.
         self.tasks = {
-            task.name: ActiveTask(
-                task,
-                self.actor,
-                critics[task.name],
-                self._run,
-                max_resamples=max_resamples,
-                max_failed_episodes=max_failed_episodes,
-            )
-            for task in tasks
+            task.name: ActiveTask(task, self.actor, critics[task.name], self.runner, limits) for task in tasks
         }
         for active in self.tasks.values():
             for role, source in active.sources.items():
                 source.place(self.actor.controller, role)
         for controller in {handle.controller for handle in self.roles.values()}:
-            controller.wait(deadline)
-        if several:  # samples of another temperature say so
+            controller.wait(limits.deadline)
+        if len(tasks) > 1:  # samples of another temperature say so
             self.actor.plan = replace(self.actor.plan, temperature=1.0)
         elif self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
             self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
-        self.learning = Learning(self.actor, self.tasks, self._run, permute=permute_rewards)
-        self.mixture = Mixture(self.tasks)
-        if buffer != "memory":  # it lies outside of the process, and belongs to the driver
-            self.actor.controller.start()
-        self.waiting = Waiting(buffer, buffer_size, buffer_dir, update_freq)
-        self.buffer = self.waiting.buffer
-        self.max_skipped_updates = max_skipped_updates
-        self.held_out = held_out
-        if held_out is not None and held_out.kl:
-            self.actor.make_reference()
-        self.dataloader = dataloader
+
+    def _begin_run(self, logging: LoggingOptions) -> None:
+        """No step was made, and nothing was logged."""
         #: Digest of the settings of `verl train`; part of its checkpoints' identity.
         self.settings: str | None = None
-        self.timeline = None if timeline is None else Timeline(timeline)
-        #: What worked when, since the present step began.
-        self.spans: list[Span] = []
         self.steps = 0
         #: Updates that changed the policy, and those that did not: empty, without a finite gradient, or one of 0.
         self.updates = self.idle = 0
@@ -247,12 +225,12 @@ class Trainer:
         self._loader: Loader | None = None
         self._position: dict[str, Any] | None = None
         #: Where TensorBoard events, `metrics.jsonl` and a guard's checkpoints go; None: nowhere.
-        self.log_dir = run_directory(log_dir, next(iter(self.tasks.values())).algorithm.name)
+        self.log_dir = run_directory(logging.log_dir, next(iter(self.tasks.values())).algorithm.name)
         self._logger: Logger | None = None
         self._goes_on = False  # from a checkpoint, or where there could have been one
-        self._hooks = [on_log_hook] if on_log_hook else []
-        if logger is not None:
-            self.use_logger(logger)
+        self._hooks = [] if logging.on_log_hook is None else [logging.on_log_hook]
+        if logging.logger is not None:
+            self.use_logger(logging.logger)
 
     @property
     def task(self) -> ActiveTask:
@@ -268,8 +246,8 @@ class Trainer:
     @property
     def graph(self) -> Graph:
         """The whole step of the only task as one graph, to look at or compare."""
-        experience = self.experience.graph
-        return Graph([*experience.nodes.values(), *self.learning.graph.nodes.values()], experience.inputs)
+        drawn, learned = self.collector.graph, self.update_phase.graph
+        return Graph([*drawn.nodes.values(), *learned.nodes.values()], drawn.inputs)
 
     @property
     def roles(self) -> dict[str, Actor | Critic]:
@@ -316,7 +294,7 @@ class Trainer:
             ConfigError: it has none of these forms. In a step: the trainer has a metric of that name.
         """
         for task in self.tasks.values():
-            task.experience.metrics[name] = Metric(name, fn)
+            task.collector.metrics[name] = Metric(name, fn)
 
     @checked
     def add_guard(self, guard: SafetyGuard) -> None:
@@ -375,30 +353,51 @@ class Trainer:
         """
         self.guards.begin(self)
         began = self._begin()
-        record = self._step_of_one(prompts) if len(self.tasks) == 1 else self._step_of_several(prompts)
-        return self._finish_step(record, began)
+        return self._finish_step(self._learn_from(self._collect(prompts)), began)
 
-    def _step_of_several(self, prompts: Any) -> dict[str, Any]:
-        parts = by_task(prompts, [*self.tasks])
-        futures = {name: self.begin(name, rows) for name, rows in parts.items()}
-        wait(futures.values())
-        return self.learn_tasks({name: future.result() for name, future in futures.items()})
+    def _collect(self, prompts: Any) -> dict[str, Samples]:
+        """The samples of each task that has prompts, drawn side by side: rollouts run one at a time, and the
+        rewards of one task are waited for while another is sampled."""
+        parts = {self.task.name: prompts} if len(self.tasks) == 1 else by_task(prompts, [*self.tasks])
+        work = {name: self._collect_task(name, part) for name, part in parts.items()}
 
-    def begin(self, name: str, prompts: Any) -> Future[tuple[Batch, dict[str, Any]]]:
-        """Sample and score prompts of one of several tasks, beside what else goes on."""
-        key = f"s{self.steps}.{name}"
+        async def collect() -> dict[str, Samples]:
+            return dict(zip(work, await all_of(work.values()), strict=True))
+
+        return self.runner.wait(collect())
+
+    def _collect_task(self, name: str, prompts: Any) -> Coroutine[Any, Any, Samples]:
+        """What draws the samples of one task on the event loop. Names of samples say the step, and of several tasks
+        which one."""
+        key = f"s{self.steps}" if len(self.tasks) == 1 else f"s{self.steps}.{name}"
+        task = self.tasks[name]
+        rows = task.rows(prompts, key)
+        task.check(rows)
         self.mixture.begin(name)
-        return beside(self.tasks[name].samples, self.tasks[name].rows(prompts, key), key)
+        return task.collector.collect(rows, key)
 
-    def learn_tasks(self, drawn: Mapping[str, tuple[Batch, dict[str, Any]]]) -> dict[str, Any]:
-        """Learn from scored samples of several tasks and their metrics; the record of the step."""
-        samples = {name: batch for name, (batch, _) in drawn.items()}
-        record = joined(samples, {name: own for name, (_, own) in drawn.items()})
-        self.learning.weights.update(self.mixture.weights(samples))
-        self._add(record, self.learn(samples))
-        record["updated"] = "update/empty" not in record
-        self.mixture.update(self.steps + 1, samples, record)
+    def _learn_from(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
+        """The record of a step with these samples of each task; they wait in the buffer until an update is due."""
+        record = self._record(samples)
+        rows: Mapping[str, Batch] = {name: drawn.rows for name, drawn in samples.items()}
+        due: Mapping[str, Batch] | None = rows
+        if len(self.tasks) == 1:  # several update in every step
+            waiting = self._waiting.add(rows[self.task.name])
+            due = None if waiting is None else {self.task.name: waiting}
+        self._add(record, {"updated": False} if due is None else self._learn(due))
+        self.mixture.update(self.steps + 1, rows, record)
         return record
+
+    def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
+        records = {name: self.tasks[name].collector.record(drawn) for name, drawn in samples.items()}
+        if len(self.tasks) == 1:
+            return records[self.task.name]
+        return joined({name: drawn.rows for name, drawn in samples.items()}, records)
+
+    def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
+        self.update_phase.weights.update(self.mixture.weights(samples))
+        metrics = self.learn(samples if len(self.tasks) > 1 else samples[self.task.name])
+        return {**metrics, "updated": "update/empty" not in metrics}
 
     def set_task_scheduler(self, scheduler: TaskScheduler) -> None:
         """Let a scheduler change the tasks' shares after each step, such as `DynamicTaskWeightScheduler`.
@@ -408,26 +407,16 @@ class Trainer:
         """
         self.mixture.follow(scheduler)
 
-    def _step_of_one(self, prompts: Any) -> dict[str, Any]:
-        key = f"s{self.steps}"
-        samples, record = self.task.samples(self.task.rows(prompts, key), key)
-        due = self.waiting.add(samples)
-        self._add(record, {"updated": due is not None})
-        if due is not None:
-            self._add(record, self.learn(due))
-            record["updated"] = "update/empty" not in record
-        return record
-
     def _begin(self) -> float:
         """What every step begins with; the time. The log is open before anything is sampled."""
         assert self.logger is not None
-        self.spans.clear()
+        self.runner.begin_step(self.steps + 1)
         return time.perf_counter()
 
     def _finish_step(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
         seconds = time.perf_counter() - began
-        self._add(record, {"time/step": seconds, **busy_shares(self.spans, seconds)})
+        self._add(record, {"time/step": seconds, **busy_shares(self.runner.spans, seconds)})
         self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
         updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
@@ -448,12 +437,13 @@ class Trainer:
     def _add(self, record: dict[str, Any], more: Mapping[str, Any]) -> None:
         """Add to the record of a step; raises ConfigError for what one of the user's metrics is called."""
         tasks, several = self.tasks.items(), len(self.tasks) > 1
-        own = (of_task(name, task.experience.metrics) if several else task.experience.metrics for name, task in tasks)
-        add_metrics(record, more, set().union(*own))
+        metrics = {name: task.collector.metrics for name, task in tasks}
+        users = (of_task(name, of_it) if several else of_it for name, of_it in metrics.items())
+        add_metrics(record, more, set().union(*users))
 
     def _log_completions(self) -> None:
         """Of the samples that the step learned from; recorded data of offline algorithms are no completions."""
-        latest, self.learning.latest = self.learning.latest, None
+        latest, self.update_phase.latest = self.update_phase.latest, None
         if latest is not None and (given := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
             self.logger.completions(self.steps, lambda: completions(given, latest[1], self.actor.tokenizer.decode))
 
@@ -617,7 +607,7 @@ class Trainer:
 
     def _kl_to_reference(self, samples: Batch, *, greedy: bool) -> float:
         graph = Graph([*log_prob_nodes(self.actor)], samples.columns)
-        return kl_to_reference(self._run(graph, samples).batch, "log_probs", greedy=greedy)
+        return kl_to_reference(self.runner.run(graph, samples).batch, "log_probs", greedy=greedy)
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""
@@ -655,7 +645,7 @@ class Trainer:
     def learn(self, samples: Batch | Mapping[str, Batch]) -> dict[str, Any]:
         """Update every model from scored samples; of several tasks, by task."""
         given = {self.task.name: samples} if isinstance(samples, Batch) else samples
-        metrics = self.learning(given, self.steps)
+        metrics = self.update_phase(given, self.steps)
         if "update/empty" not in metrics:
             check_finite(self, metrics)
         return metrics
@@ -755,19 +745,7 @@ class Trainer:
 
     def models_idle(self) -> AbstractContextManager[Any]:
         """No node of a task works on the models meanwhile."""
-        return self._slots[SLOT].hold() if self._slots else nullcontext()
-
-    def _run(self, graph: Graph, batch: Batch) -> Result:
-        result = run_graph(graph, batch, deadline=self.deadline, slots=self._slots)
-        self._note(spans_of(graph, result))
-        return result
-
-    def _note(self, spans: list[Span]) -> None:
-        self.spans += spans
-        for span in spans:
-            logger.debug("step %d: %s (%s) took %.3f s", self.steps + 1, span.node, span.role, span.seconds)
-        if self.timeline is not None:
-            self.timeline.add(spans, self.steps + 1)
+        return self.runner.models_idle()
 
 
 class PPOTrainer(Trainer):

@@ -18,13 +18,13 @@ from functools import cached_property
 from typing import Any
 
 from verl.cluster import controller
-from verl.dataflow.executor import DEADLINE
 from verl.dataflow.graph import Graph
-from verl.dataflow.pipeline import RLDataPipeline
+from verl.dataflow.groups import DEADLINE
 from verl.dataflow.scores import own_samples, score_metrics
 from verl.dataflow.symbols import ORDER, Symbol, advantages, responses, updates
 from verl.errors import ConfigError
 from verl.roles.group import WorkerGroup
+from verl.trainer.pipeline import RLDataPipeline
 
 
 class Flow:
@@ -97,7 +97,7 @@ class Flow:
 
         Raises:
             ConfigError: as of `graph`.
-            VerlError: see `verl.dataflow.executor.run`.
+            VerlError: see `verl.dataflow.groups.Groups.whole`.
         """
         pipeline = self._pipeline
         prompts = self._groups[responses].actor.prompts(given, key=f"s{self._runs}")
@@ -139,7 +139,7 @@ class Controller(controller.Controller):
     __doc__ = controller.Controller.__doc__
 
     def broadcast(self, what: Symbol) -> Flow:
-        """Begin an expression with `prompts`; see `verl.dataflow.expression`."""
+        """Begin an expression with `prompts`; see `verl.trainer.expression`."""
         return Flow(deadline=DEADLINE if self._may_change else self.timeout).broadcast(what)
 
 

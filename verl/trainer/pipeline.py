@@ -6,15 +6,18 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.cluster.controller import Controller
-from verl.dataflow.executor import DEADLINE, Result, run_graph
+from verl.cluster.controller import Controller, start
+from verl.dataflow import loop
 from verl.dataflow.graph import Graph, Node
+from verl.dataflow.groups import DEADLINE, Groups
 from verl.dataflow.nodes import RolloutNode, UpdateNode
+from verl.dataflow.result import Result
 from verl.dataflow.stages import is_reward_function, make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
 from verl.record import Count, Seconds
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
+from verl.trainer.step import step
 
 
 class RLDataPipeline:
@@ -80,7 +83,13 @@ class RLDataPipeline:
             if encoder is None:
                 raise ConfigError("no stage of the pipeline takes plain prompts: add an Actor, or run a Batch")
             prompts = encoder.prompts(prompts)
-        return run_graph(self.graph, prompts, deadline=self.deadline)
+        graph = self.graph
+
+        async def run() -> Result:
+            return await step(Groups(graph, prompts, deadline=self.deadline))
+
+        start()
+        return loop.run_sync(run())
 
     def _controllers(self) -> set[Controller]:
         """Of the models of all stages."""

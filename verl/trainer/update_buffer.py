@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from verl.batch import Batch
-from verl.data.buffers import Buffer, make_buffer
+from verl.data.buffers import make_buffer
 from verl.errors import ConfigError
 from verl.report.samples import renamed, sample_names
+from verl.trainer.options import BufferOptions
 
 _UNBOUNDED = 2**62
 
 
-class Waiting:
+class UpdateBuffer:
     """Gives out what has been collected each time that an update is due.
-
-    Args:
-        buffer, size, directory, update_freq: as of `Trainer`.
 
     Raises:
         ConfigError: an `update_freq` that the buffer never holds.
     """
 
-    def __init__(self, buffer: str | Buffer, size: int | None, directory: str | Path, update_freq: int | None) -> None:
-        self.buffer = make_buffer(buffer, _UNBOUNDED if size is None else size, directory)
+    def __init__(self, options: BufferOptions) -> None:
+        size, update_freq = options.buffer_size, options.update_freq
+        self.buffer = make_buffer(options.buffer, _UNBOUNDED if size is None else size, options.buffer_dir)
         self.update_freq = update_freq
         if (update_freq or 1) > self.buffer.capacity:
             raise ConfigError(

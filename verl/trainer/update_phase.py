@@ -1,13 +1,12 @@
-"""The second half of a training step: prepare the samples of every task, then update every model."""
+"""The second half of a training step, for one task and for several: prepare the samples, then update every model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from verl.batch import Batch
-from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import SLOT, UpdateNode, deadline_of
 from verl.dataflow.scores import own_samples
@@ -15,11 +14,13 @@ from verl.report.samples import permuted
 from verl.roles.actor import Actor
 from verl.roles.updater import role_metrics
 from verl.trainer.active_task import ActiveTask
+from verl.trainer.runner import GraphRunner
+from verl.trainer.step import learn
 
 Columns = tuple[None, dict[str, float]]
 
 
-class Learning:
+class UpdatePhase:
     """Updates the actor and the critics from scored samples.
 
     Of one task, the graph prepares the samples and updates the models. Of several, each prepares its own samples and
@@ -33,30 +34,28 @@ class Learning:
     """
 
     def __init__(
-        self, actor: Actor, tasks: Mapping[str, ActiveTask], run: Callable[[Graph, Batch], Result], *, permute: bool
+        self, actor: Actor, tasks: Mapping[str, ActiveTask], runner: GraphRunner, *, permute_rewards: bool
     ) -> None:
-        self.actor, self.tasks, self._run, self._permute = actor, tasks, run, permute
+        self.actor, self.tasks, self._runner, self._permute = actor, tasks, runner, permute_rewards
         self.weights = dict.fromkeys(tasks, 1.0)
         self.latest: tuple[Mapping[str, Batch], Mapping[str, Batch]] | None = None
-        self._given: dict[str, Batch] = {}
+        self._samples: dict[str, Batch] = {}
         self._prepared: dict[str, Batch] = {}
-        if len(tasks) == 1:
+        self._is_joint = len(tasks) > 1
+        if self._is_joint:
+            self.graph = Graph(self._nodes())
+        else:
             (task,) = tasks.values()
             self.graph = Graph(UpdateNode(task.updater).updates("update"))
-        else:
-            self.graph = Graph(self._nodes())
 
     def __call__(self, samples: Mapping[str, Batch], step: int) -> dict[str, Any]:
         """Update every model from the samples of these tasks; the metrics."""
         if self._permute:
             samples = {name: permuted(batch, seed=step) for name, batch in samples.items()}
-        if len(self.tasks) == 1:
-            (rows,) = samples.values()
-        else:
-            self._given, self._prepared = dict(samples), {}
-            rows = Batch.concat(batch.select(["id"]) for batch in samples.values())
-        result = self._run(self.graph, rows)
-        self.latest = samples, dict.fromkeys(samples, result.batch) if len(self.tasks) == 1 else self._prepared
+        self._samples, self._prepared = dict(samples), {}
+        rows = [batch.select(["id"]) if self._is_joint else batch for batch in samples.values()]
+        result = self._runner.run(self.graph, Batch.concat(rows), learn)
+        self.latest = samples, self._prepared if self._is_joint else dict.fromkeys(samples, result.batch)
         metrics: dict[str, Any] = dict(result.metrics)
         updates = [timing.busy for name, timing in result.timings.items() if name.startswith("update")]
         empty = [name for name in metrics if "update/empty/" in name]
@@ -70,25 +69,32 @@ class Learning:
     def _nodes(self) -> list[Node]:
         nodes = []
         make = partial(Node, kind="batch", inputs=("id",), slot=SLOT)
+        limit = deadline_of(self.actor)
         for name, task in self.tasks.items():
             prepare = partial(self._prepare, name)
-            nodes.append(make(name=f"prepare_{name}", run=prepare, role="controller", deadline=deadline_of(self.actor)))
+            nodes.append(make(name=f"prepare_{name}", run=prepare, phase="prepare", role="controller", deadline=limit))
             for role, critic in task.updater.critics.items():
-                update = partial(self._update_critic, name, role)
-                after, limit = (f"prepare_{name}",), deadline_of(critic)
-                nodes.append(make(name=f"update_{role}_{name}", run=update, after=after, role=role, deadline=limit))
-        prepared = tuple(f"prepare_{name}" for name in self.tasks)
-        limit = deadline_of(self.actor)
-        return [*nodes, make(name="update_actor", run=self._update_actor, after=prepared, role="actor", deadline=limit)]
+                nodes.append(
+                    make(
+                        name=f"update_{role}_{name}",
+                        run=partial(self._update_critic, name, role),
+                        after=(f"prepare_{name}",),
+                        phase="update",
+                        role=role,
+                        deadline=deadline_of(critic),
+                    )
+                )
+        update = partial(make, name="update_actor", run=self._update_actor, phase="update", role="actor")
+        return [*nodes, update(after=tuple(f"prepare_{name}" for name in self.tasks), deadline=limit)]
 
     @property
     def _together(self) -> int:
-        return sum(map(len, self._given.values()))
+        return sum(map(len, self._samples.values()))
 
     def _prepare(self, name: str, _: Batch) -> Columns:
-        if name not in self._given:
+        if name not in self._samples:
             return None, {}
-        self._prepared[name], metrics = self.tasks[name].updater.prepare(self._given[name], self._together)
+        self._prepared[name], metrics = self.tasks[name].updater.prepare(self._samples[name], self._together)
         return None, of_task(name, metrics)
 
     def _update_actor(self, _: Batch) -> Columns:
@@ -111,8 +117,8 @@ class Learning:
         task, prepared = self.tasks[name], self._prepared.get(name)
         if prepared is None or not len(prepared):
             return None, of_task(name, {f"update/empty/{role}": 1.0})
-        found = task.updater.critics[role].train(prepared, task.algorithm, role)
-        return None, of_task(name, role_metrics(role, found))
+        metrics = task.updater.critics[role].train(prepared, task.algorithm, role)
+        return None, of_task(name, role_metrics(role, metrics))
 
 
 def of_task(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,9 +128,9 @@ def of_task(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def skipped_roles(metrics: Mapping[str, Any]) -> set[str]:
     """Models of which no optimizer step was finite, such as "actor" or "task/math/critic"."""
-    found = set()
+    roles = set()
     for name, skipped in metrics.items():
         before, part, role = name.partition("update/skipped/")
         if part and skipped and skipped >= metrics.get(f"{before}update/steps/{role}", skipped):
-            found.add(before + role)
-    return found
+            roles.add(before + role)
+    return roles

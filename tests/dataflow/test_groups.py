@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.properties import examples
 from verl.batch import Batch
 from verl.dataflow import loop
-from verl.dataflow.executor import Result, run_graph
 from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.groups import run_graph
+from verl.dataflow.result import Result
 from verl.errors import ClusterError, DataError, RewardError, RolloutError, TrainingError
 
 PROMPTS = Batch.from_columns({"group": ["p0", "p1", "p2"], "answer": [10, 11, 12]})

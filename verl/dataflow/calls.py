@@ -1,0 +1,166 @@
+"""One call of a node: where it runs, how long it may take, and the error that names the node.
+
+A plain function runs in the compute thread of the process, an async one on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from verl.batch import Batch
+from verl.dataflow import loop
+from verl.dataflow.graph import Graph, Node
+from verl.dataflow.result import Clock
+from verl.errors import ClusterError, DataError, TrainingError, VerlError
+from verl.rewards.calls import is_async
+from verl.user_code import describe
+
+_END = object()
+
+
+class Slot:
+    """Held by one node at a time; calls of the node that holds it may overlap (they wait for different things)."""
+
+    def __init__(self) -> None:
+        self._holder: object = None
+        self._calls = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def held_by(self, holder: object) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._calls == 0 or self._holder == holder)
+            self._holder = holder
+            self._calls += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold it from synchronous code."""
+        held = self.held_by(object())
+        loop.run_sync(held.__aenter__())
+        try:
+            yield
+        finally:
+            loop.run_sync(held.__aexit__(None, None, None))
+
+
+class Calls:
+    """The calls of the nodes of one run.
+
+    Args:
+        deadline: seconds for a call of a node that has none of its own.
+    """
+
+    def __init__(self, graph: Graph, deadline: float) -> None:
+        self.graph, self.deadline = graph, deadline
+        self.clock = Clock()
+        self._jobs: set[loop.Job] = set()
+        self._closing: list[loop.Job] = []
+
+    async def call(self, node: Node, batch: Batch, rows: int) -> Any:
+        """What `node.run(batch)` returns; `rows` are those of the batch, which may have no columns."""
+        if not is_async(node.run):
+            return await self._compute(node, rows, node.run, batch)
+        with self.clock.call(node.name, rows):
+            return await self._bounded(node, node.run(batch))
+
+    async def stream(self, node: Node, prompts: Batch) -> AsyncGenerator[Any, None]:
+        """What a source yields, each wait bounded. However it ends, the source is closed and frees its engine."""
+        stream = await self._compute(node, 0, node.run, prompts)
+        if not isinstance(stream, AsyncIterator | Iterator):
+            raise DataError(f"source '{node.name}' returned {type(stream).__name__}: return an iterator of batches")
+        try:
+            while True:
+                if isinstance(stream, AsyncIterator):
+                    with self.clock.call(node.name, 0):
+                        value = await self._bounded(node, _next(stream))
+                else:
+                    value = await self._compute(node, 0, next, stream, _END)
+                if value is _END:
+                    return
+                yield value
+        finally:
+            if isinstance(stream, AsyncIterator):
+                await asyncio.wait({asyncio.ensure_future(_close(stream))}, timeout=self.deadline)
+            elif hasattr(stream, "close"):
+                self._closing.append(loop.submit(stream.close))
+
+    async def settle(self) -> None:
+        """Wait until sources are closed and, after a failure, running calls have ended."""
+        running = [job for job in self._jobs if not job.result.cancel()]
+        waits = [asyncio.wrap_future(job.result) for job in [*running, *self._closing]]
+        self._jobs.clear()
+        self._closing.clear()
+        if waits:
+            done, _ = await asyncio.wait(waits, timeout=self.deadline)
+            for future in done:
+                future.exception()
+
+    def limit(self, node: Node) -> float:
+        """Seconds for one call of a node, or until a source gives its next sample."""
+        return node.deadline or self.deadline
+
+    def stalled(self, node: Node) -> ClusterError:
+        """The error of a missed deadline. The stacks of all threads are logged."""
+        waiting = [name for name, needs in self.graph.needs.items() if node.name in needs]
+        what = "gave no sample" if node.kind == "source" else "did not return"
+        reason = f"node '{node.name}' (slot '{node.slot}') {what} within {self.limit(node):g} s"
+        loop.dump_stacks(reason)
+        return ClusterError(
+            f"{reason}; waiting for it: {', '.join(waiting) or 'the end of the run'}. "
+            "The stacks of all threads are in the log; a longer deadline may be set"
+        )
+
+    async def _compute(self, node: Node, rows: int, function: Any, *args: Any) -> Any:
+        """A call in the compute thread; its deadline begins when the thread gets to it."""
+        job = loop.submit(function, *args)
+        self._jobs.add(job)
+        await asyncio.shield(asyncio.wrap_future(job.started))
+        with self.clock.call(node.name, rows):
+            value = await self._bounded(node, asyncio.shield(asyncio.wrap_future(job.result)), job)
+        self._jobs.discard(job)
+        return value
+
+    async def _bounded(self, node: Node, work: Awaitable[Any], job: loop.Job | None = None) -> Any:
+        task = asyncio.ensure_future(_ordinary(work))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.limit(node))
+            if task.cancelled():
+                raise TrainingError("it was cancelled from within")
+            if done:
+                return task.result()
+        except VerlError as error:
+            raise type(error)(f"node '{node.name}': {error}") from error
+        except Exception as error:
+            raise TrainingError(f"node '{node.name}' failed: {describe(error)}") from error
+        finally:
+            task.cancel()
+        if job is not None:
+            self._jobs.discard(job)
+            loop.abandon(job)
+        raise self.stalled(node)
+
+
+async def _ordinary(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise loop.ordinary(error) from error
+
+
+async def _next(stream: AsyncIterator[Any]) -> Any:
+    return await anext(stream, _END)
+
+
+async def _close(stream: AsyncIterator[Any]) -> None:
+    if hasattr(stream, "aclose"):
+        await stream.aclose()

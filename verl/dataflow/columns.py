@@ -1,0 +1,90 @@
+"""What the nodes of a run have written so far, group by group.
+
+Rows are numbered once, in the order of the sample ids. A group is a run of numbers: the samples of one prompt. What
+a node writes of a group is a future, so that a reader waits for just the groups it works on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from verl.batch import Batch
+from verl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one node wrote of one group: columns of the rows of these numbers, ascending."""
+
+    rows: Sequence[int]
+    columns: Batch
+
+
+class GroupColumns:
+    """Futures of what is written, by node and group.
+
+    Args:
+        writers: their names; the first is the base, which has all the rows.
+        sizes: rows of each group.
+    """
+
+    def __init__(self, writers: Iterable[str], sizes: Sequence[int]) -> None:
+        loop = asyncio.get_running_loop()
+        self._written = {name: [loop.create_future() for _ in sizes] for name in writers}
+        self._base = next(iter(self._written))
+        self._starts = [0]
+        for size in sizes:
+            self._starts.append(self._starts[-1] + size)
+
+    def deliver(self, name: str, groups: range, rows: Sequence[int], columns: Batch) -> None:
+        """Hand out what `name` wrote of some groups; `rows` are the numbers of the rows of `columns`."""
+        for group in groups:
+            low = bisect_left(rows, self._starts[group])
+            high = bisect_left(rows, self._starts[group + 1])
+            part = columns.slice(low, high - low) if columns.columns else columns
+            self._written[name][group].set_result(Written(rows[low:high], part))
+
+    async def gather(self, names: Sequence[str], groups: range) -> tuple[list[int], dict[str, Batch]]:
+        """Wait for groups of some writers: the rows that all of them have, and each one's columns of those."""
+        waits = [asyncio.shield(self._written[name][group]) for name in names for group in groups]
+        done = iter(await asyncio.gather(*waits))
+        written = {name: _joined([next(done) for _ in groups]) for name in names}
+        common = set.intersection(*(set(rows) for rows, _ in written.values()))
+        rows = [row for row in written[names[0]][0] if row in common]
+        return rows, {name: _taken(columns, present, rows) for name, (present, columns) in written.items()}
+
+    def everything(self, names: Iterable[str]) -> Batch:
+        """All rows of the base with the columns of these writers; null where one of them dropped the row.
+
+        Raises:
+            DataError: two writers wrote the same column, which at least one of them had not declared.
+        """
+        rows, whole = _joined([future.result() for future in self._written[self._base]])
+        writers = dict.fromkeys(whole.columns, self._base)
+        for name in names:
+            if name == self._base:
+                continue
+            present, columns = _joined([future.result() for future in self._written[name]])
+            for column in columns.columns:
+                if column in writers:
+                    raise DataError(f"column '{column}' was written by '{name}' and by '{writers[column]}'")
+                writers[column] = name
+            whole = whole.add(_taken(columns, present, rows))
+        return whole
+
+
+def _joined(parts: Sequence[Written]) -> tuple[list[int], Batch]:
+    return [row for part in parts for row in part.rows], Batch.concat(part.columns for part in parts)
+
+
+def _taken(columns: Batch, present: Sequence[int], rows: Sequence[int]) -> Batch:
+    """Rows by number, null where `present` lacks the number."""
+    if not columns.columns or list(present) == list(rows):
+        return columns
+    index_of = {row: index for index, row in enumerate(present)}
+    return Batch(columns.table.take(pa.array([index_of.get(row) for row in rows], pa.int64())))

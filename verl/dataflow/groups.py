@@ -1,0 +1,290 @@
+"""The groups of a step, and the nodes that work on them: the one executor of graphs.
+
+A node that works on rows takes a group as soon as the group has the columns that the node reads, while others are still
+being sampled. How rows are cut into calls is fixed by the graph and the order of the sample ids, and what comes back is
+put together in that order: the clock decides when a node runs, never what it computes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from verl.batch import Batch
+from verl.cluster.controller import start
+from verl.dataflow import loop
+from verl.dataflow.calls import Calls, Slot
+from verl.dataflow.columns import GroupColumns
+from verl.dataflow.graph import ANY, PHASES, Graph, Node, Phase
+from verl.dataflow.result import Result, combined
+from verl.errors import DataError, RolloutError
+
+T = TypeVar("T")
+
+#: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
+DEADLINE = 1800.0
+
+
+def run_graph(
+    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
+) -> Result:
+    """Run all nodes of a graph; for synchronous code, notebooks included. See `Groups`."""
+
+    async def run() -> Result:
+        groups = Groups(graph, batch, deadline=deadline, slots=slots)
+        for phase in PHASES:
+            groups.start(phase)
+        return await groups.whole()
+
+    start()
+    return loop.run_sync(run())
+
+
+class Groups:
+    """The groups of one batch, and what the nodes of a graph make of them. A group is the samples of one prompt.
+
+    Made and used on an event loop: `start` begins nodes, `whole` waits for them.
+
+    Args:
+        batch: prompts, where the graph has a source; else samples.
+        deadline: seconds for one call of a node that has none of its own.
+        slots: by name, those that several of these share: their nodes are mutually exclusive.
+
+    Raises:
+        DataError: the batch lacks columns that nodes read.
+    """
+
+    def __init__(
+        self, graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
+    ) -> None:
+        self.graph, self.batch = graph, batch
+        self._base = graph.source.name if graph.source else ""
+        _check_inputs(graph, batch)
+        #: Of each group its samples to come: id, and row of the batch.
+        self._samples = _plan(graph.source, batch)
+        self._slots: dict[str, Slot] = defaultdict(Slot, slots or {})
+        self._calls = Calls(graph, deadline)
+        self._metrics: dict[str, list[tuple[int, dict[str, float]]]] = defaultdict(list)
+        self._columns = GroupColumns(dict.fromkeys([self._base, *graph.nodes]), [len(ids) for ids in self._samples])
+        #: Nodes that were started, in their order.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        if graph.source is None:
+            self._columns.deliver("", range(len(self._samples)), range(len(batch)), batch)
+
+    def start(self, phase: Phase) -> Groups:
+        """Begin the nodes of a part of the step; those of earlier parts have begun."""
+        for node in self.graph.phases[phase]:
+            self._tasks[node.name] = asyncio.create_task(self._run(node))
+        return self
+
+    async def whole(self) -> Result:
+        """Wait for all nodes that have begun.
+
+        Raises:
+            ClusterError: a deadline passed; names the node waited for, stacks of all threads are in the log.
+            VerlError: a node's own, with the node's name; other exceptions of a node become `TrainingError`.
+            DataError: a node returned other columns or rows than it declares.
+        """
+        try:
+            await all_of(self._tasks.values())
+        finally:
+            await self._calls.settle()
+        clock = self._calls.clock
+        return Result(self._columns.everything(self._tasks), self._all_metrics(), clock.timings, clock.epoch)
+
+    def _all_metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name in self.graph.order:
+            for key, value in combined(self._metrics[name]).items():
+                if key in metrics:
+                    raise DataError(f"metric '{key}' of node '{name}' has been given by an earlier node already")
+                metrics[key] = value
+        return metrics
+
+    async def _run(self, node: Node) -> None:
+        """All calls of a node. What it waits for as a whole has begun: no node waits for one of a later part."""
+        before = self.graph.needs[node.name] if node.kind == "batch" else node.after
+        await asyncio.gather(*(asyncio.shield(self._tasks[name]) for name in before if name in self._tasks))
+        if node.kind == "source":
+            return await self._sample(node)
+        total = max(len(self._samples), 1)
+        step = node.groups if node.kind == "rows" and node.groups else total
+        ranges = [range(first, min(first + step, len(self._samples))) for first in range(0, total, step)]
+        await all_of(self._work(node, groups) for groups in ranges)
+
+    async def _work(self, node: Node, groups: range) -> None:
+        """One call of a node: wait for what it reads, run it, deliver what it wrote."""
+        rows, columns = await self._read(node, groups)
+        if not rows and node.inputs:
+            if node.kind == "batch" and not node.skip_empty:
+                raise DataError(f"no row is left for node '{node.name}'")
+            self._columns.deliver(node.name, groups, [], Batch.from_columns({}))
+            return
+        async with self._slots[node.slot].held_by((self, node.name)):
+            value = await self._calls.call(node, columns, len(rows))
+        kept, new = _written(node, columns, self._accept(node, value, len(rows)))
+        self._columns.deliver(node.name, groups, [rows[index] for index in kept], new)
+
+    async def _read(self, node: Node, groups: range) -> tuple[list[int], Batch]:
+        """The rows a call works on, and the columns it reads. `id` goes along, to tell the rows of its result."""
+        writers = {column: self.graph.writers.get(column, self._base) for column in node.reads}
+        # "*" is every column of the samples and of all nodes before.
+        whole = {self._base, *self.graph.before[node.name]} if ANY in node.inputs else set()
+        sources = {*writers.values(), *whole} - {self._base}
+        names = [self._base, *(name for name in self.graph.order if name in sources)]
+        rows, written = await self._columns.gather(names, groups)
+        columns: dict[str, Any] = {}
+        for name, batch in written.items():
+            reads = [column for column, writer in writers.items() if writer == name]
+            if rows and (lacking := [c for c in reads if node.reads[c] and c not in batch]):
+                raise DataError(f"node '{node.name}' reads {lacking}, which the samples lack: {batch!r}")
+            tag = ["id"] if name == self._base else []
+            reads = batch.columns if name in whole else [c for c in (*reads, *tag) if c in batch]
+            columns.update({column: batch.arrow(column) for column in reads})
+        return rows, Batch.from_columns(columns)
+
+    def _accept(self, node: Node, value: Any, rows: int | None = None) -> Batch:
+        """The columns a node returned; its metrics are put aside."""
+        columns, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+        columns = Batch.from_columns({}) if columns is None else columns
+        if not isinstance(columns, Batch) or not isinstance(metrics, dict):
+            raise DataError(
+                f"node '{node.name}' returned {type(value).__name__}: return a Batch or None, or a pair of that and a "
+                "dictionary of metrics"
+            )
+        if metrics:
+            self._metrics[node.name].append((len(columns) if rows is None else rows, metrics))
+        return columns
+
+    async def _sample(self, node: Node) -> None:
+        """Take samples as they finish; a group goes on when its last one is there."""
+        expected = {id_: (group, n) for group, ids in enumerate(self._samples) for n, (id_, _) in enumerate(ids)}
+        waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self._samples))}
+        prompts = self.batch if ANY in node.inputs else self.batch.select(node.reads)
+        async with self._slots[node.slot].held_by((self, node.name)):
+            progress = time.monotonic()
+            async with aclosing(self._calls.stream(node, prompts)) as stream:
+                async for value in stream:
+                    samples = self._accept(node, value)
+                    _check_samples(node, samples)
+                    self._calls.clock.timings[node.name].rows += len(samples)
+                    if len(samples):
+                        progress = time.monotonic()
+                    elif time.monotonic() - progress > self._calls.limit(node):
+                        raise self._calls.stalled(node)
+                    for row, id_ in enumerate(samples["id"] if len(samples) else []):
+                        group, n = expected.pop(id_, (-1, 0))
+                        if group < 0:
+                            raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unannounced")
+                        waiting[group][n] = samples.slice(row, 1)
+                        if len(waiting[group]) == len(self._samples[group]):
+                            self._deliver(node, group, waiting.pop(group))
+        if expected:
+            self._metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(expected))}))
+        for group, samples_of_it in waiting.items():
+            self._deliver(node, group, samples_of_it)
+
+    def _deliver(self, node: Node, group: int, samples: Mapping[int, Batch]) -> None:
+        """The samples of a group in their order, with the columns of their prompts."""
+        order = sorted(samples)
+        whole = Batch.concat(samples[n] for n in order)
+        if order:
+            whole = whole.add(self.batch.take([self._samples[group][n][1] for n in order]))
+        first = sum(len(ids) for ids in self._samples[:group])
+        self._columns.deliver(node.name, range(group, group + 1), [first + n for n in order], whole)
+
+
+async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all; the first failure, in their order, cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+def _check_inputs(graph: Graph, batch: Batch) -> None:
+    for node in graph.nodes.values():
+        if graph.source is not None and node is not graph.source:
+            continue  # works on samples, which bring columns of their own: checked when they are there
+        for column in graph.external(node):
+            if column not in batch:
+                raise DataError(f"node '{node.name}' reads column '{column}', which the batch lacks: {batch!r}")
+
+
+def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
+    if source is not None and source.samples is not None:
+        planned = source.samples(batch)
+        if len(planned) != len(batch):
+            raise DataError(f"source '{source.name}' plans samples of {len(planned)} prompts, got {len(batch)}")
+        groups = [[(id_, row) for id_ in ids] for row, ids in enumerate(planned)]
+    else:
+        if source is not None and "id" not in batch:
+            raise DataError(f"source '{source.name}' does not say which samples will come, nor has the batch ids")
+        ids = batch["id"] if "id" in batch else [str(row) for row in range(len(batch))]
+        names = batch["group"] if "group" in batch else [None] * len(batch)
+        groups = []
+        for row, (id_, name) in enumerate(zip(ids, names, strict=True)):
+            if row and name is not None and name == names[row - 1]:
+                groups[-1].append((id_, row))
+            else:
+                groups.append([(id_, row)])
+    if source is not None and (twice := _twice([id_ for group in groups for id_, _ in group])) is not None:
+        raise DataError(f"two samples of source '{source.name}' would have the id '{twice}'")
+    return groups
+
+
+def _check_samples(node: Node, samples: Batch) -> None:
+    lacking = [c for c, is_certain in {**node.writes, "id": True}.items() if is_certain and c not in samples]
+    if len(samples) and lacking:
+        raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
+
+
+def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:
+    """Which of the given rows a result has, ascending, and its new columns in that order.
+
+    A result may repeat the columns it was given; those are as before and are left out.
+    """
+    new = result.drop(read.columns)
+    missing = [column for column, is_certain in node.writes.items() if is_certain and column not in result]
+    extra = [column for column in new.columns if not node.may_write(column)]
+    if missing or extra:
+        faults = ([f"lacks {missing}"] if missing else []) + ([f"has undeclared {extra}"] if extra else [])
+        raise DataError(f"what node '{node.name}' returned {' and '.join(faults)}; it declares {list(node.outputs)}")
+    kept = _matched(node, read, result) if result.columns else list(range(len(read)))
+    if node.kind == "rows" and len(kept) < len(read):
+        raise DataError(f"row-wise node '{node.name}' returned {len(kept)} rows for {len(read)}")
+    order = sorted(range(len(kept)), key=kept.__getitem__)
+    return sorted(kept), new if order == list(range(len(kept))) else new.take(order)
+
+
+def _matched(node: Node, read: Batch, result: Batch) -> list[int]:
+    """For each row of a result, which of the given rows it is: by `id` where both have one, else by position."""
+    if "id" in read and "id" in result and result["id"] != read["id"]:
+        if (twice := _twice(result["id"])) is not None:
+            raise DataError(f"node '{node.name}' returned the row '{twice}' twice")
+        row_of = {id_: row for row, id_ in enumerate(read["id"])}
+        if unknown := [id_ for id_ in result["id"] if id_ not in row_of]:
+            raise DataError(f"node '{node.name}' returned rows that it was not given: {unknown[:3]}")
+        return [row_of[id_] for id_ in result["id"]]
+    if len(result) != len(read):
+        raise DataError(
+            f"node '{node.name}' returned {len(result)} rows for {len(read)}; to drop rows, return the ids of the rest"
+        )
+    return list(range(len(read)))
+
+
+def _twice(ids: Sequence[str]) -> str | None:
+    seen: set[str] = set()
+    return next((id_ for id_ in ids if id_ in seen or seen.add(id_)), None)  # type: ignore[func-returns-value]

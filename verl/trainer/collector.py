@@ -1,0 +1,206 @@
+"""The scored samples of one task in a step: drawn from prompts, anew where the algorithm rejects them, or recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.batch import Batch
+from verl.dataflow import loop
+from verl.dataflow.graph import Graph, Node
+from verl.dataflow.nodes import RolloutNode, UpdateNode
+from verl.dataflow.result import Result, combined
+from verl.dataflow.scores import own_samples, sample_metrics, score_metrics, written_tokens
+from verl.errors import DataError, RolloutError
+from verl.report.metrics import Metric, add_metrics
+from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
+from verl.rewards.failures import Failures
+from verl.roles.actor import Actor
+from verl.roles.updater import Updater
+from verl.rollout.base import SamplingParams
+from verl.trainer.runner import GraphRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of one task in a step.
+
+    Attributes:
+        rows: what is learned from.
+        draws: what each rollout gave; the first has every prompt once. Of recorded responses there is one.
+        rejected: prompts all of whose samples the algorithm rejected, to the last; None: it rejects none.
+    """
+
+    rows: Batch
+    draws: Sequence[Result]
+    rejected: int | None = None
+
+
+class SampleCollector:
+    """Samples with everything that the algorithm reads: rewards, reference log-probs, values.
+
+    Args:
+        updater: the algorithm and its models.
+        nodes: what is done with samples before any model reads them, such as rewards.
+        task: its name.
+        n, sampling: samples a prompt, and how they are drawn.
+        max_resamples: further rollouts for prompts whose samples the algorithm rejects.
+        episodes: counts episodes that failed.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        nodes: Sequence[Node],
+        runner: GraphRunner,
+        *,
+        task: str,
+        n: int,
+        sampling: SamplingParams,
+        max_resamples: int,
+        episodes: Failures,
+    ) -> None:
+        self.algorithm, self.episodes = updater.algorithm, episodes
+        self.max_resamples, self._runner = max_resamples, runner
+        self.nodes: list[Node] = [*nodes, *UpdateNode(updater).experience()]
+        if self.algorithm.online:
+            _warn_of_masks(updater.actor, sampling, task)
+            rollout = RolloutNode(
+                updater.actor,
+                n=n,
+                params=sampling,
+                algorithm=self.algorithm,
+                greedy_baseline=self.algorithm.greedy_baseline,
+                task=task,
+            )
+            self.nodes.insert(0, rollout.as_node("rollout"))
+        self.graph = Graph(self.nodes)
+        #: The user's own, by name.
+        self.metrics: dict[str, Metric] = {}
+
+    async def collect(self, rows: Batch, key: str) -> Samples:
+        """Samples for a batch of prompts, or recorded responses as samples.
+
+        Prompts whose samples the algorithm rejects are sampled again, at most `max_resamples` times; after that the
+        step goes on with what there is.
+
+        Args:
+            key: begins the ids of recorded rows that have none.
+        """
+        if "response_tokens" in rows:
+            recorded = await self.replay(rows, key)
+            return Samples(recorded.batch, [recorded])
+        if not self.algorithm.online:
+            raise DataError(
+                f"algorithm '{self.algorithm.name}' learns from recorded responses and this batch has none: "
+                "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
+            )
+        draws = [await self._draw(rows)]
+        keep = await self._keep(draws[0].batch)
+        if keep is None:
+            return Samples(draws[0].batch, draws)
+        kept = [draws[0].batch.filter(keep)]
+        origin = {group: group for group in rows["group"]}
+        while (again := rejected_rows(rows, kept, origin)) and len(draws) <= self.max_resamples:
+            retry = rows.take(again)
+            groups = retried_groups(retry["group"], len(draws), origin)
+            draws.append(await self._draw(retry.drop(["group", "id"]).add({"group": groups})))
+            more = draws[-1].batch
+            kept.append(more.filter(await self._keep(more) or [True] * len(more)))
+        return Samples(Batch.concat(kept), draws, len(again))
+
+    async def collect_drawn(self, rows: Batch, key: str) -> Samples:
+        """Responses that rollout workers have drawn, as samples; those that the algorithm rejects are left out."""
+        result = await self.replay(rows, key)
+        keep = await self._keep(result.batch)
+        return Samples(result.batch if keep is None else result.batch.filter(keep), [result])
+
+    async def replay(self, rows: Batch, key: str) -> Result:
+        """Recorded responses: without a rollout, and without the nodes whose column has been recorded."""
+        rows = self.algorithm.extend(rows)
+        if "id" not in rows:
+            rows = rows.add({"id": [f"{key}.{row}" for row in range(len(rows))]})
+        nodes = [n for n in self.nodes if n.kind != "source" and not n.writes.keys() & set(rows.columns)]
+        return await self._runner.draw(Graph(nodes, rows.columns), rows)
+
+    def record(self, samples: Samples) -> dict[str, Any]:
+        """The metrics of samples.
+
+        Raises:
+            DataError, RewardError, ConfigError: of a user's metric, see `Metric`.
+        """
+        first = own_samples(samples.draws[0].batch)
+        record: dict[str, Any] = score_metrics(first)
+        if "rollout" in samples.draws[0].timings:
+            record |= self._rollout_metrics(samples.draws)
+        record |= combined([(len(result.batch), result.metrics) for result in samples.draws])
+        if "rollout" in samples.draws[0].timings:
+            record |= _failures([own_samples(result.batch) for result in samples.draws])
+        add_metrics(record, {name: metric(first)[0] for name, metric in self.metrics.items()}, self.metrics)
+        if samples.rejected is not None:
+            record |= {"rollout/resamples": len(samples.draws) - 1, "rollout/rejected_prompts": samples.rejected}
+        return record
+
+    @staticmethod
+    def _rollout_metrics(draws: Sequence[Result]) -> dict[str, Any]:
+        """Lengths and KL of the first rollout, which has every prompt once; tokens and time of all."""
+        first = own_samples(draws[0].batch)
+        generated = sum(written_tokens(result.batch) for result in draws)
+        busy = sum(result.timings["rollout"].busy for result in draws)
+        return {
+            **sample_metrics(first),
+            "rollout/tokens": generated,
+            "rollout/tokens_per_s": generated / max(busy, 1e-9),
+            "time/rollout": busy,
+            **({"kl": kl_to_reference(first)} if "ref_log_probs" in first else {}),
+        }
+
+    async def _draw(self, prompts: Batch) -> Result:
+        result = await self._runner.draw(self.graph, prompts)
+        if "episode_error" in result.batch:
+            self._count_episodes(own_samples(result.batch)["episode_error"])
+        return result
+
+    async def _keep(self, samples: Batch) -> Sequence[bool] | None:
+        """Which samples the algorithm keeps. In the compute thread: it may be a user's."""
+        return await asyncio.wrap_future(loop.submit(self.algorithm.keep, samples).result)
+
+    def _count_episodes(self, errors: list[str | None]) -> None:
+        self.episodes.add(error is not None for error in errors)
+        if self.episodes.too_many:
+            latest = next((error for error in reversed(errors) if error is not None), "earlier")
+            raise RolloutError(
+                f"the episode failed on {self.episodes} (latest: {latest}). Mend it, raise its deadline, or raise "
+                "max_failed_episodes (in settings reward.max_failure_rate)"
+            )
+
+
+def _failures(draws: Sequence[Batch]) -> dict[str, Any]:
+    """Abstentions, failures and rejections, of all rollouts of a step."""
+    metrics: dict[str, Any] = {}
+    if "reward" in draws[0]:
+        metrics["reward/abstained"] = sum(samples["reward"].count(None) for samples in draws)
+    if "rejected" in draws[0]:
+        failed = sum(error is not None for samples in draws for error in samples["episode_error"])
+        tried = sum(sum(samples["rejected"]) + len(samples) for samples in draws) - failed
+        ended = sum(finish in ("stop", "length") for samples in draws for finish in samples["finish"])
+        metrics["rollout/rejection_rate"] = 1 - ended / max(tried, 1)
+        metrics["rollout/failed_episodes"] = failed
+    return metrics
+
+
+def _warn_of_masks(actor: Actor, sampling: SamplingParams, task: str) -> None:
+    of_task = actor.rollout_options.episodes.get(task)
+    grammar = actor.masks if of_task is None else getattr(of_task, "masks", False)
+    masks = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    if on := [*(name for name, is_on in masks.items() if is_on), *(["a grammar"] if grammar else [])]:
+        logger.warning(
+            "%s: samples come from the masked policy, log-probs are those of the policy without the mask, so the "
+            "gradient is biased by as much as the mask takes away",
+            ", ".join(on),
+        )

@@ -1,0 +1,233 @@
+"""What a trainer takes besides its models, tasks and data, in records; and the flat keywords that stand for their
+fields (`save_every=10` for `checkpoints=CheckpointOptions(save_every=10)`), which are spread over them here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict
+
+from verl.algorithms import BaseAlgorithm
+from verl.algorithms.keywords import AlgorithmKeywords
+from verl.data.buffers import Buffer
+from verl.errors import ConfigError
+from verl.keywords import takes
+from verl.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
+from verl.report.sinks import Logger
+from verl.rollout.base import SamplingParams
+from verl.tasks.file import read_tasks
+from verl.tasks.task import Task, algorithm_beside, check_tasks
+from verl.trainer.evaluation import HeldOut
+
+RecordT = TypeVar("RecordT", bound="_Options")
+
+
+class _Options(Record):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    @classmethod
+    def spread(cls: type[RecordT], name: str, given: Any, keywords: dict[str, Any]) -> RecordT:
+        """The record that the argument `name` gives, with those keywords that are fields of it, which are taken out of
+        `keywords`.
+
+        Raises:
+            SettingsError: a value is wrong.
+            ConfigError: a field is given in both.
+        """
+        flat = {key: keywords.pop(key) for key in cls.model_fields if key in keywords}
+        record = cls.of(given, name)
+        if twice := sorted(flat.keys() & record.model_fields_set):
+            raise ConfigError(f"'{twice[0]}' is given as a keyword and in {name}=: give it once")
+        try:
+            return record.replace(**flat) if flat else record
+        except SettingsError as error:
+            raise SettingsError("Trainer", error.problems) from None
+
+
+class CheckpointOptions(_Options):
+    """Automatic checkpoints: with both `checkpoint_dir` and `save_every`, one every so many steps and at the end of
+    `fit`; a failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one."""
+
+    checkpoint_dir: str | Path | None = output(default=None, description="where they are")
+    save_every: Count | None = output(default=None, description="steps from one to the next")
+    keep_checkpoints: Count | None = output(
+        default=None, description="how many step-<number> stay there, the newest (None: all)"
+    )
+    async_save: bool = cost(
+        default=False,
+        description="write them while training goes on, from a copy in host memory",
+    )
+
+
+class BufferOptions(_Options):
+    """Where samples wait for an update."""
+
+    buffer: Any = cost(
+        default="memory", description="memory, disk, distributed (shared on a Ray cluster), or an instance"
+    )
+    buffer_size: Count | None = limit(default=None, description="samples that wait at most (None: any number)")
+    buffer_dir: str | Path = output(
+        default="buffer", description="where a disk buffer lies; the name of a distributed one"
+    )
+    update_freq: Count | None = output(
+        default=None, description="an update each time so many new samples have come (None: every step)"
+    )
+
+
+class LoggingOptions(_Options):
+    """Where metrics go."""
+
+    log_dir: str | Path | bool | None = output(
+        default=None,
+        description="of TensorBoard events and metrics.jsonl (None: runs/<algorithm>-<time>; False: nowhere). What "
+        "another run logged there is moved into earlier-1 (or -2, ...), unless this one goes on from a checkpoint",
+    )
+    logger: Logger | None = output(default=None, description="in the place of log_dir")
+    on_log_hook: Callable[[int, dict[str, Any]], None] | None = output(
+        default=None, description="fn(step, record) gets every log record"
+    )
+    timeline: str | Path | None = output(default=None, description="a trace of what worked when is written there")
+
+
+class LimitOptions(_Options):
+    """When a step, or the run, gives up."""
+
+    deadline: Seconds = limit(
+        default=1800.0, description="seconds for one call of a node, and for ranks to wait for each other"
+    )
+    max_resamples: Natural = limit(
+        default=4, description="further rollouts in one step for prompts whose samples the algorithm rejects"
+    )
+    max_skipped_updates: Count = limit(
+        default=5, description="updates in a row that may be skipped for non-finite numbers before the run ends"
+    )
+    max_failed_episodes: Portion = limit(
+        default=0.5, description="share of the latest 256 samples, once there are 64, whose episode may fail"
+    )
+
+
+class PlacementOptions(_Options):
+    """Where the models run, and how their ranks share the training; see `DeviceMesh`."""
+
+    placement: Any = cost(default=None, description="of all roles (None: where the handles say)")
+    device_map: Any = cost(default=None, description="the same")
+    num_rollout_workers: Processes | None = cost(default=None, description="instead: ranks that only generate")
+    num_update_workers: Processes | None = cost(default=None, description="instead: ranks that train")
+    strategy: Any = cost(default=None, description="ddp, fsdp, deepspeed or megatron, for all models; or a placement")
+    use_amp: bool | None = cost(default=None, description="of actor and critic, see Actor (None: as they say)")
+
+
+class TrainerKeywords(AlgorithmKeywords, total=False):
+    """Further keywords of a trainer: fields of its records by their own names, and options of the algorithm."""
+
+    reward_fn: Any
+    cost: Any
+    config_path: str | Path | None
+    dataloader: Iterable[Any] | None
+    permute_rewards: bool
+    checkpoint_dir: str | Path | None
+    save_every: int | None
+    keep_checkpoints: int | None
+    async_save: bool
+    buffer_size: int | None
+    buffer_dir: str | Path
+    update_freq: int | None
+    log_dir: str | Path | bool | None
+    logger: Logger | None
+    on_log_hook: Callable[[int, dict[str, Any]], None] | None
+    timeline: str | Path | None
+    deadline: float
+    max_resamples: int
+    max_skipped_updates: int
+    max_failed_episodes: float
+    device_map: Any
+    num_rollout_workers: int | None
+    num_update_workers: int | None
+    strategy: Any
+    use_amp: bool | None
+
+
+class TrainerArguments(TrainerKeywords, total=False):
+    """All arguments of `Trainer` but its models and its reward, for those that pass them on."""
+
+    algorithm: str | BaseAlgorithm | None
+    tasks: Sequence[Task] | None
+    n: int | None
+    sampling: SamplingParams | Mapping[str, Any] | None
+    nodes: Mapping[str, Any] | Iterable[str]
+    held_out: HeldOut | None
+    placement: Any
+    buffer: str | Buffer | BufferOptions
+    checkpoints: CheckpointOptions | Mapping[str, Any] | None
+    logging: LoggingOptions | Mapping[str, Any] | None
+    limits: LimitOptions | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """All records of a trainer."""
+
+    placement: PlacementOptions
+    buffer: BufferOptions
+    checkpoints: CheckpointOptions
+    logging: LoggingOptions
+    limits: LimitOptions
+
+    @classmethod
+    def spread(
+        cls, keywords: dict[str, Any], *, placement: Any, buffer: Any, checkpoints: Any, logging: Any, limits: Any
+    ) -> TrainerOptions:
+        """The records with the keywords that are their fields, which are taken out of `keywords`."""
+        if placement is not None and not isinstance(placement, PlacementOptions):
+            placement = {"placement": placement}
+        if not isinstance(buffer, BufferOptions):
+            buffer = {"buffer": buffer}
+        return cls(
+            PlacementOptions.spread("placement", placement, keywords),
+            BufferOptions.spread("buffer", buffer, keywords),
+            CheckpointOptions.spread("checkpoints", checkpoints, keywords),
+            LoggingOptions.spread("logging", logging, keywords),
+            LimitOptions.spread("limits", limits, keywords),
+        )
+
+
+def tasks_of(
+    keywords: dict[str, Any],
+    *,
+    reward: Any,
+    algorithm: str | BaseAlgorithm | None,
+    tasks: Sequence[Task] | None,
+    **of_one: Any,
+) -> list[Task]:
+    """The tasks of a trainer: those that are given, those of a file, or the only one, made of arguments of the trainer.
+
+    Args:
+        keywords: `reward_fn`, `cost`, `config_path`, and options of the algorithm; all are taken out.
+        of_one: n, sampling and nodes, as of `Task`.
+
+    Raises:
+        ConfigError: tasks are given twice, or beside what each of them has; an option that no algorithm has.
+    """
+    if reward is not None and keywords.get("reward_fn") is not None:
+        raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
+    reward_fn, cost, path = (keywords.pop(name, None) for name in ("reward_fn", "cost", "config_path"))
+    sources = {"reward": reward_fn if reward is None else reward, "cost": cost}
+    sources = {role: source for role, source in sources.items() if source is not None}
+    if path is not None:
+        if tasks is not None:
+            raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
+        tasks = read_tasks(path)
+    if tasks is None:
+        known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
+        made = algorithm_beside(known, algorithm, keywords)
+        tasks = [Task(algorithm=made, sources=sources, **of_one)]
+    elif sources or keywords or algorithm is not None or any(of_one.values()):
+        others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
+        raise ConfigError(
+            f"tasks have their own reward, cost, algorithm, n, sampling and nodes: give the trainer none{others}"
+        )
+    check_tasks(tasks)
+    return [*tasks]

@@ -1,0 +1,84 @@
+"""How a trainer runs graphs: with its deadline, its models' slot and its timeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verl.batch import Batch
+from verl.cluster.controller import start
+from verl.dataflow import loop
+from verl.dataflow.calls import Slot
+from verl.dataflow.graph import Graph
+from verl.dataflow.groups import Groups
+from verl.dataflow.nodes import SLOT
+from verl.dataflow.result import Result
+from verl.report.timeline import Span, Timeline, spans_of
+from verl.trainer.step import draw
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class GraphRunner:
+    """Runs the graphs of one trainer.
+
+    Args:
+        deadline: seconds for one call of a node.
+        shares_models: whether several graphs may run at once, whose nodes are then mutually exclusive on the models.
+        timeline: where a trace of what worked when is written; None: nowhere.
+
+    Attributes:
+        spans: what worked when, since the present step began.
+    """
+
+    def __init__(self, *, deadline: float, shares_models: bool, timeline: str | Path | None) -> None:
+        self.deadline = deadline
+        self.spans: list[Span] = []
+        self._slots = {SLOT: Slot()} if shares_models else {}
+        self._timeline = None if timeline is None else Timeline(timeline)
+        self._step = 0
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        self.spans.clear()
+
+    def run(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]] = draw) -> Result:
+        """Run a part of a step (`verl.trainer.step`) and wait for it."""
+        return self.wait(self._run(graph, batch, part))
+
+    async def draw(self, graph: Graph, batch: Batch) -> Result:
+        """Samples with all that is read of them; on the event loop."""
+        return await self._run(graph, batch, draw)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work on the event loop."""
+        start()
+        return loop.run_sync(work)
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin work on the event loop, beside what else goes on."""
+        start()
+        return loop.begin(work)
+
+    async def _run(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]]) -> Result:
+        result = await part(Groups(graph, batch, deadline=self.deadline, slots=self._slots))
+        self.add(spans_of(graph, result))
+        return result
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Note what worked when."""
+        spans = list(spans)
+        self.spans += spans
+        for span in spans:
+            logger.debug("step %d: %s (%s) took %.3f s", self._step, span.node, span.role, span.seconds)
+        if self._timeline is not None:
+            self._timeline.add(spans, self._step)
+
+    def models_idle(self) -> AbstractContextManager[Any]:
+        """No node works on the models inside."""
+        return self._slots[SLOT].hold() if self._slots else nullcontext()
