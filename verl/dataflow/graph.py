@@ -118,17 +118,17 @@ class Graph:
     """
 
     def __init__(self, nodes: Iterable[Node], inputs: Iterable[str] = ()) -> None:
-        given = list(nodes)
-        self.nodes: dict[str, Node] = {node.name: node for node in given}
-        if len(self.nodes) < len(given):
-            names = [node.name for node in given]
+        ordered = list(nodes)
+        self.nodes: dict[str, Node] = {node.name: node for node in ordered}
+        if len(self.nodes) < len(ordered):
+            names = [node.name for node in ordered]
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two nodes of the graph have the name '{twice}'")
         self.inputs = frozenset(inputs)
         self.source = self._find_source()
         self.writers = self._find_writers()
         #: node -> the nodes it waits for, in order of declaration
-        self.needs: Mapping[str, tuple[str, ...]] = {node.name: self._needs(node) for node in given}
+        self.needs: Mapping[str, tuple[str, ...]] = {node.name: self._needs(node) for node in ordered}
         self.order = self._sort()
         #: node -> all nodes before it
         self.before: dict[str, frozenset[str]] = {}
@@ -249,11 +249,11 @@ class Graph:
             depth[name] = max((depth[need] + 1 for need in self.needs[name]), default=0)
         labels = {name: "   " * depth[name] + ("└▶ " if depth[name] else "") + name for name in self.order}
         wide = max((len(label) for label in labels.values()), default=0)
-        places = {name: f"{node.kind} on {node.slot}" for name, node in self.nodes.items()}
-        side = max((len(place) for place in places.values()), default=0)
+        kinds = {name: f"{node.kind} on {node.slot}" for name, node in self.nodes.items()}
+        side = max((len(kind) for kind in kinds.values()), default=0)
         lines = []
         for name in self.order:
             node = self.nodes[name]
             columns = f"{', '.join(node.inputs) or '-'} ─▶ {', '.join(node.outputs) or '-'}"
-            lines.append(f"{labels[name]:<{wide}}  {places[name]:<{side}}  {columns}")
+            lines.append(f"{labels[name]:<{wide}}  {kinds[name]:<{side}}  {columns}")
         return "\n".join(lines)

@@ -120,12 +120,12 @@ class RewardNode:
 
     @checked
     def __init__(self, reward: Any = None, *, column: str | None = None, **options: Any) -> None:
-        given = getattr(self, "score", None) if reward is None else reward
-        if given is None:
+        source = getattr(self, "score", None) if reward is None else reward
+        if source is None:
             raise ConfigError(f"{type(self).__name__} has nothing to score with: write score(self, responses)")
         if reward is None:
             options.setdefault("name", self.name)
-        self.reward = given if isinstance(given, Reward) else Reward(given, **options)
+        self.reward = source if isinstance(source, Reward) else Reward(source, **options)
         self.column = column or self.column
 
     def as_node(self, name: str) -> Node:

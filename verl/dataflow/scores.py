@@ -36,9 +36,9 @@ def score_metrics(batch: Batch) -> dict[str, Any]:
     }
     if "group" in batch:
         by_group = [[batch["reward"][row] for row in rows] for rows in batch.group_indices()]
-        scored = [own for rewards in by_group if len(own := [r for r in rewards if r is not None]) > 1]
+        scored = [present for rewards in by_group if len(present := [r for r in rewards if r is not None]) > 1]
         if scored:
-            record["reward/groups_alike"] = _mean([float(min(own) == max(own)) for own in scored])
+            record["reward/groups_alike"] = _mean([float(min(present) == max(present)) for present in scored])
     for name in (c for c in batch.columns if c.startswith("reward/")):
         record[f"{name}/mean"] = _mean([value for value in batch[name] if value is not None])
     return record
@@ -59,9 +59,9 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
     }
     if "rollout_log_probs" in batch and "response_mask" in batch:
         log_probs, mask = batch.tensor("rollout_log_probs"), batch.tensor("response_mask").bool()
-        own = log_probs[mask & log_probs.isfinite()]
-        if len(own):
-            record["rollout/entropy"] = -float(own.mean())
+        written = log_probs[mask & log_probs.isfinite()]
+        if len(written):
+            record["rollout/entropy"] = -float(written.mean())
     return record
 
 

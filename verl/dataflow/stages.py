@@ -68,8 +68,8 @@ def stage_nodes(name: str, stage: Any) -> list[Node]:
         slot = "" if stage.slot == stage.name else stage.slot
         return [replace(stage, name=name, slot=slot)]
     if hasattr(stage, "as_node"):
-        made = stage.as_node(name)
-        return [made] if isinstance(made, Node) else list(made)
+        nodes = stage.as_node(name)
+        return [nodes] if isinstance(nodes, Node) else list(nodes)
     if is_reward_function(stage):
         return [RewardNode(stage).as_node(name)]
     return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
@@ -82,11 +82,11 @@ def is_reward_function(stage: Any) -> bool:
     return list(inspect.signature(stage).parameters) != ["batch"]
 
 
-def make_stages(given: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
+def make_stages(nodes: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
     """Stages by name: of a mapping, or of names of registered nodes."""
-    if isinstance(given, str):
-        raise ConfigError(f"nodes are a list of names, or a mapping of names to stages, not the string '{given}'")
-    named = given if isinstance(given, Mapping) else {name: name for name in given}
+    if isinstance(nodes, str):
+        raise ConfigError(f"nodes are a list of names, or a mapping of names to stages, not the string '{nodes}'")
+    named = nodes if isinstance(nodes, Mapping) else {name: name for name in nodes}
     return {name: make_stage(stage) for name, stage in named.items()}
 
 

@@ -33,22 +33,22 @@ def make_constraint(model: str, **config: Any) -> ConstrainedEpisode:
     Raises:
         ConfigError: there is no such guard, or it does not take these options.
     """
-    own = {name: config.pop(name) for name in _OF_THE_EPISODE if name in config}
+    limits = {name: config.pop(name) for name in _OF_THE_EPISODE if name in config}
     if model in _GRAMMARS:
         if config.keys() != {"grammar"}:
             raise ConfigError(f"constraint '{model}' takes grammar, max_resamples and deadline, not {sorted(config)}")
-        return ConstrainedEpisode(grammar=_GRAMMARS[model](config["grammar"]), **own)
-    made = _from_file(model, config) if ":" in model else make_guard(model, **config)
-    return ConstrainedEpisode(**({"guard": made} if hasattr(made, "every") else {"accept": made}), **own)
+        return ConstrainedEpisode(grammar=_GRAMMARS[model](config["grammar"]), **limits)
+    check = _from_file(model, config) if ":" in model else make_guard(model, **config)
+    return ConstrainedEpisode(**({"guard": check} if hasattr(check, "every") else {"accept": check}), **limits)
 
 
 def _from_file(spec: str, options: dict[str, Any]) -> Any:
-    found = load_function(spec)
-    if not inspect.isclass(found):
+    constraint = load_function(spec)
+    if not inspect.isclass(constraint):
         if options:
             raise ConfigError(f"{spec} is a function, which takes no options: not {sorted(options)}")
-        return found
+        return constraint
     try:
-        return found(**options)
+        return constraint(**options)
     except TypeError as error:
         raise ConfigError(f"{spec}: {error}") from error

@@ -66,13 +66,13 @@ class Task:
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic, self.episode = critic, episode
         self.algorithm = make_algorithm(algorithm)
-        given = dict(sources or {})
+        by_role = dict(sources or {})
         stages = make_stages(nodes)
         further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
         written = {column for node in further for column in node.writes}
-        check_sources(self.algorithm, {*given, *(written & {"reward", "cost"})})
+        check_sources(self.algorithm, {*by_role, *(written & {"reward", "cost"})})
         #: Role, or name of a further node -> where its numbers come from.
-        self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in given.items()}
+        self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in by_role.items()}
         #: What is done with samples before any model reads them.
         self.nodes: list[Node] = [
             RewardNode(r, column=role).as_node(role) for role, r in self.sources.items()
@@ -103,12 +103,12 @@ def algorithm_beside(keywords: Iterable[str], algorithm: Any, options: Mapping[s
         raise
 
 
-def check_sources(algorithm: BaseAlgorithm, given: Iterable[str]) -> None:
+def check_sources(algorithm: BaseAlgorithm, roles: Iterable[str]) -> None:
     """Raises ConfigError for a reward or cost that is missing, or that the algorithm does not have."""
-    given = set(given)
-    if extra := sorted(given - algorithm.roles - algorithm.measures):
+    roles = set(roles)
+    if extra := sorted(roles - algorithm.roles - algorithm.measures):
         raise ConfigError(f"algorithm '{algorithm.name}' has no {extra[0]}: leave {extra[0]}=... out")
-    if algorithm.online and (lacking := {"reward", "cost"} & algorithm.roles - given):
+    if algorithm.online and (lacking := {"reward", "cost"} & algorithm.roles - roles):
         role = max(lacking)
         raise ConfigError(f"algorithm '{algorithm.name}' needs a {role}: give the trainer {role}=...")
 

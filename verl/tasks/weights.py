@@ -115,9 +115,9 @@ class DynamicTaskWeightScheduler:
             if not more or len(more) == len(scaled):
                 break
             low |= more
-        found = {name: scaled.get(name, self.min_weight) for name in self._initial}
-        total = sum(found.values())  # 1, but for rounding
-        return {name: weight / total for name, weight in found.items()}
+        floored = {name: scaled.get(name, self.min_weight) for name in self._initial}
+        total = sum(floored.values())  # 1, but for rounding
+        return {name: weight / total for name, weight in floored.items()}
 
 
 @dataclass

@@ -29,19 +29,19 @@ from verl.trainer.runner import GraphRunner
 logger = logging.getLogger(__name__)
 
 
-def critics_of(tasks: Sequence[Task], given: Any) -> dict[str, Critic | None]:
+def critics_of(tasks: Sequence[Task], critic: Any) -> dict[str, Critic | None]:
     """The critic of each task, or None where it is made from the actor: its own, or else `given`. Several tasks with a
     critic that are given one have a copy of it each."""
-    shared, used = as_critic(given), False
-    found: dict[str, Critic | None] = {}
+    shared, used = as_critic(critic), False
+    critics: dict[str, Critic | None] = {}
     for task in tasks:
-        found[task.name] = as_critic(task.critic)
+        critics[task.name] = as_critic(task.critic)
         if task.critic is None and shared is not None and ("critic" in task.algorithm.roles or len(tasks) == 1):
-            found[task.name] = copy_of(shared) if used else shared
+            critics[task.name] = copy_of(shared) if used else shared
             used = True
     if shared is not None and not used:
         logger.warning("no task has a critic: the one that is given is not used")
-    return found
+    return critics
 
 
 class ActiveTask:
@@ -84,13 +84,13 @@ class ActiveTask:
     def critic(self) -> Critic | None:
         return self.updater.critics.get("critic")
 
-    def rows(self, given: Any, key: str) -> Batch:
+    def rows(self, prompts: Any, key: str) -> Batch:
         """Prompts as `Actor.prompts` makes them; for an offline algorithm recorded rows (`OfflineDatasetLoader`), or a
         batch that a collator made of them."""
-        if self.algorithm.online or isinstance(given, Batch):
-            return self.actor.prompts(given, key=key)
-        given = uncollated(given, "the batch") if isinstance(given, Mapping) else given
-        batch = OfflineDatasetLoader(given, self.actor.tokenizer).batch
+        if self.algorithm.online or isinstance(prompts, Batch):
+            return self.actor.prompts(prompts, key=key)
+        prompts = uncollated(prompts, "the batch") if isinstance(prompts, Mapping) else prompts
+        batch = OfflineDatasetLoader(prompts, self.actor.tokenizer).batch
         names = {column: [f"{key}.{name}" for name in batch[column]] for column in ("id", "group")}
         return self.actor.prompts(batch.drop(names).add(names), key=key)
 

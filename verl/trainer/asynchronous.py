@@ -204,9 +204,9 @@ class AsyncTrainer(Trainer):
 
     def _feed(self, prompts: Iterator[Any]) -> None:
         while self._refused is None and self.schedule.room >= self.schedule.groups:
-            if (given := next(prompts, None)) is None:  # the steps of what came before can still be taken
+            if (rows := next(prompts, None)) is None:  # the steps of what came before can still be taken
                 break
-            batch = self.actor.prompts(given, key=f"s{self.schedule.version}.{self.schedule.room}")
+            batch = self.actor.prompts(rows, key=f"s{self.schedule.version}.{self.schedule.room}")
             batch = self.actor.prefixed(batch, self.algorithm)
             if len(batch) != self.schedule.groups:
                 self._refused = ConfigError(

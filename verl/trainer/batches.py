@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def as_loader(
-    given: Any,
+    data: Any,
     batch_size: int | None,
     trainer: Trainer,
     max_prompt_length: int | None = None,
@@ -40,42 +40,42 @@ def as_loader(
     Raises:
         ConfigError: rows without `batch_size`; or with it, what has batches already, or several tasks.
     """
-    is_rows = isinstance(given, Dataset | PromptDataset | Mapping) or hasattr(given, "column_names")
-    is_rows = is_rows or is_files(given) or records_of(given) is not None
-    if not is_rows and not isinstance(given, Iterable):
-        raise ConfigError(f"Trainer.fit goes over batches of prompts, or rows with batch_size=N, not {given!r}")
+    is_rows = isinstance(data, Dataset | PromptDataset | Mapping) or hasattr(data, "column_names")
+    is_rows = is_rows or is_files(data) or records_of(data) is not None
+    if not is_rows and not isinstance(data, Iterable):
+        raise ConfigError(f"Trainer.fit goes over batches of prompts, or rows with batch_size=N, not {data!r}")
     if batch_size is None:
         if is_rows:
             raise ConfigError(
-                f"fit over the rows of a {type(given).__name__} needs their number in a step: batch_size=N"
+                f"fit over the rows of a {type(data).__name__} needs their number in a step: batch_size=N"
             )
         if max_prompt_length is not None:
             raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
-        return _Repeated(given) if isinstance(given, DataLoader) else given
-    if isinstance(given, Loader | DataLoader):
-        raise ConfigError(f"a {type(given).__name__} has batches of its own size: leave batch_size out")
+        return _Repeated(data) if isinstance(data, DataLoader) else data
+    if isinstance(data, Loader | DataLoader):
+        raise ConfigError(f"a {type(data).__name__} has batches of its own size: leave batch_size out")
     seed = trainer.actor.plan.seed
     limits: dict[str, Any] = (
         {} if max_prompt_length is None else {"max_prompt_length": max_prompt_length, "truncation": truncation}
     )
     if not trainer.task.algorithm.online:
-        return OfflineDatasetLoader(given, trainer.actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
-    if not is_files(given) and not hasattr(given, "__len__"):
-        stream = stream_prompts(given)
+        return OfflineDatasetLoader(data, trainer.actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
+    if not is_files(data) and not hasattr(data, "__len__"):
+        stream = stream_prompts(data)
         return Prefetch(PromptLoader(_limited(stream, trainer, limits) if limits else stream, batch_size))
-    rows = given if isinstance(given, PromptDataset) else load_prompts(given)
+    rows = data if isinstance(data, PromptDataset) else load_prompts(data)
     return _Passes(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
 
 
 def _limited(data: Any, trainer: Trainer, limits: Mapping[str, Any]) -> Any:
     """Prompts whose tokens keep to a limit; the log says what became of the others."""
     actor = trainer.actor
-    found, counts = tokenize_prompts(data, actor.tokenizer, tools=actor.tools, **limits)
+    kept, counts = tokenize_prompts(data, actor.tokenizer, tools=actor.tools, **limits)
     for what in ("dropped", "truncated"):
         if counts[what]:
             longer = f"longer than {limits['max_prompt_length']} tokens"
             logger.warning("%d prompts of %s are %s and were %s", counts[what], data.name, longer, what)
-    return found
+    return kept
 
 
 def one_pass(loader: Any) -> int:

@@ -21,9 +21,9 @@ def public_calls() -> Iterator[tuple[str, set[str]]]:
     """How each is shown, "fit({}=...)", and the names of its keywords."""
     yield "fit({}=...)", _parameters(Trainer.fit)
     yield "Actor(MODEL, {}=...)", handle_keywords()
-    own = {*TrainerArguments.__annotations__} - {*AlgorithmKeywords.__annotations__}
+    keywords = {*TrainerArguments.__annotations__} - {*AlgorithmKeywords.__annotations__}
     for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
-        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | own
+        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | keywords
     yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward) | {*OnFailure.__annotations__}
     yield "HeldOut(ROWS, {}=...)", _parameters(HeldOut)
     kinds = {type(make_algorithm(name)) for name in algorithm_names()}

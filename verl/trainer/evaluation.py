@@ -99,9 +99,12 @@ class HeldOut:
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
 
-    def note(self, step: int, found: Evaluation | Mapping[str, float]) -> dict[str, Any]:
+    def note(self, step: int, evaluation: Evaluation | Mapping[str, float]) -> dict[str, Any]:
         """Keep what an evaluation at a step found (for recorded rows: loss and metrics) as `last`, and return it."""
-        result = {"step": step, **(_of_samples(found) if isinstance(found, Evaluation) else self._of_loss(found))}
+        result = {
+            "step": step,
+            **(_of_samples(evaluation) if isinstance(evaluation, Evaluation) else self._of_loss(evaluation)),
+        }
         headline = result["headline"]
         if headline in SHARES and (value := result["metrics"][headline]) is not None:
             scored = [value for value in result.get("by_problem", ()) if value is not None]
@@ -111,12 +114,12 @@ class HeldOut:
             result |= {"low": share.low, "high": share.high}
         self.first, self.last = self.first or result, result
         if self.on_result is not None:
-            self.on_result(result, found if isinstance(found, Evaluation) else None)
+            self.on_result(result, evaluation if isinstance(evaluation, Evaluation) else None)
         return result
 
-    def _of_loss(self, found: Mapping[str, float]) -> dict[str, Any]:
+    def _of_loss(self, measured: Mapping[str, float]) -> dict[str, Any]:
         assert isinstance(self.rows, Batch)
-        metrics = finite(dict(found))
+        metrics = finite(dict(measured))
         headline = "pairs/accuracy" if metrics.get("pairs/accuracy") is not None else "loss"
         return {"headline": headline, "metrics": metrics, "problems": len(self.rows.group_indices())}
 
@@ -146,24 +149,24 @@ class HeldOut:
         if first is None or last is None:
             return {}
         name = last["headline"]
-        found = {"headline": name, f"{name}_before": first["metrics"][name], f"{name}_after": last["metrics"][name]}
-        found["eval_problems"] = last["problems"]
+        summary = {"headline": name, f"{name}_before": first["metrics"][name], f"{name}_after": last["metrics"][name]}
+        summary["eval_problems"] = last["problems"]
         if "by_problem" not in last:
-            return found
+            return summary
         before, after = first["by_problem"], last["by_problem"]
-        found |= {"eval_problems": len(after) - after.count(None), "eval_unscored": after.count(None)}
+        summary |= {"eval_problems": len(after) - after.count(None), "eval_unscored": after.count(None)}
         # What abstained has no value, and two headlines are no pair.
         if name != first["headline"] or all(None in pair for pair in zip(before, after, strict=True)):
-            return found | dict.fromkeys(("gain", "gain_low", "gain_high"))
-        gain = paired_bootstrap(before, after, seed=seed)
-        return found | {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
+            return summary | dict.fromkeys(("gain", "gain_low", "gain_high"))
+        change = paired_bootstrap(before, after, seed=seed)
+        return summary | {"gain": change.value, "gain_low": change.low, "gain_high": change.high}
 
 
-def _of_samples(found: Evaluation) -> dict[str, Any]:
-    scored = any(value is not None for value in found.rows.get("accuracy", ()))
+def _of_samples(evaluation: Evaluation) -> dict[str, Any]:
+    scored = any(value is not None for value in evaluation.rows.get("accuracy", ()))
     headline = "accuracy" if scored else "reward"
-    by_problem = found.by_problem(headline)
-    metrics = finite(found.metrics)
+    by_problem = evaluation.by_problem(headline)
+    metrics = finite(evaluation.metrics)
     return {"headline": headline, "metrics": metrics, "problems": len(by_problem), "by_problem": by_problem}
 
 
@@ -212,15 +215,15 @@ def evaluate(
         raise DataError("the evaluation set has no problems")
     samples = collect(problems)
     rows: dict[str, list[float | None]] = {name: samples[name] for name in ("reward", "cost") if name in samples}
-    found = {name: mean(values) for name, values in rows.items()}
-    found["abstained"] = float(rows["reward"].count(None))
+    values = {name: mean(numbers) for name, numbers in rows.items()}
+    values["abstained"] = float(rows["reward"].count(None))
     for name, metric in named_metrics(metrics).items():
-        if name in found:
+        if name in values:
             raise ConfigError(f"a metric cannot be called '{name}': that one is there already")
-        found[name], values = metric(samples)
-        if values is not None:
-            rows[name] = values
-    return Evaluation(samples, rows, found)
+        values[name], numbers = metric(samples)
+        if numbers is not None:
+            rows[name] = numbers
+    return Evaluation(samples, rows, values)
 
 
 def numbered(prompts: Any) -> Any:
@@ -231,27 +234,27 @@ def numbered(prompts: Any) -> Any:
     return rows.drop(["id", "group"]).add({"group": [f"eval.{row}" for row in range(len(rows))]})
 
 
-def together(found: Mapping[str, Evaluation], own: Mapping[str, Metric]) -> Evaluation:
+def together(evaluations: Mapping[str, Evaluation], users: Mapping[str, Metric]) -> Evaluation:
     """The evaluations of several tasks as one; each metric is also there as `task/<name>/<metric>`.
 
     Args:
-        own: the user's metrics. One that gives a number for all samples is computed of all of them once more.
+        users: the user's metrics. One that gives a number for all samples is computed of all of them once more.
     """
     rows: dict[str, list[float | None]] = {}
-    for name in dict.fromkeys(name for evaluation in found.values() for name in evaluation.rows):
-        parts = (e.rows.get(name, [None] * len(e.samples)) for e in found.values())
+    for name in dict.fromkeys(name for evaluation in evaluations.values() for name in evaluation.rows):
+        parts = (e.rows.get(name, [None] * len(e.samples)) for e in evaluations.values())
         rows[name] = [value for part in parts for value in part]
     metrics = {name: mean(values) for name, values in rows.items()}
-    metrics["abstained"] = sum(evaluation.metrics["abstained"] for evaluation in found.values())
-    for task, evaluation in found.items():
+    metrics["abstained"] = sum(evaluation.metrics["abstained"] for evaluation in evaluations.values())
+    for task, evaluation in evaluations.items():
         metrics |= {f"task/{task}/{name}": value for name, value in evaluation.metrics.items()}
     samples: list[Batch] = []
     taken: set[str] = set()
-    for evaluation in found.values():  # each task may have numbered its own problems
+    for evaluation in evaluations.values():  # each task may have numbered its own problems
         samples.append(renamed(evaluation.samples, taken))
         taken |= sample_names(samples[-1])
     whole = Batch.concat(samples)
-    metrics |= {name: metric(whole)[0] for name, metric in own.items() if name not in rows}
+    metrics |= {name: metric(whole)[0] for name, metric in users.items() if name not in rows}
     return Evaluation(whole, rows, metrics)
 
 

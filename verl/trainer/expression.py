@@ -85,7 +85,7 @@ class Flow:
         """
         return self._pipeline.graph
 
-    def run(self, given: Any) -> dict[str, Any]:
+    def run(self, prompts: Any) -> dict[str, Any]:
         """One step on these prompts.
 
         Args:
@@ -100,7 +100,7 @@ class Flow:
             VerlError: see `verl.dataflow.groups.Groups.whole`.
         """
         pipeline = self._pipeline
-        prompts = self._groups[responses].actor.prompts(given, key=f"s{self._runs}")
+        prompts = self._groups[responses].actor.prompts(prompts, key=f"s{self._runs}")
         result = pipeline.run(prompts)
         self._runs += 1
         return {**score_metrics(own_samples(result.batch)), **result.metrics}
@@ -129,9 +129,9 @@ class Flow:
         self, method: str, what: Symbol, groups: dict[Symbol, WorkerGroup] | None = None, nodes: tuple[str, ...] = ()
     ) -> Flow:
         if what != self._next or method != what.method:
-            given = getattr(what, "name", repr(what))
+            name = getattr(what, "name", repr(what))
             after = f" after {self._moved[-1].name}" if self._moved else ""
-            raise ConfigError(f"{method}({given}) has no place{after}: here comes {_call(self._next)}")
+            raise ConfigError(f"{method}({name}) has no place{after}: here comes {_call(self._next)}")
         return Flow((*self._moved, what), self._groups | (groups or {}), (*self._nodes, *nodes), self._deadline)
 
 

@@ -120,8 +120,8 @@ class SafetyGuard:
 
     def fallen(self) -> tuple[str, float, float] | None:
         """The first metric that has fallen (or risen), with its baseline and present level."""
-        found = self.fall()
-        return None if found is None else found[:3]
+        fall = self.fall()
+        return None if fall is None else fall[:3]
 
     def fall(self) -> tuple[str, float, float, int] | None:
         """As `fallen`, and the step of the latest value before the fall."""
@@ -205,9 +205,9 @@ class _Metric:
         sums = list(accumulate(self.values, initial=0.0))
         total = len(self.values)
 
-        def gap(at: int) -> float:
-            before, after = sums[at] / at, (sums[-1] - sums[at]) / (total - at)
-            return (before - after) * (1 if self._better is max else -1) * math.sqrt(at * (total - at))
+        def gap(split: int) -> float:
+            before, after = sums[split] / split, (sums[-1] - sums[split]) / (total - split)
+            return (before - after) * (1 if self._better is max else -1) * math.sqrt(split * (total - split))
 
         return self.steps[max(range(1, total), key=gap) - 1]
 
@@ -266,8 +266,8 @@ class Guards:
             for name in (name for name in guard.unseen if name not in self._warned):
                 self._warned.add(name)
                 logger.warning("the guard has not seen metric '%s' yet: nothing logs it so far", name)
-            if (found := guard.fall()) is not None:
-                return self._go_back(guard, trainer, *found)
+            if (fall := guard.fall()) is not None:
+                return self._go_back(guard, trainer, *fall)
         return None
 
     def _go_back(

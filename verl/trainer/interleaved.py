@@ -123,8 +123,8 @@ class InterleavedTrainer(Trainer):
 
     def _place_of(self, loader: Loader) -> dict[str, Any]:
         """With the prompts that are on their way still to come."""
-        found = loader.state_dict()
-        return {**found, "tasks": found["tasks"] | {name: flight.place for name, flight in self._flights.items()}}
+        position = loader.state_dict()
+        return {**position, "tasks": position["tasks"] | {name: flight.place for name, flight in self._flights.items()}}
 
     def _staleness(self, samples: Batch) -> int:
         age: int = self.actor.policy_version - min(samples["policy_version"])

@@ -74,11 +74,11 @@ class Mixture:
     def weights(self, present: Mapping[str, Batch]) -> dict[str, float]:
         """Of the losses in a step in which these tasks take part. In a step of all tasks without a `loss_weight`, these
         are the shares."""
-        found = {}
+        weights = {}
         for name in present:
-            given = self.tasks[name].task.loss_weight
-            found[name] = (self.shares[name] * len(self.tasks) if given is None else given) / len(present)
-        return found
+            loss_weight = self.tasks[name].task.loss_weight
+            weights[name] = (self.shares[name] * len(self.tasks) if loss_weight is None else loss_weight) / len(present)
+        return weights
 
     def update(self, step: int, samples: Mapping[str, Batch], record: dict[str, Any]) -> None:
         """Of several tasks: add throughput and shares to the record of a step, and let the scheduler read it."""

@@ -222,8 +222,8 @@ def tasks_of(
         tasks = read_tasks(path)
     if tasks is None:
         known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
-        made = algorithm_beside(known, algorithm, keywords)
-        tasks = [Task(algorithm=made, sources=sources, **of_one)]
+        only = algorithm_beside(known, algorithm, keywords)
+        tasks = [Task(algorithm=only, sources=sources, **of_one)]
     elif sources or keywords or algorithm is not None or any(of_one.values()):
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
         raise ConfigError(

@@ -24,17 +24,17 @@ def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]
     those of the tasks.
     """
     record: dict[str, Any] = {}
-    for name, own in records.items():
-        record |= of_task(name, own) | of_task(name, {"samples": len(samples[name])})
+    for name, of_it in records.items():
+        record |= of_task(name, of_it) | of_task(name, {"samples": len(samples[name])})
     for key in _SUMS:
-        if found := [own[key] for own in records.values() if key in own]:
-            record[key] = sum(found)
+        if counts := [of_it[key] for of_it in records.values() if key in of_it]:
+            record[key] = sum(counts)
     for key in (*_BY_REWARD, *_BY_SAMPLE, *_BY_TOKEN):
-        weighed = [(_count(key, samples[name]), own[key]) for name, own in records.items() if key in own]
+        weighed = [(_count(key, samples[name]), of_it[key]) for name, of_it in records.items() if key in of_it]
         weighed = [(count, value) for count, value in weighed if count and not math.isnan(value)]
         if weighed:
             record[key] = sum(count * value for count, value in weighed) / sum(count for count, _ in weighed)
-    if any("reward" in own for own in records.values()):
+    if any("reward" in of_it for of_it in records.values()):
         record.setdefault("reward", math.nan)
     if "rollout/tokens" in record:
         record["rollout/tokens_per_s"] = record["rollout/tokens"] / max(record["time/rollout"], 1e-9)
@@ -43,10 +43,10 @@ def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]
 
 def _count(key: str, samples: Batch) -> int:
     """Of how many values a task's number is the mean."""
-    own = own_samples(samples)
+    policys = own_samples(samples)
     if key in _BY_TOKEN:
-        return written_tokens(own)
-    return len(own) - own["reward"].count(None) if key in _BY_REWARD else len(own)
+        return written_tokens(policys)
+    return len(policys) - policys["reward"].count(None) if key in _BY_REWARD else len(policys)
 
 
 def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) -> dict[str, float]:
@@ -59,6 +59,6 @@ def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) 
         "rewards": scored,
         "tokens": written_tokens(samples),
     }
-    found = {f"{what}_per_s": count / max(seconds, 1e-9) for what, count in counts.items()}
+    per_second = {f"{what}_per_s": count / max(seconds, 1e-9) for what, count in counts.items()}
     rejected = record.get(f"task/{name}/rollout/rejection_rate", 0.0)
-    return of_task(name, {**found, "rejection_rate": rejected})
+    return of_task(name, {**per_second, "rejection_rate": rejected})

@@ -444,8 +444,8 @@ class Trainer:
     def _log_completions(self) -> None:
         """Of the samples that the step learned from; recorded data of offline algorithms are no completions."""
         latest, self.update_phase.latest = self.update_phase.latest, None
-        if latest is not None and (given := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
-            self.logger.completions(self.steps, lambda: completions(given, latest[1], self.actor.tokenizer.decode))
+        if latest is not None and (sampled := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
+            self.logger.completions(self.steps, lambda: completions(sampled, latest[1], self.actor.tokenizer.decode))
 
     @checked
     def fit(
@@ -482,7 +482,7 @@ class Trainer:
         record: dict[str, Any] = {}
         loader = as_loader(prompts, batch_size, self, max_prompt_length, truncation)
         steps = one_pass(loader) if steps is None else steps
-        loader, given = self._read_ahead(loader), loader
+        loader, whole = self._read_ahead(loader), loader
         batches = self._open(loader)
         self._goal = self.steps + steps
         try:
@@ -500,8 +500,8 @@ class Trainer:
                 self._evaluate_and_save(last=True)
         finally:
             self._goal = None
-            if loader is not given:
-                self._loader = given
+            if loader is not whole:
+                self._loader = whole
                 loader.close()
         return record
 
@@ -590,16 +590,16 @@ class Trainer:
         assert self.held_out is not None
         rows, began = self.held_out.rows, time.perf_counter()
         self.logger.phase(f"evaluating {len(rows)} held-out rows")
-        found: Evaluation | dict[str, float]
+        evaluation: Evaluation | dict[str, float]
         measured: dict[str, float] = {}
         if isinstance(rows, Batch):
-            found = self.evaluate_loss(rows)
+            evaluation = self.evaluate_loss(rows)
         else:
             options = self.held_out
-            found = self.evaluate(rows.batch, options.metrics, n=options.n, temperature=options.temperature)
+            evaluation = self.evaluate(rows.batch, options.metrics, n=options.n, temperature=options.temperature)
             if options.kl:
-                measured["kl/eval"] = self._kl_to_reference(found.samples, greedy=options.temperature == 0)
-        result = self.held_out.note(self.steps, found)
+                measured["kl/eval"] = self._kl_to_reference(evaluation.samples, greedy=options.temperature == 0)
+        result = self.held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
         self.guards.observe(metrics, self.steps)
@@ -644,8 +644,8 @@ class Trainer:
 
     def learn(self, samples: Batch | Mapping[str, Batch]) -> dict[str, Any]:
         """Update every model from scored samples; of several tasks, by task."""
-        given = {self.task.name: samples} if isinstance(samples, Batch) else samples
-        metrics = self.update_phase(given, self.steps)
+        by_name = {self.task.name: samples} if isinstance(samples, Batch) else samples
+        metrics = self.update_phase(by_name, self.steps)
         if "update/empty" not in metrics:
             check_finite(self, metrics)
         return metrics
@@ -668,11 +668,11 @@ class Trainer:
         """
         if len(self.tasks) == 1:
             return self.task.evaluate(prompts, metrics, n=n, temperature=temperature)
-        parts, own = by_task(numbered(prompts), [*self.tasks]), named_metrics(metrics)
-        found = {
-            name: self.tasks[name].evaluate(rows, own, n=n, temperature=temperature) for name, rows in parts.items()
+        parts, users = by_task(numbered(prompts), [*self.tasks]), named_metrics(metrics)
+        evaluations = {
+            name: self.tasks[name].evaluate(rows, users, n=n, temperature=temperature) for name, rows in parts.items()
         }
-        return together(found, own)
+        return together(evaluations, users)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows, a `Batch` or rows as
