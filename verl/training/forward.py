@@ -59,7 +59,7 @@ class Forward(nn.Module):
         #: Whether micro-batches are computed as padded rows.
         self.is_padded = not (remove_padding and self.packed.supports_packed)
         #: Cuts the tokens over ranks that share rows.
-        self.slicing: Callable[[Packed], Packed] = lambda flat: flat
+        self.slicing: Callable[[Packed], Packed] | None = None
         self.autocast = autocast and self.packed.dtype == torch.float32
         #: The part of the model that is here, where a pipeline cuts it.
         self.stage: Stage | None = None
@@ -100,7 +100,7 @@ class Forward(nn.Module):
         """The rows of a micro-batch as flat tokens, or this rank's slice of these."""
         columns = batch["prompt_tokens"], batch["response_tokens"]
         flat = pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
-        return self.slicing(flat)
+        return flat if self.slicing is None else self.slicing(flat)
 
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
         """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score. Of a stage without the head:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from verl.device import peak_memory, put
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource
-from verl.training.engine import TrainEngine
+from verl.training.engine import TrainEngine, WeightSource
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
@@ -28,11 +28,7 @@ from verl.workers.streams import equal_weights, gathered
 logger = logging.getLogger(__name__)
 
 
-#: The weights of a model that is laid out, for one that was made without.
-Weights = Callable[[Any], Iterable[Shard]]
-
-
-def placed(source: ModelSource, place: Place) -> tuple[Any, Weights | None]:
+def placed(source: ModelSource, place: Place) -> tuple[Any, WeightSource | None]:
     """The model of a source for this rank.
 
     Returns:
@@ -60,7 +56,7 @@ def train_engine(
     head: Head,
     place: Place = ALONE,
     packed: PackedModel | None = None,
-    weights: Weights | None = None,
+    weights: WeightSource | None = None,
 ) -> TrainEngine:
     """The engine of a rank of the "train" mesh; of a rank alone, where `place` is not part of it.
 
@@ -69,7 +65,7 @@ def train_engine(
     """
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
-    make: type[TorchEngine] = TorchEngine
+    make: type[TrainEngine] = TorchEngine
     back_ends = mesh.layout.asked(options.back_end)
     if "ZeRO" in back_ends:
         from verl.training.backends.deepspeed import DeepSpeedEngine

@@ -13,7 +13,8 @@ import torch
 from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossPart
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
-from verl.training.engine import Memory, TrainEngine
+from verl.training.engine import TrainEngine
+from verl.training.steps import Memory
 
 _SUMS: tuple[Memory, ...] = ("gradients",)
 

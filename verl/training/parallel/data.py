@@ -10,12 +10,11 @@ masters, and computes on gathered copies in its own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from verl.training.forward import Forward
@@ -36,13 +35,9 @@ def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
         return tuple(dim for dim in dims if dim not in cut)
 
     def reduce(gradients: Gradients) -> None:
-        for own in sorted({summed(weight) for weight in gradients.weights}):
-            weights = [weight for weight in gradients.weights if summed(weight) == own]
-
-            def all_reduce(tensors: Sequence[Tensor], op: Any, own: tuple[str, ...] = own) -> None:
-                ranks.all_reduce(tensors, op, *own)
-
-            gradients.sum_over_ranks(all_reduce, weights)
+        for over in sorted({summed(weight) for weight in gradients.weights}):
+            weights = [weight for weight in gradients.weights if summed(weight) == over]
+            gradients.sum_over_ranks(ranks.along(*over), weights)
 
     parallel.reductions.append(reduce)
 

@@ -24,7 +24,7 @@ from verl.training.gradients import Gradients
 from verl.training.parallel.result import Parallel
 from verl.training.parallel.stages import Cut, Stage
 from verl.training.ranks import Ranks
-from verl.training.schedule import MicroBatch
+from verl.training.runner import MicroBatch
 
 
 def stages(forward: Forward, count: int, *, trains: bool) -> Cut:

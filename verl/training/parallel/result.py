@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.training.gradients import Gradients, Weight
-from verl.training.schedule import Schedule
+from verl.training.ranks import Ranks
 from verl.weights.layout import Mesh
+
+if TYPE_CHECKING:
+    from verl.training.runner import Schedule
 
 
 @dataclass
@@ -38,6 +41,15 @@ class Parallel:
     cut_dims: tuple[str, ...] = ()
     pieces: dict[str, int] = field(default_factory=dict)
     in_step: bool = False
+
+    def sum_over(self, ranks: Ranks, dim: str, names: Collection[str]) -> None:
+        """Add the gradients of these weights, of which each rank along `dim` has a summand, up over them."""
+        if names:
+            self.reductions.append(
+                lambda gradients: gradients.sum_over_ranks(
+                    ranks.along(dim), [weight for weight in gradients.weights if weight.name in names]
+                )
+            )
 
     def copies(self, weight: Weight) -> int:
         """Of the ranks along `cut_dims`, how many hold the same piece of a weight as this one."""

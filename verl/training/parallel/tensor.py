@@ -12,7 +12,7 @@ on this rank's parts of them, so nothing of a model's code is replaced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,14 +50,7 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     packed.tensor_group = cutter.group
     partial_sums = {id(weight) for weight in cutter.partial_sums}
     names = {name for name, weight in forward.model.named_parameters() if id(weight) in partial_sums}
-
-    def all_reduce(tensors: Sequence[Tensor], op: Any) -> None:
-        ranks.all_reduce(tensors, op, "tp")
-
-    if names:
-        parallel.reductions.append(
-            lambda gradients: gradients.sum_over_ranks(all_reduce, [w for w in gradients.weights if w.name in names])
-        )
+    parallel.sum_over(ranks, "tp", names)
     parallel.cut_dims += ("tp",)
 
 
