@@ -119,8 +119,8 @@ class Forward(nn.Module):
         log_probs, entropies = self.packed.log_probs(
             hidden, flat.targets, temperature=temperature, entropy="entropy" in want
         )
-        found = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
-        return {name: flat.gather(value).clone() for name, value in found.items()}  # FSDP's hooks take no views
+        outputs = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
+        return {name: flat.gather(value).clone() for name, value in outputs.items()}  # FSDP's hooks take no views
 
     def check_batch(self, batch: Batch) -> None:
         """Raises DataError: a token has no embedding, or a row is longer than a table of learned positions."""

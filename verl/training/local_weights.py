@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from verl.errors import TrainingError
 from verl.models.lora import merged_shards
 from verl.training.ranks import Ranks
-from verl.weights.cuts import blocks_of, cuts_of, local_part
-from verl.weights.shard import Cut, Shard, WeightSpec
+from verl.weights.cuts import blocks_of, local_part, sharded_dims_of
+from verl.weights.shard import Shard, ShardedDim, WeightSpec
 from verl.weights.shards import fill_weights, load_model_shards, model_shards, named_weights
+
+#: The dtype of a weight, and how it is cut.
+Described: TypeAlias = tuple[torch.dtype, Sequence[ShardedDim]]
 
 
 class LocalWeights(ABC):
@@ -77,13 +80,13 @@ class WholeModel:
         self.shapes = {name: tuple(weight.shape) for name, weight in model.state_dict(keep_vars=True).items()}
         self.dtypes = {name: weight.dtype for name, weight in named_weights(model)}
 
-    def specs(self, here: Mapping[str, tuple[torch.dtype, Sequence[Cut]]], ranks: Ranks) -> dict[str, WeightSpec]:
+    def specs(self, here: Mapping[str, Described], ranks: Ranks) -> dict[str, WeightSpec]:
         """Of the weights here and on other pipeline stages, in the order of the model. All stages come here together.
 
         Args:
-            here: dtype and cuts of the weights that this rank has parts of.
+            here: of the weights that this rank has parts of, the dtype and how they are cut.
         """
-        json = {name: (str(dtype).removeprefix("torch."), cuts) for name, (dtype, cuts) in here.items()}
+        json = {name: (str(dtype).removeprefix("torch."), dims) for name, (dtype, dims) in here.items()}
         by_stage = ranks.gather((ranks.mesh.coordinate(ranks.rank)["pp"], json), "pp")
         by_stage.sort(key=lambda stage: int(stage[0]))
         holders: dict[str, list[int]] = {}
@@ -97,7 +100,7 @@ class WholeModel:
                 name,
                 self.shapes[name],
                 getattr(torch, described[name][0]),
-                tuple(Cut(*cut) for cut in described[name][1]),
+                tuple(ShardedDim(*cut) for cut in described[name][1]),
                 tuple(holders[name]) if len(by_stage) > 1 else (),
             )
             for name in self.dtypes
@@ -114,7 +117,7 @@ class ModelWeights(LocalWeights):
 
     def __init__(self, model: nn.Module, whole: WholeModel, dtypes: Mapping[str, torch.dtype], ranks: Ranks) -> None:
         self._model, self._shapes, self._dtypes = model, whole.shapes, dtypes
-        here = {name: (dtypes.get(name, weight.dtype), cuts_of(weight)) for name, weight in named_weights(model)}
+        here = {name: (dtypes.get(name, live.dtype), sharded_dims_of(live)) for name, live in named_weights(model)}
         self.specs = whole.specs(here, ranks)
         self.lent: dict[str, int] = {}
 
@@ -137,8 +140,8 @@ class ModelWeights(LocalWeights):
             return 0
         weight = weights[name].detach()
         local, storage = local_part(weight), _storage(weight)
-        is_own = self._users[storage._cdata] == 1 and (storage.nbytes() == local.nbytes or bool(cuts_of(weight)))
-        if not is_own or not storage.resizable() or self.specs[name].dtype != local.dtype or not local.numel():
+        is_shared = self._users[storage._cdata] > 1 or (storage.nbytes() > local.nbytes and not sharded_dims_of(weight))
+        if is_shared or not storage.resizable() or self.specs[name].dtype != local.dtype or not local.numel():
             return 0
         self.lent[name] = storage.nbytes()
         storage.resize_(0)
@@ -156,7 +159,7 @@ class ModelWeights(LocalWeights):
         masters = ((f"{name}.master", local_part(weights[name].detach())) for name in wider)
         for name, tensor in chain(tensors, masters):
             weight = weights[name.rpartition(".")[0]]
-            if cuts_of(weight) and tensor.shape == local_part(weight).shape:
+            if sharded_dims_of(weight) and tensor.shape == local_part(weight).shape:
                 for offset, block in blocks_of(weight, tensor):
                     yield Shard(name, tuple(weight.shape), offset, block)
             else:

@@ -76,7 +76,7 @@ def deal(
     by_rank = _over_ranks(costs, ranks) if ranks > 1 else [list(computed)]
     micro_batches = [_split(costs, rows, limits) for rows in by_rank]
     most = max(map(len, micro_batches)) if in_step else 0
-    return [own + [[]] * (most - len(own)) for own in micro_batches]
+    return [parts + [[]] * (most - len(parts)) for parts in micro_batches]
 
 
 def balanced(batch: Batch, parts: int, coupled: bool = False) -> list[list[int]]:
@@ -135,8 +135,8 @@ def _over_ranks(costs: _Costs, parts: int) -> list[list[int]]:
 def _numbered(units: Sequence[Sequence[int]], rows: int) -> Numbers:
     """The number of each row's unit."""
     numbers = np.empty(rows, np.int64)
-    for unit, own in enumerate(units):
-        numbers[own] = unit
+    for unit, members in enumerate(units):
+        numbers[members] = unit
     return numbers
 
 

@@ -93,11 +93,11 @@ def gather_json(value: Any, group: Any) -> list[Any]:
     """The JSON value of every rank of a group, in its order. JSON, because bytes from a socket are never unpickled."""
     if group is None:
         return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([len(own)])
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(text)])
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     longest = int(max(sizes))
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group)
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]

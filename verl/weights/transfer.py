@@ -76,7 +76,7 @@ class Transfer:
         bucket = _Bucket(number)
         incoming, outgoing = _by_peer(self._incoming[number], "source"), _by_peer(self._outgoing[number], "target")
         for region in incoming.pop(self._rank, ()):
-            region.place.of(self._buffers[region.name]).copy_(self._pieces.find(region))
+            region.local.of(self._buffers[region.name]).copy_(self._pieces.find(region))
         peers = sorted({*incoming, *outgoing, self._rank})
         here, operations = peers.index(self._rank), []
         messages: dict[Any, Tensor] = {}
@@ -89,7 +89,7 @@ class Transfer:
                 operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
                 self.sent += messages[key].numel()
             if source in incoming:
-                slot = bucket.slot([region.place.of(self._buffers[region.name]) for region in incoming[source]])
+                slot = bucket.slot([region.local.of(self._buffers[region.name]) for region in incoming[source]])
                 operations.append(dist.P2POp(dist.irecv, slot, source, self._group, number))
                 self.received += slot.numel()
         bucket.works = dist.batch_isend_irecv(operations) if operations else []
@@ -98,11 +98,11 @@ class Transfer:
     def _finish(self, bucket: _Bucket) -> None:
         for work in bucket.works:
             work.wait()
-        for slot, places in bucket.unpack:
-            at = 0
-            for place in places:
-                place.copy_(slot[at : at + place.nbytes].view(place.dtype).view(place.shape))
-                at += place.nbytes
+        for slot, targets in bucket.unpack:
+            start = 0
+            for target in targets:
+                target.copy_(slot[start : start + target.nbytes].view(target.dtype).view(target.shape))
+                start += target.nbytes
         self._pieces.drop([name for name, last in self._last.items() if last == bucket.number])
         self._end(bucket.number)
 
@@ -126,21 +126,21 @@ class _Bucket:
     def message(self, parts: Sequence[Tensor]) -> Tensor:
         """The bytes of some tensors one after the other; of one that lies in one run, its own memory."""
         if len(parts) == 1 and parts[0].is_contiguous():
-            found = _bytes(parts[0])
+            flat = _bytes(parts[0])
         else:
-            found = torch.cat([_bytes(part.contiguous()) for part in parts])
-            self.staged += found.numel()
-        self.keep.append(found)
-        return found
+            flat = torch.cat([_bytes(part.contiguous()) for part in parts])
+            self.staged += flat.numel()
+        self.keep.append(flat)
+        return flat
 
-    def slot(self, places: list[Tensor]) -> Tensor:
+    def slot(self, targets: list[Tensor]) -> Tensor:
         """Memory for a message: that of the place itself, if it is one that lies in one run."""
-        if len(places) == 1 and places[0].is_contiguous():
-            return _bytes(places[0])
-        found = torch.empty(sum(place.nbytes for place in places), dtype=torch.uint8, device=places[0].device)
-        self.unpack.append((found, places))
-        self.staged += found.numel()
-        return found
+        if len(targets) == 1 and targets[0].is_contiguous():
+            return _bytes(targets[0])
+        flat = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8, device=targets[0].device)
+        self.unpack.append((flat, targets))
+        self.staged += flat.numel()
+        return flat
 
 
 class _Pieces:
@@ -156,7 +156,7 @@ class _Pieces:
         Raises:
             ConfigError: this rank does not hold all of it.
         """
-        while (found := self._look_up(region)) is None:
+        while (block := self._look_up(region)) is None:
             shard = next(self._coming, None)
             if shard is None:
                 raise ConfigError(
@@ -164,7 +164,7 @@ class _Pieces:
                     f"{list(region.box.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
                 )
             self._found.setdefault(shard.name, []).append(shard)
-        return found
+        return block
 
     def drop(self, names: Iterable[str]) -> None:
         for name in names:
@@ -184,10 +184,10 @@ class _Pieces:
 
 
 def _by_peer(regions: Iterable[Region], side: str) -> dict[int, list[Region]]:
-    found: dict[int, list[Region]] = {}
+    by_peer: dict[int, list[Region]] = {}
     for region in regions:
-        found.setdefault(getattr(region, side), []).append(region)
-    return found
+        by_peer.setdefault(getattr(region, side), []).append(region)
+    return by_peer
 
 
 def _bytes(tensor: Tensor) -> Tensor:

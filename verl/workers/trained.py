@@ -99,7 +99,7 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
     for shard in engine.shards():
         here[str(shard.tensor.device)] += shard.tensor.numel()
     cuts = Counter(
-        " and ".join(f"{dim} along {'all' if axis is None else axis}" for dim, axis, _ in spec.cuts) or "whole"
+        " and ".join(f"{dim} along {'all' if axis is None else axis}" for dim, axis, _ in spec.sharded_dims) or "whole"
         for spec in specs
     )
     dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})

@@ -25,7 +25,7 @@ from verl.training.ranks import Ranks
 from verl.training.runner import NO_GRADIENT, Metrics, MicroBatch, MicroBatchRunner, OneStage
 from verl.weights.cuts import run_blocks
 from verl.weights.meta import give_memory
-from verl.weights.shard import Cut, Shard, Stream, WeightSpec
+from verl.weights.shard import Shard, ShardedDim, Stream, WeightSpec
 from verl.weights.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ class ZeroWeights(LocalWeights):
     """The weights that DeepSpeed has flattened: whole, or in stage 3 a run of each one's elements."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, cuts = model, (Cut("shard", None),)
+        self.model, cuts = model, (ShardedDim("shard", None),)
         self.specs = {
             name: WeightSpec(name, _shape(weight), weight.dtype, cuts if hasattr(weight, "ds_tensor") else ())
             for name, weight in named_weights(model)

@@ -22,7 +22,7 @@ from verl.training.parallel.stages import Stage
 from verl.training.ranks import Ranks
 from verl.training.runner import MicroBatchRunner
 from verl.training.steps import OptimizerSteps
-from verl.weights.shard import Cut, Shard
+from verl.weights.shard import Shard, ShardedDim
 from verl.weights.shards import fill_weights, model_shards, overlap
 
 _EMBEDDING = "gpt.embedding.word_embeddings.weight"
@@ -92,8 +92,11 @@ class MegatronWeights(LocalWeights):
             for block in blocks:
                 self._owners.setdefault(block.name, []).append((parameter, block))
         is_cut = ranks.mesh.layout.tp > 1
-        cuts = {name: owners[-1][1].cut for name, owners in self._owners.items()}
-        here = {n: (whole.dtypes[n], () if cut is None else (Cut("tp", cut),) * is_cut) for n, cut in cuts.items()}
+        axes = {name: owners[-1][1].cut for name, owners in self._owners.items()}
+        here = {
+            name: (whole.dtypes[name], (ShardedDim("tp", axis),) if is_cut and axis is not None else ())
+            for name, axis in axes.items()
+        }
         self.specs = whole.specs(here, ranks)
 
     def shards(self) -> Iterator[Shard]:

@@ -40,7 +40,7 @@ class Piece:
     Attributes:
         start: where they begin in the flattened weight.
         flat: the master of all pieces of this rank, an optimizer's parameter.
-        at: where this piece begins there.
+        flat_start: where this piece begins there.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Piece:
     start: int
     size: int
     flat: Tensor
-    at: int
+    flat_start: int
 
     def of(self, flat: Tensor) -> Tensor:
         """The piece of a tensor that is laid out like `flat`."""
-        return flat[self.at : self.at + self.size]
+        return flat[self.flat_start : self.flat_start + self.size]
 
     def blocks(self, flat: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         return run_blocks(self.shape, self.start, self.of(flat))

@@ -114,8 +114,8 @@ class _Cutter:
             )
         if self.mesh is None:
             return weight
-        found = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(found, requires_grad=weight.requires_grad))
+        sharded = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
         return module.get_parameter(name)
 
     def run_locally(
@@ -158,8 +158,8 @@ class _Cutter:
 
     def _sizes(self, size: int) -> list[int]:
         """As torch cuts a dimension of this size."""
-        found = [len(part) for part in torch.arange(size).chunk(self.size)]
-        return found + [0] * (self.size - len(found))
+        sizes = [len(part) for part in torch.arange(size).chunk(self.size)]
+        return sizes + [0] * (self.size - len(sizes))
 
     def _look_up_locally(self, embedding: nn.Embedding) -> None:
         ((first, *_), rows), *_ = blocks_of(embedding.weight.detach())
@@ -173,8 +173,8 @@ class _Cutter:
             local = tokens - first
             is_here = (local >= 0) & (local < count)
             with local_weights(embedding):
-                found = forward(local.clamp(0, count - 1))
-            return summed(found * is_here[..., None], self.group)
+                embedded = forward(local.clamp(0, count - 1))
+            return summed(embedded * is_here[..., None], self.group)
 
         embedding.forward = look_up  # type: ignore[assignment, method-assign]
 
@@ -187,8 +187,8 @@ def _columns(cutter: _Cutter, name: str, module: Any, *, fused: int = 1, gather:
         return
     dim = _output_dim(name, module)
     for weight, parameter in [*module.named_parameters(recurse=False)]:
-        at = dim if parameter.dim() == 2 else 0
-        cutter.cut(weight, module, Shard(at) if fused == 1 else _StridedShard(at, split_factor=fused), name)
+        axis = dim if parameter.dim() == 2 else 0
+        cutter.cut(weight, module, Shard(axis) if fused == 1 else _StridedShard(axis, split_factor=fused), name)
     if isinstance(module, Conv1D):
         module.nf = local_part(module.weight).shape[1]
     after = cutter.joined(module.out_features) if gather else _same
