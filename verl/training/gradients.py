@@ -170,6 +170,9 @@ class Gradients:
     def collecting(self) -> Iterator[None]:
         """Inside, gradients of trained weights go into their sums. Outside they stay where autograd puts them, for
         another trainer of the same tensors."""
+        # Two ways lead into a sum. Our own backward passes (verl.models) find it as `grad_sum` of the parameter and add
+        # to it at once, so that autograd holds no gradient of that weight at all. Of every other parameter autograd
+        # makes one, and the hook adds it and frees it; that of a parameter that is not trained is freed alone.
         self._allocate()
         hooks = [live.register_post_accumulate_grad_hook(self._collect) for live in self._watched]
         for weight in self.weights:
@@ -188,8 +191,6 @@ class Gradients:
         weight = self._by_source.get(source)
         gradient, source.grad = source.grad, None
         if weight is not None and gradient is not None:
-            self._allocate()
-            weight.loss_scale = self.loss_scale
             weight.add(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
 
     def _allocate(self) -> None:

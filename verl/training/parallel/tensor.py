@@ -127,6 +127,9 @@ class _Cutter:
             before: what becomes of each of its arguments.
             after: what becomes of its result, without the weight `whole`, which is added to it.
         """
+        # The module's parameters are DTensors, because FSDP, checkpoints and the optimizer need to know what part of a
+        # weight they are. With them its own code would compute on DTensors, which dispatch each operation in Python and
+        # have no rule for many. So its `forward` is called while its parameters are this rank's plain tensors.
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
