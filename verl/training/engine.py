@@ -82,16 +82,7 @@ class TrainEngine(ABC):
         device: str | None = None,
     ) -> None:
         self.model, self.mesh = model, mesh or Mesh()
-        forward = Forward(
-            model,
-            head,
-            packed,
-            share_prompts=options.share_prompts,
-            fused_kernels=options.fused_kernels,
-            autocast=options.use_amp,
-            device=device,
-            remove_padding=options.remove_padding,
-        )
+        forward = Forward(model, head, packed, options, device)
         check_training(options, self.mesh.layout, shape_of(model), **forward.asked())
         ranks = Ranks(self.mesh, group, parts)
         model.eval()

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from operator import itemgetter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -87,24 +88,15 @@ class WholeModel:
             here: of the weights that this rank has parts of, the dtype and how they are cut.
         """
         json = {name: (str(dtype).removeprefix("torch."), dims) for name, (dtype, dims) in here.items()}
-        by_stage = ranks.gather((ranks.mesh.coordinate(ranks.rank)["pp"], json), "pp")
-        by_stage.sort(key=lambda stage: int(stage[0]))
-        holders: dict[str, list[int]] = {}
-        described: dict[str, Any] = {}
-        for stage, weights in by_stage:
-            for name in weights:
-                holders.setdefault(name, []).append(stage)
-            described |= weights
-        return {
-            name: WeightSpec(
-                name,
-                self.shapes[name],
-                getattr(torch, described[name][0]),
-                tuple(ShardedDim(*cut) for cut in described[name][1]),
-                tuple(holders[name]) if len(by_stage) > 1 else (),
-            )
-            for name in self.dtypes
-        }
+        stages = dict(sorted(ranks.gather((ranks.mesh.coordinate(ranks.rank)["pp"], json), "pp"), key=itemgetter(0)))
+        specs = {}
+        for name in self.dtypes:
+            holders = tuple(stage for stage, weights in stages.items() if name in weights)
+            dtype, dims = stages[holders[-1]][name]
+            sharded_dims = tuple(ShardedDim(*dim) for dim in dims)
+            stage_holders = holders if len(stages) > 1 else ()
+            specs[name] = WeightSpec(name, self.shapes[name], getattr(torch, dtype), sharded_dims, stage_holders)
+        return specs
 
 
 class ModelWeights(LocalWeights):

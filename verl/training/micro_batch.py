@@ -51,13 +51,7 @@ class _Unit(NamedTuple):
 
 
 def deal(
-    batch: Batch,
-    computed: Sequence[int],
-    ranks: int,
-    limits: Limits,
-    *,
-    coupled: bool = False,
-    in_step: bool = False,
+    batch: Batch, computed: Sequence[int], ranks: int, limits: Limits, *, coupled: bool = False, in_step: bool = False
 ) -> list[list[list[int]]]:
     """For each data-parallel rank, the rows of each of its micro-batches. Every rank makes the same deal.
 

@@ -35,12 +35,10 @@ class TorchEngine(TrainEngine):
         if not options.trains:
             return
         trained = dict(model.named_parameters())
+        pieces = {name: piece(weight) for name, weight in trained.items()}
+        is_scaled = torch.float16 in parallel.dtypes.values()
+        config = options.optim or OptimConfig(max_grad_norm=None)
         optimizer = MixedPrecisionOptimizer(
-            trained,
-            options.optim or OptimConfig(max_grad_norm=None),
-            options.optimizer,
-            pieces={name: piece(weight) for name, weight in trained.items()},
-            is_scaled=torch.float16 in parallel.dtypes.values(),
-            scheduler=options.scheduler,
+            trained, config, options.optimizer, pieces, is_scaled=is_scaled, scheduler=options.scheduler
         )
         self.steps = OptimizerSteps(self.runner, optimizer, self.weights)

@@ -76,16 +76,9 @@ def train_engine(
 
         make = MegatronEngine
     engine = make(
-        model,
-        options,
-        head=head,
-        mesh=mesh,
-        group=group,
-        parts=place.parts,
-        packed=packed,
-        weights=weights,
+        model, options, head=head, mesh=mesh, group=group, parts=place.parts, packed=packed, weights=weights,
         device=place.device,
-    )
+    )  # fmt: skip
     if place.role:
         logger.info("%s: %s", place.role, summary(engine, options, place))
     return engine

@@ -127,16 +127,14 @@ class ZeroAdamW(torch.optim.AdamW):
 
     def offload(self, what: Collection[str] = ("optimizer",)) -> None:
         """Move masters and moments ("optimizer") to host memory."""
-        if "optimizer" in what:
-            self._move(torch.device("cpu"))
+        self._move(what, torch.device("cpu"))
 
     def onload(self, what: Collection[str] = ("optimizer",)) -> None:
         """Undo `offload`."""
-        if "optimizer" in what:
-            self._move(self._device)
+        self._move(what, self._device)
 
-    def _move(self, device: torch.device) -> None:
-        for flat in self._flats:
+    def _move(self, what: Collection[str], device: torch.device) -> None:
+        for flat in self._flats if "optimizer" in what else ():
             flat.data = flat.data.to(device)
             self.state[flat] = {name: value.to(device) for name, value in self.state[flat].items()}
 
