@@ -78,8 +78,8 @@ def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     devices = {weight.device for weight in weights}
     sizes = {device: [weight.numel() for weight in weights if weight.device == device] for device in devices}
     blocks = {device: torch.zeros(sum(counts), dtype=dtype, device=device) for device, counts in sizes.items()}
-    pieces = {device: iter(blocks[device].split(counts)) for device, counts in sizes.items()}
-    return [next(pieces[weight.device]).view(weight.shape) for weight in weights]
+    views = {device: iter(blocks[device].split(counts)) for device, counts in sizes.items()}
+    return [next(views[weight.device]).view(weight.shape) for weight in weights]
 
 
 class Gradients:

@@ -87,7 +87,7 @@ def rehearse(
         check_tensor(forward.packed, size)
 
 
-def piece(weight: nn.Parameter) -> nn.Parameter:
+def local_parameter(weight: nn.Parameter) -> nn.Parameter:
     """What of a weight this rank keeps: the weight itself where it is not cut, else its part on the same memory."""
     local = local_part(weight)
     return weight if local is weight else nn.Parameter(local.detach(), requires_grad=weight.requires_grad)

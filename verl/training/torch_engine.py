@@ -9,7 +9,7 @@ from verl.training.forward import Forward
 from verl.training.local_weights import ModelWeights, WholeModel
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, OptimConfig
-from verl.training.parallelize import parallelize, piece
+from verl.training.parallelize import local_parameter, parallelize
 from verl.training.ranks import Ranks
 from verl.training.runner import MicroBatchRunner
 from verl.training.steps import OptimizerSteps
@@ -35,7 +35,7 @@ class TorchEngine(TrainEngine):
         if not options.trains:
             return
         trained = dict(model.named_parameters())
-        pieces = {name: piece(weight) for name, weight in trained.items()}
+        pieces = {name: local_parameter(weight) for name, weight in trained.items()}
         is_scaled = torch.float16 in parallel.dtypes.values()
         config = options.optim or OptimConfig(max_grad_norm=None)
         optimizer = MixedPrecisionOptimizer(

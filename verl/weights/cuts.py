@@ -145,10 +145,10 @@ def sharded_dims_of(tensor: Tensor) -> tuple[ShardedDim, ...]:
     if not hasattr(tensor, "placements"):
         return ()
     mesh, sharded_dims = cut.device_mesh, []
-    pieces = dict.fromkeys(range(tensor.dim()), 1)
+    parts = dict.fromkeys(range(tensor.dim()), 1)
     # Inner mesh dimensions are cut first: FSDP cuts what tensor parallelism has left.
     for dim, size, placement in reversed([*zip(mesh.mesh_dim_names, mesh.shape, cut.placements, strict=True)]):
         if (axis := getattr(placement, "dim", None)) is not None:
-            sharded_dims.append(ShardedDim(dim, axis, getattr(placement, "split_factor", pieces[axis]) // pieces[axis]))
-            pieces[axis] *= size
+            sharded_dims.append(ShardedDim(dim, axis, getattr(placement, "split_factor", parts[axis]) // parts[axis]))
+            parts[axis] *= size
     return tuple(sharded_dims)

@@ -27,7 +27,7 @@ class Transfer:
         plan: of the transition.
         rank: this one, in the whole job.
         group: a process group of all ranks of the plan; its timeout is the deadline of each wait.
-        pieces: what this rank holds, in the order of the plan.
+        shards: what this rank holds, in the order of the plan.
         buffers: this rank's parts in the target by name, to be filled; they need memory when their bucket begins.
         begin: called with the number of a bucket before it begins.
         end: called with it when its weights are in place and this rank's pieces of them have been given.
@@ -42,14 +42,14 @@ class Transfer:
         plan: ReshardPlan,
         rank: int,
         group: Any,
-        pieces: Iterable[Shard],
+        shards: Iterable[Shard],
         buffers: Mapping[str, Tensor],
         begin: Callable[[int], None] = lambda number: None,
         end: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._incoming, self._outgoing = plan.incoming(rank), plan.outgoing(rank)
         self._plan, self._rank, self._group = plan, rank, group
-        self._pieces = _Pieces(pieces)
+        self._shards = _LocalShards(shards)
         self._buffers, self._begin, self._end = buffers, begin, end
         self.received = self.sent = self.staged = 0
         self._last = {item.name: number for number, bucket in enumerate(plan.buckets) for item in bucket}
@@ -76,7 +76,7 @@ class Transfer:
         bucket = _Bucket(number)
         incoming, outgoing = _by_peer(self._incoming[number], "source"), _by_peer(self._outgoing[number], "target")
         for region in incoming.pop(self._rank, ()):
-            region.local.of(self._buffers[region.name]).copy_(self._pieces.find(region))
+            region.local.of(self._buffers[region.name]).copy_(self._shards.find(region))
         peers = sorted({*incoming, *outgoing, self._rank})
         here, operations = peers.index(self._rank), []
         messages: dict[Any, Tensor] = {}
@@ -85,7 +85,7 @@ class Transfer:
             if to in outgoing:
                 key = tuple(region[:2] for region in outgoing[to])
                 if key not in messages:
-                    messages[key] = bucket.message([self._pieces.find(region) for region in outgoing[to]])
+                    messages[key] = bucket.message([self._shards.find(region) for region in outgoing[to]])
                 operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
                 self.sent += messages[key].numel()
             if source in incoming:
@@ -103,7 +103,7 @@ class Transfer:
             for target in targets:
                 target.copy_(slot[start : start + target.nbytes].view(target.dtype).view(target.shape))
                 start += target.nbytes
-        self._pieces.drop([name for name, last in self._last.items() if last == bucket.number])
+        self._shards.drop([name for name, last in self._last.items() if last == bucket.number])
         self._end(bucket.number)
 
 
@@ -143,11 +143,11 @@ class _Bucket:
         return flat
 
 
-class _Pieces:
-    """A rank's pieces, drawn when they are wanted: some are made then."""
+class _LocalShards:
+    """What a rank holds, drawn when it is wanted: some shards are made then."""
 
-    def __init__(self, pieces: Iterable[Shard]) -> None:
-        self._coming: Iterator[Shard] = iter(pieces)
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._coming: Iterator[Shard] = iter(shards)
         self._found: dict[str, list[Shard]] = {}
 
     def find(self, region: Region) -> Tensor:

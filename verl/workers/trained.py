@@ -100,7 +100,7 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
         f"{sum(math.prod(spec.shape) for spec in specs):,} parameters in {'/'.join(dtypes)}",
         f"strategy {options.strategy if layout.size > 1 else 'single'} {layout.shown}",
         f"weights {', '.join(f'{count} {cut}' for cut, count in cuts.items())}",
-        f"rank {place.rank} of {place.size} holds {', '.join(f'{count:,} on {at}' for at, count in here.items())}",
+        f"rank {place.rank} of {place.size} holds {', '.join(f'{n:,} on {device}' for device, n in here.items())}",
     ]
     return "; ".join(parts)
 
@@ -150,9 +150,9 @@ class TrainedWorker:
     @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:
         """What became of the files of the last `save`; see `RankFiles.gathered`."""
-        found = None if self._files is None else self._files.gathered(wait)
-        self._files = self._files if found is None else None
-        return found
+        results = None if self._files is None else self._files.gathered(wait)
+        self._files = self._files if results is None else None
+        return results
 
     @dispatch("train")
     def peak_memory(self) -> int:

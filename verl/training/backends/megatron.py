@@ -64,7 +64,7 @@ def _parallel(forward: Forward, model: MegatronModel, whole: WholeModel, ranks: 
     layout = ranks.mesh.layout
     parallel = Parallel(ranks.mesh, cut_dims=tuple(dim for dim in ("pp", "tp") if getattr(layout, dim) > 1))
     names = [name for name, _ in model.named_parameters()]
-    parallel.pieces = {name: layout.tp for name in names if model.cut(name) is not None}
+    parallel.shard_counts = {name: layout.tp for name in names if model.cut(name) is not None}
     if stage is not None:
         if "lm_head.weight" in whole.shapes and "lm_head.weight" not in whole.dtypes:
             parallel.tied = frozenset((_EMBEDDING, "gpt.output_layer.weight"))

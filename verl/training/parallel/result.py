@@ -29,7 +29,7 @@ class Parallel:
         reductions: what adds this rank's gradient sums up over other ranks, in this order, after the last backward pass
             of a step.
         cut_dims: mesh dimensions along which ranks have different pieces of gradients.
-        pieces: of weights that are no DTensors, but of which ranks along `cut_dims` have pieces: how many there are.
+        shard_counts: of weights that are no DTensors, but of which ranks along `cut_dims` have shards: how many.
         in_step: a forward has collectives of ranks with different rows, so all must run equally many.
     """
 
@@ -39,7 +39,7 @@ class Parallel:
     tied: frozenset[str] = frozenset()
     reductions: list[Callable[[Gradients], None]] = field(default_factory=list)
     cut_dims: tuple[str, ...] = ()
-    pieces: dict[str, int] = field(default_factory=dict)
+    shard_counts: dict[str, int] = field(default_factory=dict)
     in_step: bool = False
 
     def sum_over(self, ranks: Ranks, dim: str, names: Collection[str]) -> None:
@@ -56,6 +56,6 @@ class Parallel:
         stages = 2 if weight.name in self.tied else 1
         ranks: int = stages * math.prod(getattr(self.mesh.layout, dim) for dim in self.cut_dims if dim != "pp")
         source: Any = weight.source
-        cuts = enumerate(getattr(source, "placements", ()))
-        pieces: int = math.prod(source.device_mesh.size(dim) for dim, cut in cuts if hasattr(cut, "dim"))
-        return ranks // self.pieces.get(weight.name, pieces)
+        placements = enumerate(getattr(source, "placements", ()))
+        shards: int = math.prod(source.device_mesh.size(dim) for dim, cut in placements if hasattr(cut, "dim"))
+        return ranks // self.shard_counts.get(weight.name, shards)
