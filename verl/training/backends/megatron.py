@@ -138,7 +138,7 @@ class MegatronWeights(LocalWeights):
                     continue
                 shape = tuple(weight.shape)
                 part = overlap(block.offset, block.of(weight), shard)[1]
-                yield Shard(full_name, shape, block.place(shard.offset), part)
+                yield Shard(full_name, shape, block.local_offset(shard.offset), part)
                 if (end := block.padding(shape)) is not None and full_name not in padded:
                     padded.add(full_name)
                     zeros = shard.tensor.new_zeros(shape[0] - end, *shape[1:])

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor import Shard as ShardedAlong
 from torch.utils.checkpoint import checkpoint
 
 from verl.errors import ConfigError
@@ -70,7 +70,7 @@ class Block:
         """The part of a tensor that is laid out like the parameter, on the same memory."""
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
-    def place(self, offset: tuple[int, ...]) -> tuple[int, ...]:
+    def local_offset(self, offset: tuple[int, ...]) -> tuple[int, ...]:
         """Where in the parameter what begins at `offset` of the whole weight stands, as far as it is in this part."""
         starts = [max(0, there - here) for here, there in zip(self.offset, offset, strict=True)]
         return (starts[0] + (0 if self.rows is None else self.rows[0]), *starts[1:])
@@ -177,7 +177,7 @@ class MegatronModel(nn.Module):
         return DTensor.from_local(
             weight[: stop - start],
             self._ranks.device_mesh(self.device, "tp"),
-            [Cut(0)],
+            [ShardedAlong(0)],
             run_check=False,
             shape=torch.Size((self.vocab_size, weight.shape[1])),
             stride=(weight.shape[1], 1),
