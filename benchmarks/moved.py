@@ -44,7 +44,7 @@ def moved_bytes(plan: ReshardPlan, rank: int, *, cut_alone: bool = False) -> Mov
 def is_cut(plan: ReshardPlan, name: str) -> bool:
     """Whether ranks of the source have different parts of a weight, or some have none."""
     spec = plan.specs[name]
-    return bool(spec.cuts) or 0 < len(spec.stages) < plan.source.layout.pp
+    return bool(spec.sharded_dims) or 0 < len(spec.stages) < plan.source.layout.pp
 
 
 def micro_groups(train: Mesh, generation: Mesh) -> list[tuple[int, ...]]:

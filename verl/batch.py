@@ -272,7 +272,7 @@ class Batch:
             raise DataError(f"the batch has {len(self)} rows: there is none of number {', '.join(map(str, wrong))}")
         runs = _runs(indices)
         if len(runs) == 1:
-            return self.slice(*runs[0])
+            return Batch(self.table.slice(*runs[0]))
         return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
 
     @checked

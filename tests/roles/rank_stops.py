@@ -27,10 +27,10 @@ DEADLINE = 8.0
 #: Where a phase is on a rank: module, class, method, and the call of it in which the rank stops.
 PHASES: dict[str, tuple[str, str, str, int]] = {
     "start": ("verl.cluster.world", "World", "__init__", 1),
-    "load": ("verl.training.torch_engine", "TorchEngine", "_lay_out", 1),
+    "load": ("verl.training.torch_engine", "TorchEngine", "assemble", 1),
     "generate": ("verl.rollout.embedded.engine", "EmbeddedEngine", "step", 2),
     "transfer": ("verl.weights.transfer", "Transfer", "_post", 2),
-    "update": ("verl.training.torch_engine", "TorchEngine", "_step", 2),
+    "update": ("verl.training.steps", "OptimizerSteps", "_step", 2),
     "hand-over": ("verl.workers.actor", "ActorWorker", "_hand_over", 1),
     "save": ("verl.workers.saving", "RankFiles", "gathered", 1),
 }

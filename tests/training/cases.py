@@ -157,12 +157,13 @@ def gradients_of(engine: TorchEngine, parts: Sequence[LossPart]) -> dict[str, Te
             assert math.isfinite(grad_norm)
             found.update({w.name: w.gradient.clone() for w in self.optimizer.gradients.weights if w.has_gradient})
 
-    optimizer = engine._optimizer
-    engine._optimizer = Spy(optimizer)  # type: ignore[assignment]
+    assert engine.steps is not None
+    optimizer = engine.steps.optimizer
+    engine.steps.optimizer = Spy(optimizer)  # type: ignore[assignment]
     try:
         engine.update(parts)
     finally:
-        engine._optimizer = optimizer
+        engine.steps.optimizer = optimizer
     return found
 
 

@@ -167,7 +167,7 @@ def compare(case: Case, group: Any) -> Iterator[tuple[str, Any]]:
     again.load_state(gathered(state, group), meta)
     resumed = [case.update(engine) for engine in (cut, again)]
     yield "resumed", max(abs(resumed[0][key] - resumed[1][key]) for key in SUMS if key in resumed[0])
-    yield "cuts", sorted({dim for spec in cut.specs().values() for dim, *_ in spec.cuts}, key=DIMS.index)
+    yield "cuts", sorted({dim for spec in cut.specs().values() for dim, *_ in spec.sharded_dims}, key=DIMS.index)
     if one is not None:
         metrics = [case.update(one) for _ in found]
         expected = {shard.name: shard.tensor for shard in one.shards()}

@@ -156,7 +156,7 @@ def compare(case: Case, groups: Groups, folder: Path) -> dict[str, Any]:
         "others": len(others),
         "carried": max(carried),
         "names": [*specs] == [*one.specs()] and sorted(found) == sorted(expected),
-        "cuts": sorted({dim for spec in specs.values() for dim, *_ in spec.cuts}, key=DIMS.index),
+        "cuts": sorted({dim for spec in specs.values() for dim, *_ in spec.sharded_dims}, key=DIMS.index),
         "held": sum(shard.tensor.numel() for shard in megatron.shards()) * layout.pp * layout.tp / total,
     }
 

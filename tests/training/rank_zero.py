@@ -63,9 +63,9 @@ class Case(NamedTuple):
         algorithm, batch = prepared(name, seed=3)
         return run_updates(engine, [UpdatePart(batch, algorithm.objective(role))], UpdatePlan(), 0)
 
-    def predict(self, engine: TrainEngine, batch: Batch) -> Tensor:
+    def predict(self, engine: TrainEngine, batch: Batch, **options: Any) -> Tensor:
         want = {"lm": "log_probs", "value": "values"}[self.head]
-        return engine.predict(batch, [want])[want]
+        return engine.predict(batch, [want], **options)[want]
 
 
 CASES = {
@@ -109,6 +109,7 @@ def compare(case: Case, group: Any) -> dict[str, Any]:
     mine = batch.take([0, 1, 2]) if dist.get_rank() else batch  # ranks with unequal numbers of forwards
     before = whole(zero.shards(), group), whole(zero.state()[0], group)
     predicted = case.predict(zero, mine)
+    base = float((predicted - case.predict(zero, mine, adapters=False)).abs().max())  # it has none
     skipped = zero.update([part(batch, not_finite)])
     after = whole(zero.shards(), group), whole(zero.state()[0], group)
     plain = moved(zero, case.engine(group, "ddp"), group)
@@ -121,6 +122,7 @@ def compare(case: Case, group: Any) -> dict[str, Any]:
         "moved": max(found["grad_norm"] for found in metrics[0]),
         "weights": farthest(before[0], expected),
         "predicted": float((predicted - case.predict(one, mine)).abs().max()),
+        "base": base,
         "skipped": skipped["update/skipped"],
         "changed": max(farthest(*pair) for pair in zip(before, after, strict=True)),
         "resumed": max(abs(a[key] - resumed[0][key]) for a in resumed for key in ("loss", "grad_norm")),

@@ -43,7 +43,7 @@ def test_zero_equals_one_process_and_resumes_elsewhere(
     for line, case in zip(lines, CASES[cases], strict=True):
         assert line["metrics"] < metrics * (1 + line["moved"]), line
         assert line["weights"] < weights and line["predicted"] < 10 * weights, line
-        assert line["names"] and line["specs"], line
+        assert line["names"] and line["specs"] and line["base"] == 0.0, line
         assert line["skipped"] == 1.0 and line["changed"] == 0.0, line
         assert line["resumed"] < resumed * (1 + line["moved"]), line
         assert line["held"] == (pytest.approx(0.5, abs=0.01) if case.stage == 3 else 1.0), line

@@ -15,12 +15,12 @@ from tests.ranks import job
 from tests.training.cases import tiny_model
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel
-from verl.training.parallel.stages import Cut
+from verl.training.parallel.stages import StageSplit
 from verl.weights.meta import on_meta
 
 
-def cut(model: Any, count: int) -> Cut:
-    return Cut(model, PackedModel(model, device="cpu"), count)
+def cut(model: Any, count: int) -> StageSplit:
+    return StageSplit(model, PackedModel(model, device="cpu"), count)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "qwen3_moe", "falcon"])

@@ -41,12 +41,12 @@ def watch(
 ) -> None:
     """What is computed of micro-batches is watched; how rows of the host become tensors is not."""
     monkeypatch.setattr(MiniBatch, "_input", unwatched(MiniBatch._input))
-    monkeypatch.setattr(engine._forward, "pack", unwatched(engine._forward.pack))
-    original = engine._schedule.forward_backward
+    monkeypatch.setattr(engine.runner.forward, "pack", unwatched(engine.runner.forward.pack))
+    original = engine.runner.schedule.forward_backward
 
     def forward_backward(batches: Iterator[Any], scale: float) -> Iterator[Any]:
         for batch in batches:
             with watched():
                 yield from original(iter([batch]), scale)
 
-    monkeypatch.setattr(engine._schedule, "forward_backward", forward_backward)
+    monkeypatch.setattr(engine.runner.schedule, "forward_backward", forward_backward)

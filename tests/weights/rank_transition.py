@@ -137,8 +137,8 @@ def back(weights: HybridWeights, engine: TorchEngine, group: Any) -> None:
     for shard in engine.shards():
         shard.tensor.zero_()
     if engine.mesh.layout.pp == 1:  # what another rank generates with comes from there
-        specs = {name: replace(spec, cuts=plan.cuts[name]) for name, spec in plan.specs.items()}
-        reverse = transition(plan.target, plan.source, specs, {name: spec.cuts for name, spec in plan.specs.items()})
+        specs = {name: replace(spec, sharded_dims=plan.sharded_dims[name]) for name, spec in plan.specs.items()}
+        reverse = transition(plan.target, plan.source, specs, {name: s.sharded_dims for name, s in plan.specs.items()})
         rank = dist.get_rank()
         buffers = {name: torch.empty(reverse.local_shape(rank, name), dtype=spec.dtype) for name, spec in specs.items()}
         Transfer(reverse, rank, group, kept, buffers).run()
@@ -148,7 +148,7 @@ def back(weights: HybridWeights, engine: TorchEngine, group: Any) -> None:
 
 def blocks(plan: Any, rank: int, name: str, buffer: Tensor) -> Iterable[Shard]:
     for block in plan.blocks(rank, name):
-        at = tuple(slice(start, start + size) for start, size in zip(*block.place, strict=True))
+        at = tuple(slice(start, start + size) for start, size in zip(*block.local, strict=True))
         yield Shard(name, plan.specs[name].shape, block.box.offset, buffer[at])
 
 

@@ -19,7 +19,7 @@ from verl.weights.cuts import PartBlock
 from verl.weights.layout import Layout, Mesh
 from verl.weights.meshes import generation_mesh
 from verl.weights.plan import Region, ReshardPlan, transition
-from verl.weights.shard import Box, Cut, WeightSpec
+from verl.weights.shard import Box, ShardedDim, WeightSpec
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -27,19 +27,19 @@ SIZES = st.sampled_from([1, 2, 4])
 def weights(layout: Layout, hidden: int = 16, layers: int = 4) -> dict[str, WeightSpec]:
     """Of a model with fused matrices, tied embeddings and norms; cut as engines cut them."""
 
-    def spec(name: str, shape: tuple[int, ...], tp: Cut | None, stages: tuple[int, ...]) -> WeightSpec:
+    def spec(name: str, shape: tuple[int, ...], tp: ShardedDim | None, stages: tuple[int, ...]) -> WeightSpec:
         cuts = [tp] if tp is not None and layout.tp > 1 else []
         if layout.shard > 1:
-            cuts.append(Cut("shard", 0))
+            cuts.append(ShardedDim("shard", 0))
         return WeightSpec(name, shape, torch.float32, tuple(cuts), stages if layout.pp > 1 else ())
 
-    found = [spec("embedding", (8 * hidden, hidden), Cut("tp", 0), (0, layout.pp - 1))]
+    found = [spec("embedding", (8 * hidden, hidden), ShardedDim("tp", 0), (0, layout.pp - 1))]
     for layer in range(layers):
         stage = (layer * layout.pp // layers,)
         found += [
-            spec(f"{layer}.qkv", (3 * hidden, hidden), Cut("tp", 0, 3), stage),
-            spec(f"{layer}.bias", (3 * hidden,), Cut("tp", 0, 3), stage),
-            spec(f"{layer}.out", (hidden, 2 * hidden), Cut("tp", 1), stage),
+            spec(f"{layer}.qkv", (3 * hidden, hidden), ShardedDim("tp", 0, 3), stage),
+            spec(f"{layer}.bias", (3 * hidden,), ShardedDim("tp", 0, 3), stage),
+            spec(f"{layer}.out", (hidden, 2 * hidden), ShardedDim("tp", 1), stage),
             spec(f"{layer}.norm", (hidden,), None, stage),
         ]
     found.append(WeightSpec("scale", (), torch.float32))
@@ -90,7 +90,7 @@ def contains(block: PartBlock, region: Region) -> bool:
 
 
 def _place(block: PartBlock, region: Region) -> tuple[slice, ...]:
-    starts = zip(block.place.offset, region.box.offset, block.box.offset, strict=True)
+    starts = zip(block.local.offset, region.box.offset, block.box.offset, strict=True)
     return slices(Box(tuple(p + a - b for p, a, b in starts), region.box.shape))
 
 
@@ -106,7 +106,7 @@ def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tupl
             blocks = plan.blocks(rank, name)
             expected = torch.full_like(part, -2.0)
             for block in blocks:
-                expected[slices(block.place)] = whole[name][slices(block.box)]
+                expected[slices(block.local)] = whole[name][slices(block.box)]
             assert torch.equal(part, expected), name
             # What this rank holds of it is not asked of another.
             for region in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
@@ -134,15 +134,17 @@ def test_any_ranks_become_tensor_parallel_ones(data: st.DataObject) -> None:
     assert generation.layout.tp == tg and sorted(generation.ranks) == [*mesh.ranks]
     specs = weights(train, hidden=5)
     if train.shard > 1 and data.draw(st.booleans()):
-        specs = {name: replace(spec, cuts=(Cut("shard", None),)) for name, spec in specs.items() if spec.shape}
-    target = {name: spec.cuts for name, spec in weights(Layout(tp=tg, replicate=2), hidden=5).items()}
+        specs = {
+            name: replace(spec, sharded_dims=(ShardedDim("shard", None),)) for name, spec in specs.items() if spec.shape
+        }
+    target = {name: spec.sharded_dims for name, spec in weights(Layout(tp=tg, replicate=2), hidden=5).items()}
     plan = transition(mesh, generation, specs, target, bucket_bytes=data.draw(st.sampled_from([64, 1 << 20])))
     whole = {name: torch.arange(spec.nbytes // 4).view(spec.shape).float() for name, spec in specs.items()}
     for rank in mesh.ranks:
         for name, part in fill(plan, rank, whole).items():
             for block in plan.blocks(rank, name):
                 expected = whole[name][slices(block.box)]
-                assert torch.equal(part[slices(block.place)], expected), name
+                assert torch.equal(part[slices(block.local)], expected), name
 
 
 @examples(25)
@@ -183,10 +185,10 @@ def test_the_example_of_the_paper() -> None:
 
 def test_fsdp_becomes_whole_and_tensor_parallel() -> None:
     train = Mesh((0, 1, 2, 3), Layout(shard=4))
-    specs = {"up": WeightSpec("up", (8, 4), torch.float32, (Cut("shard", 0),))}
+    specs = {"up": WeightSpec("up", (8, 4), torch.float32, (ShardedDim("shard", 0),))}
     whole = transition(train, generation_mesh(train), specs)
     assert [moved_bytes(whole, rank)[:2] for rank in train.ranks] == [(96, 32)] * 4
-    cut = transition(train, generation_mesh(train, 1, 2), specs, {"up": (Cut("tp", 0),)})
+    cut = transition(train, generation_mesh(train, 1, 2), specs, {"up": (ShardedDim("tp", 0),)})
     assert [moved_bytes(cut, rank)[:2] for rank in train.ranks] == [(32, 32)] * 4
     assert exchanging(cut) == {frozenset((0, 1)), frozenset((2, 3))}
     assert generation_mesh(train, 1, 2).ranks == (0, 2, 1, 3)
@@ -221,9 +223,9 @@ def llama_weights(layout: Layout, *, runs: bool = False, layers: int = 4) -> dic
         shapes |= {f"{layer}.down": ((h, inner), 1), f"{layer}.norm": ((h,), None)}
     found = {}
     for name, (shape, axis) in shapes.items():
-        cuts = [Cut("tp", axis)] if axis is not None and layout.tp > 1 else []
+        cuts = [ShardedDim("tp", axis)] if axis is not None and layout.tp > 1 else []
         if layout.shard > 1:
-            cuts.append(Cut("shard", None if runs else 0))
+            cuts.append(ShardedDim("shard", None if runs else 0))
         stage = (
             int(name.split(".")[0]) * layout.pp // layers if "." in name else (0 if name == "embed" else layout.pp - 1)
         )
@@ -236,7 +238,7 @@ def counted(train: Layout, tg: int, *, runs: bool = False) -> tuple[float, float
     mesh = Mesh(tuple(range(train.size)), train)
     generation = generation_mesh(mesh, 1, tg)
     specs = llama_weights(train, runs=runs)
-    cuts = {name: tuple(c for c in spec.cuts) for name, spec in llama_weights(Layout(tp=tg)).items()}
+    cuts = {name: tuple(c for c in spec.sharded_dims) for name, spec in llama_weights(Layout(tp=tg)).items()}
     plan = transition(mesh, generation, specs, cuts)
     total, found = sum(spec.nbytes for spec in specs.values()), []
     for rank in mesh.ranks:

@@ -142,16 +142,9 @@ class _Formula:
     @classmethod
     def of(cls, config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int) -> _Formula:
         beta1, beta2 = config.betas
-        return cls(
-            seed=seed,
-            gradient_scale=gradient_scale,
-            beta1=beta1,
-            beta2=beta2,
-            step_size=lr / (1 - beta1**steps),
-            second_scale=1 / math.sqrt(1 - beta2**steps),
-            eps=config.adam_eps,
-            decay=1 - lr * config.weight_decay,
-        )
+        step_size, second_scale = lr / (1 - beta1**steps), 1 / math.sqrt(1 - beta2**steps)
+        decay = 1 - lr * config.weight_decay
+        return cls(seed, gradient_scale, beta1, beta2, step_size, second_scale, config.adam_eps, decay)
 
     def numbers(self) -> Tensor:
         """int32 `[10]`, as `_update` takes it: the bits of nine fp32 numbers, and the seed. Differences are taken in

@@ -1,40 +1,110 @@
-"""The contract of a training engine: one model, and its optimizer, laid out over the ranks of a mesh.
+"""The contract of a training engine, and what all of them do alike.
 
 Shapes: R response tokens of all rows, row after row; S rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.loss_terms import LossPart
 from verl.batch import Batch
+from verl.errors import TrainingError
+from verl.models.lora import adapters_off, reference_weights, shape_of
+from verl.models.packed import PackedModel
+from verl.training.checkpointing import enable_checkpointing
+from verl.training.forward import Forward
+from verl.training.local_weights import LocalWeights
+from verl.training.options import EngineOptions, Head, check_training
+from verl.training.ranks import Ranks
+from verl.training.runner import Metrics, MicroBatchRunner
+from verl.training.steps import Memory, Steps
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard, WeightSpec
 
-#: What can be moved out of the way: `optimizer` (masters and moments, to host memory) and `gradients` (their sums,
-#: freed).
-Memory: TypeAlias = Literal["optimizer", "gradients"]
-Metrics: TypeAlias = dict[str, float]
+#: The weights of a model that is laid out, for one that was made without.
+WeightSource = Callable[[Any], Iterable[Shard]]
 
 
-class TrainEngine(Protocol):
-    """A model that predicts and learns, seen from one rank. The ranks of `mesh` call the same methods in one order.
+class TrainEngine(ABC):
+    """A model that predicts and learns, and its optimizer, laid out over the ranks of a mesh and seen from one of them.
+    The ranks of `mesh` call the same methods in one order. Dropout is off, in training too.
+
+    It is put together from three parts, which each back end makes of its own kind in `assemble`: `runner`, `weights`
+    and `steps`.
+
+    Args:
+        model: a causal LM, or a value or reward model, whole and equal on all ranks.
+        options: how it is trained; without optimizer settings it is only read.
+        head: what the model predicts.
+        mesh: the ranks that share it.
+        group: their process group; None for one rank.
+        parts: groups of some of them, see `Ranks`.
+        packed: the model (or its backbone) as a `PackedModel`, if there is one already.
+        weights: for a model without weights (`verl.weights.meta`): those of a model, once it is laid out, of which the
+            parts that are kept here are read.
+        device: where the weights of such a model go.
 
     Attributes:
-        mesh: the ranks that share the model.
-        precision: dtype of losses and predictions: fp32, or fp64 for an fp64 model.
+        model: as it is laid out.
+        mesh: the ranks that share it.
+        runner: from rows to predictions, losses and metrics.
+        weights: this rank's part of the weights.
+        steps: from losses to steps of the optimizer, and its state; None: the model is only read.
+
+    Raises:
+        ConfigError: there is nothing to train, the model has no gradient checkpointing, or the layout does not go with
+            the model or the optimizer.
     """
 
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def precision(self) -> torch.dtype: ...
+    model: Any
+    runner: MicroBatchRunner
+    weights: LocalWeights
+    steps: Steps | None = None
 
+    def __init__(
+        self,
+        model: Any,
+        options: EngineOptions,
+        *,
+        head: Head = "lm",
+        mesh: Mesh | None = None,
+        group: Any = None,
+        parts: Mapping[tuple[int, ...], Any] | None = None,
+        packed: PackedModel | None = None,
+        weights: WeightSource | None = None,
+        device: str | None = None,
+    ) -> None:
+        self.model, self.mesh = model, mesh or Mesh()
+        forward = Forward(model, head, packed, options, device)
+        check_training(options, self.mesh.layout, shape_of(model), **forward.asked())
+        ranks = Ranks(self.mesh, group, parts)
+        model.eval()
+        if options.use_torch_compile:
+            forward.compile_layers()
+        if options.gradient_checkpointing:
+            enable_checkpointing(forward.packed.model)
+        self.assemble(forward, ranks, options, weights)
+        #: What the reference of adapters reads beside the base.
+        self._first = reference_weights(self.model) if options.trains and head == "lm" else {}
+
+    @abstractmethod
+    def assemble(self, forward: Forward, ranks: Ranks, options: EngineOptions, source: WeightSource | None) -> None:
+        """Lay the model of `forward` out over the ranks, read its weights from `source` where it has none, and make
+        `runner`, `weights` and, of a model that is trained, `steps`."""
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Of losses and predictions: fp32, or fp64 for an fp64 model."""
+        return self.runner.precision
+
+    @torch.no_grad()
     def predict(
         self, batch: Batch, want: Collection[str], *, temperature: float = 1.0, adapters: bool = True
     ) -> dict[str, Tensor]:
@@ -55,7 +125,9 @@ class TrainEngine(Protocol):
             TrainingError: the model has no head for a prediction.
             DataError: a token or position is outside of the model's tables.
         """
-        ...
+        self.weights.check_present()
+        with nullcontext() if adapters else adapters_off(self.model, self._first):
+            return self.runner.predict(batch, want, temperature)
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
         """One optimizer step on the sum of all parts' losses. Cutting it into micro-batches never changes the gradient.
@@ -72,23 +144,28 @@ class TrainEngine(Protocol):
             DataError: no part has rows, or columns, weights and rows do not fit together.
             TrainingError: the engine has no optimizer, or no loss depends on the model.
         """
-        ...
+        self.weights.check_present()
+        return self._trained().update(parts)
 
+    @torch.no_grad()
     def loss(self, parts: Sequence[LossPart]) -> Metrics:
         """`loss` and the losses' own metrics, as `update` returns them, without a step."""
-        ...
+        self.weights.check_present()
+        return self.runner.loss(parts)
 
-    def specs(self) -> Mapping[str, WeightSpec]:
+    def specs(self) -> dict[str, WeightSpec]:
         """Every weight of the model, by checkpoint name; equal on all ranks."""
-        ...
+        return dict(self.weights.specs)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's pieces of the weights: the live tensors, unless these are wider than `specs`. No collectives."""
-        ...
+        self.weights.check_present()
+        return self.weights.shards()
 
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, under its names, for an engine that is not cut."""
-        ...
+        self.weights.check_present()
+        return self.weights.merged()
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace this rank's pieces (and their masters) by what of them is in `shards`, however those are cut.
@@ -96,7 +173,10 @@ class TrainEngine(Protocol):
         Raises:
             CheckpointError: a weight is unknown, has another shape, or did not come whole.
         """
-        ...
+        self.weights.check_present()
+        self.weights.load(shards)
+        if self.steps is not None:
+            self.steps.optimizer.refresh_masters()
 
     def release_weight(self, name: str) -> int:
         """Free the memory of this rank's piece of a weight, whose values the caller holds from now on; until
@@ -105,7 +185,7 @@ class TrainEngine(Protocol):
         Returns:
             Bytes freed; 0 where it keeps the piece: the live one is wider than `specs`, or shares its memory.
         """
-        ...
+        return self.weights.release(name)
 
     def restore_weights(self, name: str, shards: Iterable[Shard]) -> None:
         """Put a lent weight, all pieces of it, back to where it was.
@@ -113,13 +193,15 @@ class TrainEngine(Protocol):
         Raises:
             CheckpointError: a piece did not come whole.
         """
-        ...
+        self.weights.restore(name, shards)
 
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
         """Optimizer state: this rank's pieces of the tensors "<weight name>.<state>", and JSON values. Each piece is
         made as it is drawn, and may be the live one: draw them, as often as needed, before the next step."""
-        ...
+        self.weights.check_present()
+        return self._trained().state()
 
+    @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
         """Copy in what `state` returned, however it is cut; after `load_shards` of the same moment, steps continue bit
         for bit.
@@ -127,10 +209,18 @@ class TrainEngine(Protocol):
         Raises:
             CheckpointError: it is of another optimizer, model or dtype, or incomplete.
         """
-        ...
+        self._trained().load_state(shards, meta)
 
     def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
         """Free the device of it until `onload` or the next `update`."""
-        ...
+        if self.steps is not None:
+            self.steps.optimizer.offload(what)
 
-    def onload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None: ...
+    def onload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
+        if self.steps is not None:
+            self.steps.optimizer.onload(what)
+
+    def _trained(self) -> Steps:
+        if self.steps is None:
+            raise TrainingError("this model is only read: make its engine with `optim` to train it")
+        return self.steps

@@ -19,7 +19,7 @@ from verl.errors import ConfigError, DataError, TrainingError
 from verl.kernels.inductor import lacking
 from verl.models.packed import PackedModel
 from verl.ordered_sums import take_rows
-from verl.training.options import Head
+from verl.training.options import EngineOptions, Head
 
 if TYPE_CHECKING:
     from verl.training.parallel.stages import Stage
@@ -33,34 +33,25 @@ class Forward(nn.Module):
     Args:
         model: a causal LM for the head "lm", a `ValueModel` for the others.
         packed: `model` (or its backbone) as a `PackedModel`, if there is one already.
-        share_prompts: adjacent rows with equal prompts share one forward of it. The numbers stay the same.
-        autocast: run matrix products of fp32 weights in bf16; weights in another dtype are not touched.
+        options: with `share_prompts`, adjacent rows with equal prompts share one forward of it; with `use_amp`, matrix
+            products of fp32 weights run in bf16 (weights in another dtype are not touched); without `remove_padding`,
+            rows are padded to one length and go through transformers' own forward, as those of models without a packed
+            forward do anyway. But for `use_amp` the numbers stay the same.
         device: as of `PackedModel`.
-        remove_padding: false: rows are padded to one length and go through transformers' own forward, as those of
-            models without a packed forward do anyway. The numbers stay the same.
     """
 
     def __init__(
-        self,
-        model: Any,
-        head: Head,
-        packed: PackedModel | None,
-        *,
-        share_prompts: bool,
-        fused_kernels: bool | str,
-        autocast: bool,
-        device: Any = None,
-        remove_padding: bool = True,
+        self, model: Any, head: Head, packed: PackedModel | None, options: EngineOptions, device: Any = None
     ) -> None:
         super().__init__()
-        self.model, self.head, self.share_prompts = model, head, share_prompts
+        self.model, self.head, self.share_prompts = model, head, options.share_prompts
         backbone = model if head == "lm" else model.backbone
-        self.packed = packed or PackedModel(backbone, fused_kernels=fused_kernels, device=device)
+        self.packed = packed or PackedModel(backbone, fused_kernels=options.fused_kernels, device=device)
         #: Whether micro-batches are computed as padded rows.
-        self.is_padded = not (remove_padding and self.packed.supports_packed)
+        self.is_padded = not (options.remove_padding and self.packed.supports_packed)
         #: Cuts the tokens over ranks that share rows.
-        self.slicing: Callable[[Packed], Packed] = lambda flat: flat
-        self.autocast = autocast and self.packed.dtype == torch.float32
+        self.slicing: Callable[[Packed], Packed] | None = None
+        self.autocast = options.use_amp and self.packed.dtype == torch.float32
         #: The part of the model that is here, where a pipeline cuts it.
         self.stage: Stage | None = None
 
@@ -100,7 +91,7 @@ class Forward(nn.Module):
         """The rows of a micro-batch as flat tokens, or this rank's slice of these."""
         columns = batch["prompt_tokens"], batch["response_tokens"]
         flat = pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
-        return self.slicing(flat)
+        return flat if self.slicing is None else self.slicing(flat)
 
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
         """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score. Of a stage without the head:
@@ -119,8 +110,8 @@ class Forward(nn.Module):
         log_probs, entropies = self.packed.log_probs(
             hidden, flat.targets, temperature=temperature, entropy="entropy" in want
         )
-        found = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
-        return {name: flat.gather(value).clone() for name, value in found.items()}  # FSDP's hooks take no views
+        outputs = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
+        return {name: flat.gather(value).clone() for name, value in outputs.items()}  # FSDP's hooks take no views
 
     def check_batch(self, batch: Batch) -> None:
         """Raises DataError: a token has no embedding, or a row is longer than a table of learned positions."""

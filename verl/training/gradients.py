@@ -78,8 +78,8 @@ def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     devices = {weight.device for weight in weights}
     sizes = {device: [weight.numel() for weight in weights if weight.device == device] for device in devices}
     blocks = {device: torch.zeros(sum(counts), dtype=dtype, device=device) for device, counts in sizes.items()}
-    pieces = {device: iter(blocks[device].split(counts)) for device, counts in sizes.items()}
-    return [next(pieces[weight.device]).view(weight.shape) for weight in weights]
+    views = {device: iter(blocks[device].split(counts)) for device, counts in sizes.items()}
+    return [next(views[weight.device]).view(weight.shape) for weight in weights]
 
 
 class Gradients:
@@ -170,6 +170,9 @@ class Gradients:
     def collecting(self) -> Iterator[None]:
         """Inside, gradients of trained weights go into their sums. Outside they stay where autograd puts them, for
         another trainer of the same tensors."""
+        # Two ways lead into a sum. Our own backward passes (verl.models) find it as `grad_sum` of the parameter and add
+        # to it at once, so that autograd holds no gradient of that weight at all. Of every other parameter autograd
+        # makes one, and the hook adds it and frees it; that of a parameter that is not trained is freed alone.
         self._allocate()
         hooks = [live.register_post_accumulate_grad_hook(self._collect) for live in self._watched]
         for weight in self.weights:
@@ -188,8 +191,6 @@ class Gradients:
         weight = self._by_source.get(source)
         gradient, source.grad = source.grad, None
         if weight is not None and gradient is not None:
-            self._allocate()
-            weight.loss_scale = self.loss_scale
             weight.add(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
 
     def _allocate(self) -> None:

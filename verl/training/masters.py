@@ -120,15 +120,15 @@ class MasterOptimizer:
     def end_load(self, groups: list[dict[str, Any]]) -> None:
         """Go on with the states that have come, and with what `groups` gave; live weights become the masters, rounded
         where they have less."""
-        own = self._optimizer.state_dict()["param_groups"]
-        for group, before in zip(own, groups, strict=False):
+        param_groups = self._optimizer.state_dict()["param_groups"]
+        for group, before in zip(param_groups, groups, strict=False):
             group.update(before)
         index = {id(p): i for i, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])}
         for weight, master in self._masters.items():
             if master is not weight.live:
                 weight.live.copy_(master)
         numbered = {index[id(m)]: values for w, m in self._masters.items() if (values := self._coming[w.name])}
-        self._optimizer.load_state_dict({"state": numbered, "param_groups": own})
+        self._optimizer.load_state_dict({"state": numbered, "param_groups": param_groups})
         self._coming = {}
 
     @torch.no_grad()

@@ -1,4 +1,9 @@
-"""Cutting a mini-batch into micro-batches that fit, without changing what is computed.
+"""The dealing of rows: which rank computes which rows of a mini-batch, and in which micro-batches.
+
+This is the one place that may see fewer rows than the mini-batch has (`computed` of `deal`). All else is decided over
+all of its rows, whether they are computed or not: mini-batches and shuffles (`workers.update`), weights, denominators
+and totals (`MiniBatch`), and whether there is an optimizer step. So rows whose gradient is known to be 0 can be left
+out here, and nothing else changes.
 
 A micro-batch costs its flat tokens: a prompt that several of its rows share counts once, and the last token
 of a response does not count, because nothing is predicted from it.
@@ -24,6 +29,20 @@ _UNKNOWN = 128
 _FAIR = 1.05
 
 
+class Limits(NamedTuple):
+    """What a micro-batch may cost.
+
+    Attributes:
+        max_tokens: most flat tokens; a single row (or coupled group) above it goes alone.
+        max_rows: most rows; a coupled group above it goes alone.
+        share_prompts: a prompt that several of its rows have is computed once, and counts once.
+    """
+
+    max_tokens: int | None = None
+    max_rows: int | None = None
+    share_prompts: bool = True
+
+
 class _Unit(NamedTuple):
     """Rows that stay together, and the tokens they cost in one forward."""
 
@@ -31,59 +50,69 @@ class _Unit(NamedTuple):
     tokens: int
 
 
-def split(
-    batch: Batch,
-    max_tokens: int | None = None,
-    max_rows: int | None = None,
-    coupled: bool = False,
-    share_prompts: bool = True,
-) -> list[list[int]]:
-    """Row numbers of each micro-batch; together they are every row exactly once.
+def deal(
+    batch: Batch, computed: Sequence[int], ranks: int, limits: Limits, *, coupled: bool = False, in_step: bool = False
+) -> list[list[list[int]]]:
+    """For each data-parallel rank, the rows of each of its micro-batches. Every rank makes the same deal.
+
+    Args:
+        batch: a mini-batch, the rows of all ranks.
+        computed: the rows to compute, ascending; together the micro-batches of all ranks are these, each once.
+        coupled: rows of one `group` meet in one micro-batch.
+        in_step: all ranks must run equally many forwards, because these have collectives of ranks with different rows.
+            Then the micro-batches of a rank with fewer than the busiest, or without any rows, end with empty ones: it
+            runs a forward and backward there whose loss is 0.
+    """
+    if len(computed) < len(batch):
+        dealt = deal(batch.take(computed), range(len(computed)), ranks, limits, coupled=coupled, in_step=in_step)
+        return [[[computed[row] for row in rows] for rows in micro_batches] for micro_batches in dealt]
+    costs = _Costs(batch, limits.share_prompts, coupled)
+    by_rank = _over_ranks(costs, ranks) if ranks > 1 else [list(computed)]
+    micro_batches = [_split(costs, rows, limits) for rows in by_rank]
+    most = max(map(len, micro_batches)) if in_step else 0
+    return [parts + [[]] * (most - len(parts)) for parts in micro_batches]
+
+
+def balanced(batch: Batch, parts: int, coupled: bool = False) -> list[list[int]]:
+    """Row numbers for each of several ranks, ascending, so that ranks have about the same flat tokens to compute."""
+    return _over_ranks(_Costs(batch, True, coupled), parts)
+
+
+def _split(costs: _Costs, rows: Sequence[int], limits: Limits) -> list[list[int]]:
+    """Some rows in micro-batches.
 
     Rows with an equal prompt stand side by side in one micro-batch where they fit, and are cut apart only
     where they do not. Units of similar length go together (their attention wastes least), and micro-batches
     cost about the same: no other cut of the sorted units into as few parts has a smaller largest part.
-
-    Args:
-        batch: with `prompt_tokens` and `response_tokens`.
-        max_tokens: most flat tokens of a micro-batch; a single row (or coupled group) above it goes alone.
-        max_rows: most rows of a micro-batch; a coupled group above it goes alone.
-        coupled: rows of one `group` are never cut apart.
-        share_prompts: whether the forward computes a shared prompt once.
     """
-    costs = _Costs(batch, share_prompts)
-    if coupled:
-        units = [costs.unit(list(chain(*costs.prompt_sets(rows)))) for rows in batch.group_indices()]
+    if costs.groups is not None:
+        here = set(rows)
+        together = [list(chain(*costs.prompt_sets(group))) for group in costs.groups if group[0] in here]
     else:
-        units = [
-            costs.unit(part)
-            for rows in costs.prompt_sets(range(len(batch)))
-            for part in _fair_cut(rows, lambda rows: costs.fits(rows, max_tokens, max_rows))
+        together = [
+            part for same in costs.prompt_sets(rows) for part in _fair_cut(same, lambda r: costs.fits(r, limits))
         ]
+    units = [_Unit(part, costs.tokens(part)) for part in together]
     units.sort(key=lambda unit: (-unit.tokens / len(unit.rows), unit.rows[0]))
-    parts = _pack(units, max_tokens, max_rows)
-    found = [[row for unit in part for row in unit.rows] for part in parts]
-    if not coupled:  # two parts of a prompt's rows may have come together again, with others between them
-        found = [[*chain(*costs.prompt_sets(rows))] for rows in found]
-    return sorted(found, key=min)
+    micro_batches = [[row for unit in part for row in unit.rows] for part in _pack(units, limits)]
+    if costs.groups is None:  # two parts of a prompt's rows may have come together again, with others between them
+        micro_batches = [[*chain(*costs.prompt_sets(part))] for part in micro_batches]
+    return sorted(micro_batches, key=min)
 
 
-def balanced(batch: Batch, parts: int, coupled: bool = False, share_prompts: bool = True) -> list[list[int]]:
-    """Row numbers for each of several ranks, ascending, so that ranks have about the same flat tokens to compute.
-
-    Rows with an equal prompt stay together, unless they are more than one rank's share; coupled groups always do.
-    Neighbours stay neighbours where that is fair enough, since a run of rows need not be copied; else the dearest unit
-    goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
+def _over_ranks(costs: _Costs, parts: int) -> list[list[int]]:
+    """See `balanced`. Rows with an equal prompt stay together, unless they are more than one rank's share; coupled
+    groups always do. Neighbours stay neighbours where that is fair enough, since a run of rows need not be copied; else
+    the dearest unit goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
     """
-    costs = _Costs(batch, share_prompts)
-    units = _numbered(batch.group_indices(), len(batch)) if coupled else np.array(costs.prompt_ids, np.int64)
+    count = len(costs.prompts)
+    units = np.array(costs.prompt_ids, np.int64) if costs.groups is None else _numbered(costs.groups, count)
     tokens = costs.by_unit(units)
     # Ranks that share a prompt read it once each.
     fair = -(-int(tokens.sum()) // parts) + max(costs.prompts, default=0)
-    if not coupled and tokens.max(initial=0) > fair:
-        sets = costs.prompt_sets(range(len(batch)))
-        cut = [part for rows in sets for part in _fair_cut(rows, lambda rows: costs.tokens(rows) <= fair)]
-        units = _numbered(cut, len(batch))
+    if costs.groups is None and tokens.max(initial=0) > fair:
+        sets = costs.prompt_sets(range(count))
+        units = _numbered([part for rows in sets for part in _fair_cut(rows, lambda r: costs.tokens(r) <= fair)], count)
         tokens = costs.by_unit(units)
     total = int(tokens.sum())
     middle = 2 * tokens.cumsum() - tokens
@@ -100,8 +129,8 @@ def balanced(batch: Batch, parts: int, coupled: bool = False, share_prompts: boo
 def _numbered(units: Sequence[Sequence[int]], rows: int) -> Numbers:
     """The number of each row's unit."""
     numbers = np.empty(rows, np.int64)
-    for unit, own in enumerate(units):
-        numbers[own] = unit
+    for unit, members in enumerate(units):
+        numbers[members] = unit
     return numbers
 
 
@@ -113,9 +142,9 @@ def _bytes(ragged: pa.Array) -> Iterator[bytes]:
 
 
 class _Costs:
-    """Prompts and lengths of a batch, and what a set of its rows costs."""
+    """Prompts, lengths and (where they stay together) groups of a batch, and what a set of its rows costs."""
 
-    def __init__(self, batch: Batch, share_prompts: bool) -> None:
+    def __init__(self, batch: Batch, share_prompts: bool, coupled: bool) -> None:
         # Before a rollout nothing is known of the responses: they count alike.
         has_responses = "response_tokens" in batch
         responses = batch.lengths("response_tokens") if has_responses else [_UNKNOWN] * len(batch)
@@ -124,6 +153,7 @@ class _Costs:
         numbers: dict[object, int] = {}
         keys = _bytes(batch.arrow("prompt_tokens")) if share_prompts else range(len(batch))
         self.prompt_ids = [numbers.setdefault(key, len(numbers)) for key in keys]
+        self.groups = batch.group_indices() if coupled else None
 
     def prompt_sets(self, rows: Sequence[int]) -> list[list[int]]:
         sets: dict[int, list[int]] = {}
@@ -146,10 +176,8 @@ class _Costs:
         shared = np.bincount(once // rows, prompts[once % rows])
         return (shared + np.bincount(units, self.predicted)).astype(np.int64)
 
-    def unit(self, rows: list[int]) -> _Unit:
-        return _Unit(rows, self.tokens(rows))
-
-    def fits(self, rows: Sequence[int], max_tokens: int | None, max_rows: int | None) -> bool:
+    def fits(self, rows: Sequence[int], limits: Limits) -> bool:
+        max_tokens, max_rows, _ = limits
         return (max_rows is None or len(rows) <= max_rows) and (max_tokens is None or self.tokens(rows) <= max_tokens)
 
 
@@ -163,8 +191,9 @@ def _fair_cut(rows: list[int], fits: Callable[[list[int]], bool]) -> list[list[i
     return [[row] for row in rows]
 
 
-def _pack(units: list[_Unit], max_tokens: int | None, max_rows: int | None) -> list[list[_Unit]]:
-    """Consecutive units in as few parts as the caps allow, then with the smallest largest part."""
+def _pack(units: list[_Unit], limits: Limits) -> list[list[_Unit]]:
+    """Consecutive units in as few parts as the limits allow, then with the smallest largest part."""
+    max_tokens, max_rows, _ = limits
     total = sum(unit.tokens for unit in units)
     low, high = 0, total if max_tokens is None else min(max_tokens, total)
     best = _fill(units, high, max_rows)

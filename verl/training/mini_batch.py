@@ -87,8 +87,8 @@ class MiniBatch:
 
 def _aligned(batch: Batch, name: str, lengths: list[int]) -> Tensor:
     """The flat values of a column that has one value a response token."""
-    found = batch.lengths(name)
-    for row, (have, want) in enumerate(zip(found, lengths, strict=True)):
+    counts = batch.lengths(name)
+    for row, (have, want) in enumerate(zip(counts, lengths, strict=True)):
         if have != want:
             sample = f" (id {batch['id'][row]})" if "id" in batch else ""
             raise DataError(f"column '{name}' has {have} values for {want} response tokens in a row{sample}")

@@ -69,9 +69,9 @@ class MixedPrecisionOptimizer:
         rest = [w for w in self.gradients.weights if w not in split]
         if config.moments == "bfloat16" and not split:
             raise ConfigError("optim.moments=bfloat16 is of weights in bfloat16, and here is none: leave it out")
-        self._split = SplitAdamW(split, config)
         self._masters = MasterOptimizer(rest, config, optimizer, scheduler) if rest else None
-        self._rules = [rule for rule in (self._split, self._masters) if rule is not None]
+        rules = (SplitAdamW(split, config) if split else None, self._masters)
+        self._rules = [rule for rule in rules if rule is not None]
         self._has_own_lr = optimizer is None
         self.name = optimizer_name(optimizer)
 

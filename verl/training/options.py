@@ -118,13 +118,13 @@ class FSDPConfig(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _flat(cls, given: Any) -> Any:
+    def _flat(cls, settings: Any) -> Any:
         """`transformer_layer_cls_to_wrap` may stand here, too, where Accelerate and DeepSpeed have it."""
         name = "transformer_layer_cls_to_wrap"
-        if not isinstance(given, Mapping) or name not in given:
-            return given
-        policy = {**dict(given.get("wrap_policy") or {}), name: given[name]}
-        return {key: value for key, value in given.items() if key != name} | {"wrap_policy": policy}
+        if not isinstance(settings, Mapping) or name not in settings:
+            return settings
+        policy = {**dict(settings.get("wrap_policy") or {}), name: settings[name]}
+        return {key: value for key, value in settings.items() if key != name} | {"wrap_policy": policy}
 
     @model_validator(mode="after")
     def _one_policy(self) -> FSDPConfig:
@@ -245,14 +245,14 @@ class EngineOptions(TrainOptions):
         return self.optim is not None or self.optimizer is not None
 
     def asked(self) -> dict[str, str]:
-        own: dict[str, str | bool] = {
+        here: dict[str, str | bool] = {
             "optimizer": "own optimizer" * (self.optimizer is not None),
             "live optimizer": type(self.optimizer).__name__ * hasattr(self.optimizer, "param_groups"),
             "gradient checkpointing": self.gradient_checkpointing,
             "padding": not self.remove_padding,
             "padded rows": "use_remove_padding is false" * (not self.remove_padding),
         }
-        return super().asked() | named(own)
+        return super().asked() | named(here)
 
     def frozen(self) -> EngineOptions:
         """The same for a model that is only read."""
@@ -295,8 +295,8 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
         sizes[dim] = max(1, size // math.prod(sizes.values()))
     data, rest = divmod(size, math.prod(sizes.values()))
     if rest:
-        given = " x ".join(f"{setting}={sizes[dim]}" for setting, dim in _SIZES.items() if sizes[dim] > 1)
-        raise ConfigError(f"layout: {given} does not divide the {size} rank{'s' * (size > 1)} that the model has")
+        asked = " x ".join(f"{setting}={sizes[dim]}" for setting, dim in _SIZES.items() if sizes[dim] > 1)
+        raise ConfigError(f"layout: {asked} does not divide the {size} rank{'s' * (size > 1)} that the model has")
     cut = {dim: setting for setting, dim in _SIZES.items() if sizes[dim] > 1}
     ranks = {"several ranks": str(size) * (size > 1), "one data-parallel rank": data == 1}
     check(options.asked() | cut | named(ranks))

@@ -12,7 +12,7 @@ from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.portable import empty_copy
 from verl.training.forward import Forward
-from verl.training.options import FSDPConfig, TrainOptions
+from verl.training.options import EngineOptions, FSDPConfig, TrainOptions
 from verl.training.parallel.data import replicate, shard
 from verl.training.parallel.expert import expert, fused_experts
 from verl.training.parallel.pipeline import pipeline, stages
@@ -66,10 +66,10 @@ def rehearse(
     if layout.is_plain and splits == 1 and "batch_invariant" not in rollout:
         return
     try:
+        tried = EngineOptions(fused_kernels=False, remove_padding=getattr(options, "remove_padding", True))
         forward = Forward(
-            empty_copy(model, "meta"), "value" if isinstance(model, ValueModel) else "lm", None, share_prompts=True,
-            fused_kernels=False, autocast=False, device="cpu", remove_padding=getattr(options, "remove_padding", True),
-        )  # fmt: skip
+            empty_copy(model, "meta"), "value" if isinstance(model, ValueModel) else "lm", None, tried, "cpu"
+        )
     except ModelError:  # ranks find out: there is no small model that computes as this one does
         return
     check(options.asked() | layout.asked(options.back_end) | forward.asked())
@@ -87,7 +87,7 @@ def rehearse(
         check_tensor(forward.packed, size)
 
 
-def piece(weight: nn.Parameter) -> nn.Parameter:
+def local_parameter(weight: nn.Parameter) -> nn.Parameter:
     """What of a weight this rank keeps: the weight itself where it is not cut, else its part on the same memory."""
     local = local_part(weight)
     return weight if local is weight else nn.Parameter(local.detach(), requires_grad=weight.requires_grad)

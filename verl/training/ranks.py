@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from verl.weights.layout import DIMS, Mesh
 from verl.weights.shard import buckets
 
 _BUCKET_BYTES = 64 << 20
+#: Combines tensors over ranks in place, by a `torch.distributed.ReduceOp`.
+AllReduce: TypeAlias = Callable[[Sequence[Tensor], Any], None]
 
 
 class Ranks:
@@ -48,12 +51,16 @@ class Ranks:
         group = self.group(*dims)
         if group is None:
             return
-        for _, alike in groupby(tensors, lambda tensor: tensor.dtype):
-            for bucket in buckets(alike, lambda tensor: tensor.nbytes, _BUCKET_BYTES):  # a collective each
+        for _, alike in groupby(tensors, attrgetter("dtype")):
+            for bucket in buckets(alike, attrgetter("nbytes"), _BUCKET_BYTES):  # a collective each
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, op, group=group)
                 for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(piece.view_as(tensor))
+
+    def along(self, *dims: str) -> AllReduce:
+        """`all_reduce` over these dimensions."""
+        return lambda tensors, op: self.all_reduce(tensors, op, *dims)
 
     def take_last(self, tensors: Sequence[Tensor], *dims: str) -> None:
         """Give every rank the tensors of the last one, in place."""
@@ -86,11 +93,11 @@ def gather_json(value: Any, group: Any) -> list[Any]:
     """The JSON value of every rank of a group, in its order. JSON, because bytes from a socket are never unpickled."""
     if group is None:
         return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([len(own)])
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(text)])
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     longest = int(max(sizes))
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group)
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]

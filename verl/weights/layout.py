@@ -94,8 +94,8 @@ def count_of(config: Any, *names: str) -> int:
     by_layer = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ())
     for name in names:
         configs = [*config.per_layer_config] if name in by_layer else [config]
-        found = [getattr(one, name, None) for one in configs]
-        counts = found[0] if isinstance(found[0], list | tuple) else found
+        values = [getattr(one, name, None) for one in configs]
+        counts = values[0] if isinstance(values[0], list | tuple) else values
         if count := math.gcd(*(int(one or 0) for one in counts)):
             return count
     return 0
@@ -222,8 +222,8 @@ class Mesh:
         """
         stride = 1
         for dim, size in zip(reversed(DIMS), reversed(self.layout.sizes), strict=True):
-            for at, (low, high) in enumerate(zip(self.ranks, self.ranks[stride:], strict=False)):
-                if low > high and at // stride % size < size - 1 and dim != "replicate":
+            for index, (low, high) in enumerate(zip(self.ranks, self.ranks[stride:], strict=False)):
+                if low > high and index // stride % size < size - 1 and dim != "replicate":
                     raise ConfigError(
                         f"layout: rank {low} comes before rank {high} along {dim} in {list(self.ranks)}: process "
                         "groups number their ranks in ascending order, so they have to ascend along this dimension"
@@ -235,41 +235,41 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where a rank of the mesh stands along each dimension."""
-        rest, found = self.ranks.index(rank), {}
+        rest, along = self.ranks.index(rank), {}
         for dim, size in zip(reversed(DIMS), reversed(self.layout.sizes), strict=True):
-            rest, found[dim] = divmod(rest, size)
-        return {dim: found[dim] for dim in DIMS}
+            rest, along[dim] = divmod(rest, size)
+        return {dim: along[dim] for dim in DIMS}
 
     def rows(self, rank: int) -> tuple[int, int] | None:
         """Data-parallel index of a rank, and how many there are; None for a rank outside of the mesh."""
         if rank not in self.ranks:
             return None
-        at, index = self.coordinate(rank), 0
+        coordinate, index = self.coordinate(rank), 0
         for dim in DATA_DIMS:
-            index = index * getattr(self.layout, dim) + at[dim]
+            index = index * getattr(self.layout, dim) + coordinate[dim]
         return index, self.layout.data_size
 
     def answers(self, rank: int) -> bool:
         """Whether a rank's answer counts: of those with the same rows, the first of the last pipeline stage."""
         if rank not in self.ranks:
             return False
-        at = self.coordinate(rank)
-        return at["pp"] == self.layout.pp - 1 and at["sp"] == 0 and at["tp"] == 0
+        coordinate = self.coordinate(rank)
+        return coordinate["pp"] == self.layout.pp - 1 and coordinate["sp"] == 0 and coordinate["tp"] == 0
 
     def answering(self) -> tuple[int, ...]:
         """The ranks that answer, by data-parallel index."""
-        found = {self.rows(rank): rank for rank in self.ranks if self.answers(rank)}
-        return tuple(found[index, self.layout.data_size] for index in range(self.layout.data_size))
+        by_index = {self.rows(rank): rank for rank in self.ranks if self.answers(rank)}
+        return tuple(by_index[index, self.layout.data_size] for index in range(self.layout.data_size))
 
     def parts(self) -> list[tuple[int, ...]]:
         """All groups of several ranks, but not of all, that differ only along some dimensions; ranks ascending."""
-        at = {rank: self.coordinate(rank) for rank in self.ranks}
+        coordinates = {rank: self.coordinate(rank) for rank in self.ranks}
         wide = [dim for dim in DIMS if getattr(self.layout, dim) > 1]
-        found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for fixed in chain.from_iterable(combinations(wide, count) for count in range(1, len(wide))):
             for rank in sorted(self.ranks):
-                found.setdefault(tuple((dim, at[rank][dim]) for dim in fixed), []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+                groups.setdefault(tuple((dim, coordinates[rank][dim]) for dim in fixed), []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
 
     def group(self, rank: int, *dims: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `dims`, in the order of the mesh.
@@ -280,9 +280,9 @@ class Mesh:
         for dim in dims:
             if dim not in DIMS:
                 raise ConfigError(f"layout: there is no dimension '{dim}': {nearest(dim, DIMS)}")
-        own = self.coordinate(rank)
+        here = self.coordinate(rank)
         fixed = [dim for dim in DIMS if dim not in dims]
-        return tuple(r for r in self.ranks if all(self.coordinate(r)[dim] == own[dim] for dim in fixed))
+        return tuple(r for r in self.ranks if all(self.coordinate(r)[dim] == here[dim] for dim in fixed))
 
 
 #: Kinds of models that Megatron-LM's layers compute.

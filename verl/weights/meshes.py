@@ -27,18 +27,18 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
     split = _shards_a_part(layout, tg)
     if pg < 1 or layout.pp % pg:
         raise ConfigError(f"generation: pp={pg} does not divide the {layout.pp} pipeline stages of training")
-    places: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = {}
+    members: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = {}
     for rank in train.ranks:
-        at = train.coordinate(rank)
-        stage, in_stage = divmod(at["pp"], layout.pp // pg)
+        coordinate = train.coordinate(rank)
+        stage, in_stage = divmod(coordinate["pp"], layout.pp // pg)
         if split:
-            part, between = divmod(at["shard"], layout.shard // split)
-            key = {**at, "pp": in_stage, "shard": between}
+            part, between = divmod(coordinate["shard"], layout.shard // split)
+            key = {**coordinate, "pp": in_stage, "shard": between}
         else:
-            part, between = divmod(at["tp"], layout.tp // tg)
-            key = {**at, "pp": in_stage, "tp": between}
-        places.setdefault((stage, part), []).append((tuple(key[dim] for dim in _REPLICAS), rank))
-    columns = [[rank for _, rank in sorted(places[stage, part])] for stage in range(pg) for part in range(tg)]
+            part, between = divmod(coordinate["tp"], layout.tp // tg)
+            key = {**coordinate, "pp": in_stage, "tp": between}
+        members.setdefault((stage, part), []).append((tuple(key[dim] for dim in _REPLICAS), rank))
+    columns = [[rank for _, rank in sorted(members[stage, part])] for stage in range(pg) for part in range(tg)]
     replicas = train.size // (pg * tg)
     ranks = tuple(
         columns[stage * tg + part][replica] for stage in range(pg) for replica in range(replicas) for part in range(tg)

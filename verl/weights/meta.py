@@ -116,7 +116,7 @@ def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> A
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """What tells a layer from others: its modules, their settings and the shapes of their weights."""
-    found = []
+    kinds = []
     for name, module in layer.named_modules():
         settings = {
             key: value
@@ -124,5 +124,5 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
             if isinstance(value, bool | int | float | str) and key not in ("layer_idx", "training")
         }
         shapes = [(key, tuple(weight.shape)) for key, weight in module.named_parameters(recurse=False)]
-        found.append((name, type(module), tuple(sorted(settings.items())), tuple(shapes)))
-    return tuple(found)
+        kinds.append((name, type(module), tuple(sorted(settings.items())), tuple(shapes)))
+    return tuple(kinds)

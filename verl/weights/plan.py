@@ -15,7 +15,7 @@ from typing import NamedTuple
 from verl.errors import ConfigError
 from verl.weights.cuts import PartBlock, part_blocks
 from verl.weights.layout import DIMS, Mesh
-from verl.weights.shard import Box, Cut, WeightSpec, buckets
+from verl.weights.shard import Box, ShardedDim, WeightSpec, buckets
 
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20
@@ -29,7 +29,7 @@ class Region(NamedTuple):
     box: Box
     source: int
     target: int
-    place: Box
+    local: Box
 
 
 class Item(NamedTuple):
@@ -47,14 +47,14 @@ class ReshardPlan:
     Attributes:
         source, target: the meshes.
         specs: the weights, as `source` cuts them.
-        cuts: how `target` cuts each.
+        sharded_dims: how `target` cuts each.
         buckets: what moves together, in the order of the weights.
     """
 
     source: Mesh
     target: Mesh
     specs: Mapping[str, WeightSpec]
-    cuts: Mapping[str, tuple[Cut, ...]]
+    sharded_dims: Mapping[str, tuple[ShardedDim, ...]]
     buckets: tuple[tuple[Item, ...], ...]
     _incoming: dict[int, tuple[tuple[Region, ...], ...]] = field(default_factory=dict, repr=False)
 
@@ -66,12 +66,12 @@ class ReshardPlan:
         """The blocks of a rank's part of a weight in the target."""
         if not self._stage_holds(rank, name):
             return ()
-        return _blocks(self.specs[name], self.cuts[name], self.target, self.target.coordinate(rank))
+        return _blocks(self.specs[name], self.sharded_dims[name], self.target, self.target.coordinate(rank))
 
     def local_shape(self, rank: int, name: str) -> tuple[int, ...]:
         """Of a rank's part of a weight in the target."""
         blocks, shape = self.blocks(rank, name), self.specs[name].shape
-        ends = ([start + size for start, size in zip(*block.place, strict=True)] for block in blocks)
+        ends = ([start + size for start, size in zip(*block.local, strict=True)] for block in blocks)
         return tuple(map(max, zip(*ends, strict=True))) if blocks else (0,) * len(shape)
 
     def held(self, rank: int, name: str) -> tuple[PartBlock, ...]:
@@ -79,7 +79,7 @@ class ReshardPlan:
         spec = self.specs[name]
         if rank not in self.source or not _holds(spec, self.source.coordinate(rank)["pp"]):
             return ()
-        return _blocks(spec, spec.cuts, self.source, self.source.coordinate(rank))
+        return _blocks(spec, spec.sharded_dims, self.source, self.source.coordinate(rank))
 
     def incoming(self, rank: int) -> tuple[tuple[Region, ...], ...]:
         """By bucket, the regions that a rank's part in the target is made of, its own included."""
@@ -116,9 +116,9 @@ class ReshardPlan:
             wanted = block.box & rows
             for source, held in self._holders(rank, spec) if wanted.numel else ():
                 if (common := wanted & held.box).numel:
-                    starts = zip(common.offset, block.box.offset, block.place.offset, strict=True)
-                    place = Box(tuple(start - low + at for start, low, at in starts), common.shape)
-                    yield Region(item.name, common, source, rank, place)
+                    starts = zip(common.offset, block.box.offset, block.local.offset, strict=True)
+                    local = Box(tuple(start - low + local_start for start, low, local_start in starts), common.shape)
+                    yield Region(item.name, common, source, rank, local)
 
     def _holders(self, rank: int, spec: WeightSpec) -> Iterator[tuple[int, PartBlock]]:
         """All blocks of a weight, each once, and of the ranks that have it in the source the one nearest to `rank`:
@@ -130,11 +130,11 @@ class ReshardPlan:
             near = self.source.coordinate(self.source.ranks[self.target.ranks.index(rank) % self.source.size])
         if not _holds(spec, near["pp"]):
             near = {**near, "pp": min(spec.stages, key=lambda stage: abs(stage - near["pp"]))}
-        dims = [cut.dim for cut in spec.cuts]
-        for at in product(*(range(getattr(layout, dim)) for dim in dims)):
-            place = {**near, **dict(zip(dims, at, strict=True))}
-            holder = self.source.ranks[_index(place, layout.sizes)]
-            for block in _blocks(spec, spec.cuts, self.source, place):
+        dims = [cut.dim for cut in spec.sharded_dims]
+        for index in product(*(range(getattr(layout, dim)) for dim in dims)):
+            coordinate = {**near, **dict(zip(dims, index, strict=True))}
+            holder = self.source.ranks[_index(coordinate, layout.sizes)]
+            for block in _blocks(spec, spec.sharded_dims, self.source, coordinate):
                 yield holder, block
 
 
@@ -142,14 +142,14 @@ def transition(
     source: Mesh,
     target: Mesh,
     specs: Mapping[str, WeightSpec],
-    cuts: Mapping[str, Sequence[Cut]] | None = None,
+    sharded_dims: Mapping[str, Sequence[ShardedDim]] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ReshardPlan:
     """How weights laid out over `source` get into the layout of `target`, on the same or on other ranks.
 
     Args:
         specs: the weights as the source cuts them, in the order in which they are wanted.
-        cuts: how the target cuts each; None: as the source does, along the dimensions that the target has.
+        sharded_dims: how the target cuts each; None: as the source does, along the dimensions that the target has.
         bucket_bytes: at most so many of a rank's part in the target move together, if a row has no more.
 
     Raises:
@@ -161,43 +161,45 @@ def transition(
             "never split"
         )
     wide = {dim for dim in DIMS if getattr(target.layout, dim) > 1}
-    if cuts is None:
-        found = {name: tuple(cut for cut in spec.cuts if cut.dim in wide) for name, spec in specs.items()}
-        if missing := wide & {"tp", "ep", "shard"} - {cut.dim for spec in specs.values() for cut in spec.cuts}:
+    if sharded_dims is None:
+        target_dims = {name: tuple(cut for cut in spec.sharded_dims if cut.dim in wide) for name, spec in specs.items()}
+        if missing := wide & {"tp", "ep", "shard"} - {cut.dim for spec in specs.values() for cut in spec.sharded_dims}:
             raise ConfigError(
                 f"transition: the weights are not cut along {', '.join(sorted(missing))} in the source: say how the "
-                "target cuts them (cuts)"
+                "target cuts them (sharded_dims)"
             )
     else:
-        found = {name: tuple(cuts[name]) for name in specs}
-    sized = buckets(_sized_items(specs, found, target, bucket_bytes), itemgetter(1), bucket_bytes)
-    return ReshardPlan(source, target, specs, found, tuple(tuple(item for item, _ in bucket) for bucket in sized))
+        target_dims = {name: tuple(sharded_dims[name]) for name in specs}
+    sized = buckets(_sized_items(specs, target_dims, target, bucket_bytes), itemgetter(1), bucket_bytes)
+    return ReshardPlan(source, target, specs, target_dims, tuple(tuple(item for item, _ in bucket) for bucket in sized))
 
 
 def _sized_items(
-    specs: Mapping[str, WeightSpec], cuts: Mapping[str, tuple[Cut, ...]], target: Mesh, limit: int
+    specs: Mapping[str, WeightSpec], sharded_dims: Mapping[str, tuple[ShardedDim, ...]], target: Mesh, limit: int
 ) -> Iterator[tuple[Item, int]]:
     """What moves at once of each weight, and the bytes of a rank's part of the whole weight."""
     for name, spec in specs.items():
         rows = spec.shape[0] if spec.shape else 1
-        part = spec.nbytes // math.prod(getattr(target.layout, cut.dim) for cut in cuts[name])
+        part = spec.nbytes // math.prod(getattr(target.layout, cut.dim) for cut in sharded_dims[name])
         # A cut along the rows leaves whole rows, and ranks whose part they are not move nothing of them.
-        row_parts = math.prod(getattr(target.layout, cut.dim) for cut in cuts[name] if cut.axis)
+        row_parts = math.prod(getattr(target.layout, cut.dim) for cut in sharded_dims[name] if cut.axis)
         row = max(1, spec.nbytes // max(rows * row_parts, 1))
         step = max(1, limit // row) if part > limit else rows
         yield from ((Item(name, low, min(low + step, rows)), part) for low in range(0, rows, step))
 
 
-def _blocks(spec: WeightSpec, cuts: tuple[Cut, ...], mesh: Mesh, at: Mapping[str, int]) -> tuple[PartBlock, ...]:
-    return part_blocks(spec.shape, cuts, {dim: getattr(mesh.layout, dim) for dim in DIMS}, at)
+def _blocks(
+    spec: WeightSpec, sharded_dims: tuple[ShardedDim, ...], mesh: Mesh, coordinate: Mapping[str, int]
+) -> tuple[PartBlock, ...]:
+    return part_blocks(spec.shape, sharded_dims, {dim: getattr(mesh.layout, dim) for dim in DIMS}, coordinate)
 
 
 def _holds(spec: WeightSpec, stage: int) -> bool:
     return not spec.stages or stage in spec.stages
 
 
-def _index(at: Mapping[str, int], sizes: Sequence[int]) -> int:
+def _index(coordinate: Mapping[str, int], sizes: Sequence[int]) -> int:
     index = 0
     for dim, size in zip(DIMS, sizes, strict=True):
-        index = index * size + at[dim]
+        index = index * size + coordinate[dim]
     return index

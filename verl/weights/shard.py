@@ -76,7 +76,7 @@ class Shard:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-class Cut(NamedTuple):
+class ShardedDim(NamedTuple):
     """A weight is cut into chunks over the ranks along a mesh dimension.
 
     Attributes:
@@ -95,14 +95,15 @@ class WeightSpec:
     """A weight as a whole.
 
     Attributes:
-        cuts: how it is cut over the ranks of a mesh, in the order of cutting; empty where every rank holds all of it.
+        sharded_dims: how it is cut over the ranks of a mesh, in the order of cutting; empty where every rank holds all
+            of it.
         stages: the pipeline stages that hold it; empty: all.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cuts: tuple[Cut, ...] = ()
+    sharded_dims: tuple[ShardedDim, ...] = ()
     stages: tuple[int, ...] = ()
 
     @property

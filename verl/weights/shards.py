@@ -150,9 +150,9 @@ def fill_weights(
 
 def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
     """`load_model_shards`, unless all of them are the model's own tensors already."""
-    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    pointers = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     shards = list(shards)
-    if not all(shard.tensor.data_ptr() in own for shard in shards):
+    if not all(shard.tensor.data_ptr() in pointers for shard in shards):
         load_model_shards(model, shards)
 
 

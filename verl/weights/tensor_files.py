@@ -123,9 +123,9 @@ def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[Shard]) -
     header: dict[str, Any] = {}
     if pieces := {key: (s.name, s.global_shape, s.offset) for key, s in part if not s.is_whole}:
         header["__metadata__"] = {"shards": json.dumps(pieces)}
-    at = 0
+    end = 0
     for key, shard in part:
-        span = [at, at := at + shard.nbytes]
+        span = [end, end := end + shard.nbytes]
         header[key] = {"dtype": _DTYPES[shard.tensor.dtype], "shape": [*shard.tensor.shape], "data_offsets": span}
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)

@@ -33,13 +33,13 @@ _PLANS = {
 }
 
 
-def tensor_plan(kind: str, given: Mapping[str, str] | None) -> dict[str, str]:
-    """The plan for a kind of model (`model_type`); `given`: the one that transformers has (`base_model_tp_plan`).
+def tensor_plan(kind: str, of_transformers: Mapping[str, str] | None) -> dict[str, str]:
+    """The plan for a kind of model (`model_type`), `of_transformers` (`base_model_tp_plan`) if that has one, or ours.
 
     Raises:
         ConfigError: there is none, or one with a style that is unknown here.
     """
-    plan = given or _PLANS.get(kind)
+    plan = of_transformers or _PLANS.get(kind)
     if not plan:
         raise ConfigError(
             f"layout: tp does not cut models of type '{kind}': transformers has no tensor-parallel plan for them. "

@@ -27,7 +27,7 @@ class Transfer:
         plan: of the transition.
         rank: this one, in the whole job.
         group: a process group of all ranks of the plan; its timeout is the deadline of each wait.
-        pieces: what this rank holds, in the order of the plan.
+        shards: what this rank holds, in the order of the plan.
         buffers: this rank's parts in the target by name, to be filled; they need memory when their bucket begins.
         begin: called with the number of a bucket before it begins.
         end: called with it when its weights are in place and this rank's pieces of them have been given.
@@ -42,14 +42,14 @@ class Transfer:
         plan: ReshardPlan,
         rank: int,
         group: Any,
-        pieces: Iterable[Shard],
+        shards: Iterable[Shard],
         buffers: Mapping[str, Tensor],
         begin: Callable[[int], None] = lambda number: None,
         end: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._incoming, self._outgoing = plan.incoming(rank), plan.outgoing(rank)
         self._plan, self._rank, self._group = plan, rank, group
-        self._pieces = _Pieces(pieces)
+        self._shards = _LocalShards(shards)
         self._buffers, self._begin, self._end = buffers, begin, end
         self.received = self.sent = self.staged = 0
         self._last = {item.name: number for number, bucket in enumerate(plan.buckets) for item in bucket}
@@ -76,7 +76,7 @@ class Transfer:
         bucket = _Bucket(number)
         incoming, outgoing = _by_peer(self._incoming[number], "source"), _by_peer(self._outgoing[number], "target")
         for region in incoming.pop(self._rank, ()):
-            region.place.of(self._buffers[region.name]).copy_(self._pieces.find(region))
+            region.local.of(self._buffers[region.name]).copy_(self._shards.find(region))
         peers = sorted({*incoming, *outgoing, self._rank})
         here, operations = peers.index(self._rank), []
         messages: dict[Any, Tensor] = {}
@@ -85,11 +85,11 @@ class Transfer:
             if to in outgoing:
                 key = tuple(region[:2] for region in outgoing[to])
                 if key not in messages:
-                    messages[key] = bucket.message([self._pieces.find(region) for region in outgoing[to]])
+                    messages[key] = bucket.message([self._shards.find(region) for region in outgoing[to]])
                 operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
                 self.sent += messages[key].numel()
             if source in incoming:
-                slot = bucket.slot([region.place.of(self._buffers[region.name]) for region in incoming[source]])
+                slot = bucket.slot([region.local.of(self._buffers[region.name]) for region in incoming[source]])
                 operations.append(dist.P2POp(dist.irecv, slot, source, self._group, number))
                 self.received += slot.numel()
         bucket.works = dist.batch_isend_irecv(operations) if operations else []
@@ -98,12 +98,12 @@ class Transfer:
     def _finish(self, bucket: _Bucket) -> None:
         for work in bucket.works:
             work.wait()
-        for slot, places in bucket.unpack:
-            at = 0
-            for place in places:
-                place.copy_(slot[at : at + place.nbytes].view(place.dtype).view(place.shape))
-                at += place.nbytes
-        self._pieces.drop([name for name, last in self._last.items() if last == bucket.number])
+        for slot, targets in bucket.unpack:
+            start = 0
+            for target in targets:
+                target.copy_(slot[start : start + target.nbytes].view(target.dtype).view(target.shape))
+                start += target.nbytes
+        self._shards.drop([name for name, last in self._last.items() if last == bucket.number])
         self._end(bucket.number)
 
 
@@ -126,28 +126,28 @@ class _Bucket:
     def message(self, parts: Sequence[Tensor]) -> Tensor:
         """The bytes of some tensors one after the other; of one that lies in one run, its own memory."""
         if len(parts) == 1 and parts[0].is_contiguous():
-            found = _bytes(parts[0])
+            flat = _bytes(parts[0])
         else:
-            found = torch.cat([_bytes(part.contiguous()) for part in parts])
-            self.staged += found.numel()
-        self.keep.append(found)
-        return found
+            flat = torch.cat([_bytes(part.contiguous()) for part in parts])
+            self.staged += flat.numel()
+        self.keep.append(flat)
+        return flat
 
-    def slot(self, places: list[Tensor]) -> Tensor:
+    def slot(self, targets: list[Tensor]) -> Tensor:
         """Memory for a message: that of the place itself, if it is one that lies in one run."""
-        if len(places) == 1 and places[0].is_contiguous():
-            return _bytes(places[0])
-        found = torch.empty(sum(place.nbytes for place in places), dtype=torch.uint8, device=places[0].device)
-        self.unpack.append((found, places))
-        self.staged += found.numel()
-        return found
+        if len(targets) == 1 and targets[0].is_contiguous():
+            return _bytes(targets[0])
+        flat = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8, device=targets[0].device)
+        self.unpack.append((flat, targets))
+        self.staged += flat.numel()
+        return flat
 
 
-class _Pieces:
-    """A rank's pieces, drawn when they are wanted: some are made then."""
+class _LocalShards:
+    """What a rank holds, drawn when it is wanted: some shards are made then."""
 
-    def __init__(self, pieces: Iterable[Shard]) -> None:
-        self._coming: Iterator[Shard] = iter(pieces)
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._coming: Iterator[Shard] = iter(shards)
         self._found: dict[str, list[Shard]] = {}
 
     def find(self, region: Region) -> Tensor:
@@ -156,7 +156,7 @@ class _Pieces:
         Raises:
             ConfigError: this rank does not hold all of it.
         """
-        while (found := self._look_up(region)) is None:
+        while (block := self._look_up(region)) is None:
             shard = next(self._coming, None)
             if shard is None:
                 raise ConfigError(
@@ -164,7 +164,7 @@ class _Pieces:
                     f"{list(region.box.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
                 )
             self._found.setdefault(shard.name, []).append(shard)
-        return found
+        return block
 
     def drop(self, names: Iterable[str]) -> None:
         for name in names:
@@ -184,10 +184,10 @@ class _Pieces:
 
 
 def _by_peer(regions: Iterable[Region], side: str) -> dict[int, list[Region]]:
-    found: dict[int, list[Region]] = {}
+    by_peer: dict[int, list[Region]] = {}
     for region in regions:
-        found.setdefault(getattr(region, side), []).append(region)
-    return found
+        by_peer.setdefault(getattr(region, side), []).append(region)
+    return by_peer
 
 
 def _bytes(tensor: Tensor) -> Tensor:

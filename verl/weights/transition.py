@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, nearest
-from verl.weights.cuts import cuts_of, local_part
+from verl.weights.cuts import local_part, sharded_dims_of
 from verl.weights.layout import Mesh
 from verl.weights.plan import BUCKET_BYTES, transition
 from verl.weights.shard import Shard
@@ -64,8 +64,8 @@ class HybridWeights:
         self.engine, self.group = engine, group
         self.rank = dist.get_rank()
         specs = engine.specs()
-        cuts = None if targets is None else {name: cuts_of(_given(targets, name)) for name in specs}
-        self.plan = transition(engine.mesh, target, specs, cuts, bucket_bytes)
+        sharded_dims = None if targets is None else {name: sharded_dims_of(_given(targets, name)) for name in specs}
+        self.plan = transition(engine.mesh, target, specs, sharded_dims, bucket_bytes)
         device = next((shard.tensor.device for shard in engine.shards()), torch.device("cpu"))
         self.buffers: dict[str, Tensor] = {}
         for name in self.plan.names(self.rank):
@@ -192,7 +192,7 @@ class HybridWeights:
 
     def _shards_of(self, name: str, buffer: Tensor) -> Iterator[Shard]:
         for block in self.plan.blocks(self.rank, name):
-            yield Shard(name, self.plan.specs[name].shape, block.box.offset, block.place.of(buffer))
+            yield Shard(name, self.plan.specs[name].shape, block.box.offset, block.local.of(buffer))
 
     def _held_bytes(self, name: str) -> int:
         size = self.plan.specs[name].dtype.itemsize
@@ -200,11 +200,11 @@ class HybridWeights:
 
     def _own_bytes(self) -> dict[str, int]:
         """What of its part of each weight in the target this rank has already."""
-        own = dict.fromkeys(self.buffers, 0)
+        sizes = dict.fromkeys(self.buffers, 0)
         for region in (region for bucket in self.plan.incoming(self.rank) for region in bucket):
             if region.source == self.rank:
-                own[region.name] += region.box.numel * self.plan.specs[region.name].dtype.itemsize
-        return own
+                sizes[region.name] += region.box.numel * self.plan.specs[region.name].dtype.itemsize
+        return sizes
 
 
 def _given(targets: Mapping[str, Tensor], name: str) -> Tensor:

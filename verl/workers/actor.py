@@ -127,6 +127,12 @@ class ActorWorker(TrainedWorker):
         self.train = train if trains else train.generating(place.meshes["rollout"].layout)
         here = place if trains else rollout_place(place)
         apart = WEIGHTS in place.groups and head == "lm"
+        # Three ways in which weights reach the rollout engine:
+        # - one layout (`_blank` is None): it computes with the live training tensors, or is sent them at `sync`;
+        # - two layouts (`_blank`): each rollout fills a `GenerationModel` from the trained weights and frees it at its
+        #   end, so an engine of ours has nothing to be sent at `sync`;
+        # - two layouts, and an engine with weights of its own (`_is_fed`): at `sync` every rank broadcasts its pieces,
+        #   and each engine keeps those that it computes with; there is no second model here.
         #: The model without weights, where generation has another layout than training.
         self._blank = empty_copy(live, "meta") if apart else None
         #: It computes with weights of its own, and takes those of another layout piece by piece.
@@ -159,6 +165,8 @@ class ActorWorker(TrainedWorker):
     def rollout_engine(self) -> RolloutEngine:
         """Made when it is first needed, on all ranks that generate."""
         if self._rollout_engine is None:
+            # In this order: the weights are there, the engine is made around them, and it is given them under their
+            # version, all before the first request.
             with self._weights() as weights:
                 packed = self._packed or self._outline() or self._generation_model().packed
                 self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)

@@ -34,12 +34,12 @@ class RankFiles:
         shares = {stem: own_share(pieces, group) for stem, pieces in parts.items()}
         #: Of the tensors of all ranks, by stem.
         self.names = {stem: names for stem, (_, names) in shares.items()}
-        own = {stem: pieces for stem, (pieces, _) in shares.items()}
+        share = {stem: pieces for stem, (pieces, _) in shares.items()}
         self._thread: threading.Thread | None = None
         if not background:
-            self._write(own)
+            self._write(share)
             return
-        copies = {stem: [*map(_copied, pieces)] for stem, pieces in own.items()}
+        copies = {stem: [*map(_copied, pieces)] for stem, pieces in share.items()}
         self._thread = threading.Thread(target=self._write, args=(copies,), name="verl-checkpoint")
         self._thread.start()
 
@@ -48,8 +48,8 @@ class RankFiles:
         whether it is the disk's}. None: some are not written yet, and `wait` is false."""
         if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
-        found = gather_json(self._result, self._group)
-        return None if None in found else found
+        results = gather_json(self._result, self._group)
+        return None if None in results else results
 
     def _write(self, parts: Mapping[str, Iterable[Shard]]) -> None:
         try:
@@ -81,17 +81,17 @@ def own_share(pieces: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set
     held = map(_entry, pieces)  # which keeps none of them
     of_all = gather_json([entry for entry in held if entry is not None], group)
     holders: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
-    for rank, found in enumerate(of_all):
-        for name, offset, size in found:
+    for rank, entries in enumerate(of_all):
+        for name, offset, size in entries:
             holders.setdefault((name, tuple(offset), size), []).append(rank)
-    load, own = [0] * len(of_all), set()
+    load, mine = [0] * len(of_all), set()
     for (name, offset, size), ranks in holders.items():
         writer = min(ranks, key=load.__getitem__)
         load[writer] += size
         if group is None or writer == dist.get_rank(group):
-            own.add((name, offset))
+            mine.add((name, offset))
     # A filter lets go of a piece before the next one is made; a generator expression would not.
-    share = Stream(lambda: filter(lambda piece: (piece.name, piece.offset) in own, pieces))
+    share = Stream(lambda: filter(lambda piece: (piece.name, piece.offset) in mine, pieces))
     return share, {name for name, *_ in holders}
 
 

@@ -17,41 +17,41 @@ from verl.weights.shard import Shard, Stream, split_large
 from verl.weights.shards import load_model_shards, model_shards, whole_weights
 
 
-def broadcast_shards(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
+def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
     """The weights whose pieces the ranks of a group hold (some may hold none), at every rank: a piece of bounded size
     at a time, those of one weight one after the other.
 
     All ranks draw in step. What every rank holds whole does not travel.
 
     Args:
-        pieces: of this rank; drawn twice, so that those that are made when they are drawn are there one at a time.
-        group: None: the pieces are whole.
+        shards: of this rank; drawn twice, so that those that are made when they are drawn are there one at a time.
+        group: None: the shards are whole.
     """
     if group is None:
-        yield from pieces
+        yield from shards
         return
-    if isinstance(pieces, Iterator):
-        pieces = [*pieces]
+    if isinstance(shards, Iterator):
+        shards = [*shards]
     outlines = [
         (p.name, p.global_shape, p.offset, tuple(p.tensor.shape), str(p.tensor.dtype).removeprefix("torch."))
-        for p in pieces
+        for p in shards
     ]
     holders: dict[str, list[tuple[int, Shard]]] = {}
-    for rank, found in zip(dist.get_process_group_ranks(group), gather_json(outlines, group), strict=True):
-        for name, shape, offset, size, dtype in found:
+    for rank, held in zip(dist.get_process_group_ranks(group), gather_json(outlines, group), strict=True):
+        for name, shape, offset, size, dtype in held:
             outline = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
             holders.setdefault(name, []).append((rank, Shard(name, tuple(shape), tuple(offset), outline)))
-    own = _Drawn(pieces)
+    drawn = _Drawn(shards)
     for name, held_by in holders.items():
         whole = [(rank, piece) for rank, piece in held_by if piece.is_whole]
         if len(whole) == dist.get_world_size(group):
-            yield own.take(name, whole[0][1].offset)
+            yield drawn.take(name, whole[0][1].offset)
             continue
         once = {piece.offset: (rank, piece) for rank, piece in reversed(whole[:1] or held_by)}
         for rank, piece in reversed(once.values()):
-            is_own = rank == dist.get_rank()
-            for part in split_large([own.take(name, piece.offset) if is_own else piece]):
-                moved = part.tensor.contiguous() if is_own else torch.empty_like(part.tensor, device=_device(group))
+            is_here = rank == dist.get_rank()
+            for part in split_large([drawn.take(name, piece.offset) if is_here else piece]):
+                moved = part.tensor.contiguous() if is_here else torch.empty_like(part.tensor, device=_device(group))
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
 
@@ -59,24 +59,24 @@ def broadcast_shards(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
 class _Drawn:
     """Pieces by name and place, drawn when they are wanted: some are made then."""
 
-    def __init__(self, pieces: Iterable[Shard]) -> None:
-        self._coming = iter(pieces)
-        self._found: dict[tuple[str, tuple[int, ...]], Shard] = {}
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._coming = iter(shards)
+        self._seen: dict[tuple[str, tuple[int, ...]], Shard] = {}
 
     def take(self, name: str, offset: tuple[int, ...]) -> Shard:
-        while (name, offset) not in self._found:
+        while (name, offset) not in self._seen:
             piece = next(self._coming)
-            self._found[piece.name, piece.offset] = piece
-        return self._found.pop((name, offset))
+            self._seen[piece.name, piece.offset] = piece
+        return self._seen.pop((name, offset))
 
 
-def gathered(pieces: Iterable[Shard], group: Any) -> Iterator[Shard]:
+def gathered(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
     """The same, each weight whole.
 
     Args:
-        pieces, group: see `broadcast_shards`.
+        shards, group: see `broadcast_shards`.
     """
-    return whole_weights(broadcast_shards(pieces, group))
+    return whole_weights(broadcast_shards(shards, group))
 
 
 def _device(group: Any) -> Any:
@@ -96,10 +96,10 @@ def broadcast_weights(engine: TrainEngine, place: Place) -> None:
     _spread(Stream(engine.shards) if "train" in place.meshes else None, place, engine.load_shards)
 
 
-def _spread(pieces: Iterable[Shard] | None, place: Place, load: Callable[[Iterable[Shard]], None]) -> None:
+def _spread(shards: Iterable[Shard] | None, place: Place, load: Callable[[Iterable[Shard]], None]) -> None:
     """Let the pieces of those ranks of a role that have some travel, and `load` them on the others."""
-    stream = broadcast_shards(pieces or (), place.groups[ROLE])
-    if pieces is None:
+    stream = broadcast_shards(shards or (), place.groups[ROLE])
+    if shards is None:
         load(stream)
     else:
         deque(stream, maxlen=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from verl.device import peak_memory, put
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource
-from verl.training.engine import TrainEngine
+from verl.training.engine import TrainEngine, WeightSource
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
@@ -28,11 +28,7 @@ from verl.workers.streams import equal_weights, gathered
 logger = logging.getLogger(__name__)
 
 
-#: The weights of a model that is laid out, for one that was made without.
-Weights = Callable[[Any], Iterable[Shard]]
-
-
-def placed(source: ModelSource, place: Place) -> tuple[Any, Weights | None]:
+def placed(source: ModelSource, place: Place) -> tuple[Any, WeightSource | None]:
     """The model of a source for this rank.
 
     Returns:
@@ -60,7 +56,7 @@ def train_engine(
     head: Head,
     place: Place = ALONE,
     packed: PackedModel | None = None,
-    weights: Weights | None = None,
+    weights: WeightSource | None = None,
 ) -> TrainEngine:
     """The engine of a rank of the "train" mesh; of a rank alone, where `place` is not part of it.
 
@@ -69,7 +65,7 @@ def train_engine(
     """
     mesh = place.meshes.get("train", Mesh())
     group = place.groups.get("train") if "train" in place.meshes else None
-    make: type[TorchEngine] = TorchEngine
+    make: type[TrainEngine] = TorchEngine
     back_ends = mesh.layout.asked(options.back_end)
     if "ZeRO" in back_ends:
         from verl.training.backends.deepspeed import DeepSpeedEngine
@@ -80,16 +76,9 @@ def train_engine(
 
         make = MegatronEngine
     engine = make(
-        model,
-        options,
-        head=head,
-        mesh=mesh,
-        group=group,
-        parts=place.parts,
-        packed=packed,
-        weights=weights,
+        model, options, head=head, mesh=mesh, group=group, parts=place.parts, packed=packed, weights=weights,
         device=place.device,
-    )
+    )  # fmt: skip
     if place.role:
         logger.info("%s: %s", place.role, summary(engine, options, place))
     return engine
@@ -103,7 +92,7 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
     for shard in engine.shards():
         here[str(shard.tensor.device)] += shard.tensor.numel()
     cuts = Counter(
-        " and ".join(f"{dim} along {'all' if axis is None else axis}" for dim, axis, _ in spec.cuts) or "whole"
+        " and ".join(f"{dim} along {'all' if axis is None else axis}" for dim, axis, _ in spec.sharded_dims) or "whole"
         for spec in specs
     )
     dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
@@ -111,7 +100,7 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
         f"{sum(math.prod(spec.shape) for spec in specs):,} parameters in {'/'.join(dtypes)}",
         f"strategy {options.strategy if layout.size > 1 else 'single'} {layout.shown}",
         f"weights {', '.join(f'{count} {cut}' for cut, count in cuts.items())}",
-        f"rank {place.rank} of {place.size} holds {', '.join(f'{count:,} on {at}' for at, count in here.items())}",
+        f"rank {place.rank} of {place.size} holds {', '.join(f'{n:,} on {device}' for device, n in here.items())}",
     ]
     return "; ".join(parts)
 
@@ -161,9 +150,9 @@ class TrainedWorker:
     @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:
         """What became of the files of the last `save`; see `RankFiles.gathered`."""
-        found = None if self._files is None else self._files.gathered(wait)
-        self._files = self._files if found is None else None
-        return found
+        results = None if self._files is None else self._files.gathered(wait)
+        self._files = self._files if results is None else None
+        return results
 
     @dispatch("train")
     def peak_memory(self) -> int:

@@ -13,7 +13,8 @@ import torch
 from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossPart
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
-from verl.training.engine import Memory, TrainEngine
+from verl.training.engine import TrainEngine
+from verl.training.steps import Memory
 
 _SUMS: tuple[Memory, ...] = ("gradients",)
 
@@ -139,19 +140,19 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         raise DataError(
             "the update got no samples: every reward abstained, or every group was filtered out or had one sample left"
         )
-    found = []
+    steps = []
     for batches in mini_batches([part.rows for part in parts], plan, round_):
         present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]
         losses = [_loss(part, rows) for part, rows in present]
         if losses := [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]:
-            found.append(engine.update(losses))
+            steps.append(engine.update(losses))
     if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
         engine.offload(_SUMS)
-    skipped = [step for step in found if step["update/skipped"]]
-    counts = {"update/steps": float(len(found)), "update/skipped": float(len(skipped))}
-    if not found:
+    skipped = [step for step in steps if step["update/skipped"]]
+    counts = {"update/steps": float(len(steps)), "update/skipped": float(len(skipped))}
+    if not steps:
         return {"loss": 0.0, "grad_norm": 0.0, **counts, "update/empty": 1.0}
-    return mean_metrics([step for step in found if not step["update/skipped"]] or skipped) | counts
+    return mean_metrics([step for step in steps if not step["update/skipped"]] or skipped) | counts
 
 
 def compute_loss(engine: TrainEngine, part: UpdatePart) -> dict[str, float]:
@@ -188,4 +189,4 @@ def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     for part in parts:
         for name, value in part.items():
             values.setdefault(name, []).append(value)
-    return {n: max(found) if n.endswith("/max") else sum(found) / len(found) for n, found in values.items()}
+    return {n: max(numbers) if n.endswith("/max") else sum(numbers) / len(numbers) for n, numbers in values.items()}

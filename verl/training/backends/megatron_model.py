@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor import Shard as ShardedAlong
 from torch.utils.checkpoint import checkpoint
 
 from verl.errors import ConfigError
@@ -70,10 +70,10 @@ class Block:
         """The part of a tensor that is laid out like the parameter, on the same memory."""
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
-    def place(self, offset: tuple[int, ...]) -> tuple[int, ...]:
+    def local_offset(self, offset: tuple[int, ...]) -> tuple[int, ...]:
         """Where in the parameter what begins at `offset` of the whole weight stands, as far as it is in this part."""
-        found = [max(0, there - here) for here, there in zip(self.offset, offset, strict=True)]
-        return (found[0] + (0 if self.rows is None else self.rows[0]), *found[1:])
+        starts = [max(0, there - here) for here, there in zip(self.offset, offset, strict=True)]
+        return (starts[0] + (0 if self.rows is None else self.rows[0]), *starts[1:])
 
     def padding(self, shape: tuple[int, ...]) -> int | None:
         """The first row of a parameter of this shape that is there to make the vocabulary's parts equal, if any is."""
@@ -161,8 +161,8 @@ class MegatronModel(nn.Module):
     def predict(self, hidden: Tensor) -> Tensor:
         """Values or scores `[N]` for hidden states `[N, d]`."""
         assert self.score is not None
-        found: Tensor = self.score(hidden)
-        return found
+        values: Tensor = self.score(hidden)
+        return values
 
     def cut(self, name: str) -> int | None:
         """The dimension along which ranks have other parts of a parameter."""
@@ -177,7 +177,7 @@ class MegatronModel(nn.Module):
         return DTensor.from_local(
             weight[: stop - start],
             self._ranks.device_mesh(self.device, "tp"),
-            [Cut(0)],
+            [ShardedAlong(0)],
             run_check=False,
             shape=torch.Size((self.vocab_size, weight.shape[1])),
             stride=(weight.shape[1], 1),
@@ -201,20 +201,20 @@ class MegatronModel(nn.Module):
             is_head = name == "gpt.output_layer.weight" and not self._is_tied
             start, stop = self._rows(self.vocab_size)
             if stop > start:
-                found = "lm_head.weight" if is_head else f"{self._prefix}embed_tokens.weight"
-                yield Block(found, (self.vocab_size, weight.shape[1]), (start, 0), (0, stop - start), cut=0, pads=True)
+                whole = "lm_head.weight" if is_head else f"{self._prefix}embed_tokens.weight"
+                yield Block(whole, (self.vocab_size, weight.shape[1]), (start, 0), (0, stop - start), cut=0, pads=True)
 
     def _layer_blocks(self, prefix: str, name: str, weight: Tensor) -> Iterator[Block]:
-        shape, at, size = tuple(weight.shape), self._at, self._size
+        shape, rank, size = tuple(weight.shape), self._at, self._size
         if name in _WHOLE:
             yield Block(prefix + _WHOLE[name], shape, (0,) * len(shape))
         elif name in _COLUMNS:
-            yield Block(prefix + _COLUMNS[name], (shape[0], shape[1] * size), (0, at * shape[1]), cut=1)
+            yield Block(prefix + _COLUMNS[name], (shape[0], shape[1] * size), (0, rank * shape[1]), cut=1)
         elif name == "mlp.linear_fc1.weight":  # the rank's rows of one, then of the other
             rows = shape[0] // 2
             for number, part in enumerate(("gate_proj", "up_proj")):
-                own = (number * rows, (number + 1) * rows)
-                yield Block(f"{prefix}mlp.{part}.weight", (rows * size, shape[1]), (at * rows, 0), own, cut=0)
+                here = (number * rows, (number + 1) * rows)
+                yield Block(f"{prefix}mlp.{part}.weight", (rows * size, shape[1]), (rank * rows, 0), here, cut=0)
         elif kind := re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", name):
             # For each key-value head: its query heads, the key, the value.
             settings = self.gpt.config
@@ -222,11 +222,11 @@ class MegatronModel(nn.Module):
             heads = settings.num_attention_heads // settings.num_query_groups
             rest, zeros = shape[1:], (0,) * (len(shape) - 1)
             for group in range(groups):
-                start, place = group * (heads + 2) * width, at * groups + group
+                start, index = group * (heads + 2) * width, rank * groups + group
                 for part, count in (("q_proj", heads), ("k_proj", 1), ("v_proj", 1)):
                     rows = count * width
-                    own, whole = (start, start + rows), (settings.num_query_groups * rows, *rest)
-                    yield Block(f"{prefix}self_attn.{part}.{kind[1]}", whole, (place * rows, *zeros), own, cut=0)
+                    here, whole = (start, start + rows), (settings.num_query_groups * rows, *rest)
+                    yield Block(f"{prefix}self_attn.{part}.{kind[1]}", whole, (index * rows, *zeros), here, cut=0)
                     start += rows
         else:
             raise ConfigError(f"strategy 'megatron': '{name}' of Megatron's layers has no name in the checkpoint")
@@ -242,8 +242,8 @@ class _PackedAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, **_: Any) -> Tensor:
         """query `[T, 1, H, D]`, key and value `[T, 1, K, D]` -> `[T, 1, H * D]`."""
-        found = context.attend(self._layer, query[:, 0], key[:, 0], value[:, 0], self._scale, self._window)
-        return found.flatten(1)[:, None]
+        mixed = context.attend(self._layer, query[:, 0], key[:, 0], value[:, 0], self._scale, self._window)
+        return mixed.flatten(1)[:, None]
 
 
 def _gpt_model(config: Any, ranks: Ranks, stage: Stage | None, *, is_tied: bool, head_dim: int) -> Any:

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Piece:
     Attributes:
         start: where they begin in the flattened weight.
         flat: the master of all pieces of this rank, an optimizer's parameter.
-        at: where this piece begins there.
+        flat_start: where this piece begins there.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Piece:
     start: int
     size: int
     flat: Tensor
-    at: int
+    flat_start: int
 
     def of(self, flat: Tensor) -> Tensor:
         """The piece of a tensor that is laid out like `flat`."""
-        return flat[self.at : self.at + self.size]
+        return flat[self.flat_start : self.flat_start + self.size]
 
     def blocks(self, flat: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         return run_blocks(self.shape, self.start, self.of(flat))
@@ -69,9 +69,10 @@ class ZeroAdamW(torch.optim.AdamW):
         grad_norm: of the last step's gradient, before clipping; NaN where DeepSpeed itself found it not to be finite.
     """
 
-    def __init__(self, weights: Iterable[nn.Parameter], config: OptimConfig, ranks: Ranks) -> None:
-        super().__init__(weights, **adamw_options(config), fused=True)
-        self._config, self._ranks = config, ranks
+    def __init__(self, forward: Forward, config: OptimConfig, ranks: Ranks) -> None:
+        trained = [weight for weight in forward.parameters() if weight.requires_grad]
+        super().__init__(trained, **adamw_options(config), fused=True)
+        self._model, self._device, self._config, self._ranks = forward.model, forward.packed.device, config, ranks
         self.pieces: list[Piece] = []
         self._flats: list[Tensor] = []
         self.completed_steps, self.may_step, self.grad_norm = 0, True, math.nan
@@ -115,16 +116,25 @@ class ZeroAdamW(torch.optim.AdamW):
         self._ranks.all_reduce([total], dist.ReduceOp.SUM, "replicate", "shard")
         return float(total.sqrt())
 
-    def refresh(self, live: Mapping[str, Tensor]) -> None:
-        """Masters anew from live weights, each flattened, whole or the run of this rank's piece."""
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Masters anew from the live weights, after these have been replaced from outside."""
+        live = {name: flat_part(weight) for name, weight in self._model.named_parameters()}
         for piece in self.pieces:
             weight = live[piece.name]
             whole = weight.numel() == math.prod(piece.shape)
             piece.of(piece.flat.detach()).copy_(weight[piece.start :][: piece.size] if whole else weight[: piece.size])
 
-    def move(self, device: torch.device) -> None:
-        """Masters and moments onto a device."""
-        for flat in self._flats:
+    def offload(self, what: Collection[str] = ("optimizer",)) -> None:
+        """Move masters and moments ("optimizer") to host memory."""
+        self._move(what, torch.device("cpu"))
+
+    def onload(self, what: Collection[str] = ("optimizer",)) -> None:
+        """Undo `offload`."""
+        self._move(what, self._device)
+
+    def _move(self, what: Collection[str], device: torch.device) -> None:
+        for flat in self._flats if "optimizer" in what else ():
             flat.data = flat.data.to(device)
             self.state[flat] = {name: value.to(device) for name, value in self.state[flat].items()}
 
@@ -138,8 +148,7 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
     """
     device = forward.packed.device
     deepspeed = _deepspeed(device)
-    trained = [weight for weight in forward.parameters() if weight.requires_grad]
-    adam = ZeroAdamW(trained, config, ranks)
+    adam = ZeroAdamW(forward, config, ranks)
     if stage == 3:
         layers = [*{type(layer) for layer in units(forward.packed, FSDPConfig())}]
         deepspeed.utils.set_z3_leaf_modules(forward, layers)  # a layer's weights are gathered at once
@@ -209,6 +218,13 @@ def _data_parallel(group: Any) -> Namespace:
         get_model_parallel_world_size=lambda: 1,
         get_model_parallel_rank=lambda: 0,
     )
+
+
+def flat_part(weight: Any) -> Tensor:
+    """The live elements of a weight that this rank holds, in one dimension."""
+    if not hasattr(weight, "ds_tensor"):
+        return weight.detach().reshape(-1)  # type: ignore[no-any-return]
+    return weight.ds_tensor.detach()[: held_run(weight)[1]]  # type: ignore[no-any-return]
 
 
 def held_run(weight: Any) -> tuple[int, int]:

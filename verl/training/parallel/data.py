@@ -10,12 +10,11 @@ masters, and computes on gathered copies in its own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from verl.training.forward import Forward
@@ -24,7 +23,7 @@ from verl.training.options import FSDPConfig
 from verl.training.parallel.result import Parallel
 from verl.training.parallel.units import units
 from verl.training.ranks import Ranks
-from verl.weights.cuts import cuts_of
+from verl.weights.cuts import sharded_dims_of
 
 
 def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
@@ -32,17 +31,13 @@ def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
     a weight is cut."""
 
     def summed(weight: Weight) -> tuple[str, ...]:
-        cut = {cut.dim for cut in cuts_of(weight.source)}
+        cut = {cut.dim for cut in sharded_dims_of(weight.source)}
         return tuple(dim for dim in dims if dim not in cut)
 
     def reduce(gradients: Gradients) -> None:
-        for own in sorted({summed(weight) for weight in gradients.weights}):
-            weights = [weight for weight in gradients.weights if summed(weight) == own]
-
-            def all_reduce(tensors: Sequence[Tensor], op: Any, own: tuple[str, ...] = own) -> None:
-                ranks.all_reduce(tensors, op, *own)
-
-            gradients.sum_over_ranks(all_reduce, weights)
+        for over in sorted({summed(weight) for weight in gradients.weights}):
+            weights = [weight for weight in gradients.weights if summed(weight) == over]
+            gradients.sum_over_ranks(ranks.along(*over), weights)
 
     parallel.reductions.append(reduce)
 
@@ -67,11 +62,11 @@ def shard(forward: Forward, ranks: Ranks, parallel: Parallel, config: FSDPConfig
     if config.param_offload:  # unpinned: pieces of gradients are there when a hook reads them
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     _cast_buffers(forward.model, config)
-    found = units(packed, config)
-    for module in reversed(found):  # inner ones first
+    wrapped = units(packed, config)
+    for module in reversed(wrapped):  # inner ones first
         fully_shard(module, mp_policy=precision, **options)
     if config.forward_prefetch:
-        for unit, following in pairwise(found):
+        for unit, following in pairwise(wrapped):
             cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
     if forward.head != "lm":  # fp32, whatever the backbone is in
         fully_shard(forward.model.score, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
@@ -87,9 +82,9 @@ def shard(forward: Forward, ranks: Ranks, parallel: Parallel, config: FSDPConfig
 
 def _precision(config: FSDPConfig, half: torch.dtype | None) -> MixedPrecisionPolicy:
     """`half`: what the weights are in, where ranks keep fp32 pieces of them."""
-    given = config.mixed_precision
-    gathered = half if given.param_dtype is None else getattr(torch, given.param_dtype)
-    reduced = getattr(torch, given.reduce_dtype or "float32") if given.reduce_dtype or half else None
+    policy = config.mixed_precision
+    gathered = half if policy.param_dtype is None else getattr(torch, policy.param_dtype)
+    reduced = getattr(torch, policy.reduce_dtype or "float32") if policy.reduce_dtype or half else None
     return MixedPrecisionPolicy(gathered, reduced, cast_forward_inputs=False)
 
 

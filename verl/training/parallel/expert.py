@@ -52,6 +52,7 @@ def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             block.register_parameter(weight, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         block.num_experts //= size
+        # Around the block's own forward, not in place of the block: weights keep their names, readers its attributes.
         block.forward = _Dispatch(block, ranks.group("ep"), size)
     parallel.cut_dims += ("ep",)
     parallel.in_step = True

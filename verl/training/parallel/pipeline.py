@@ -22,18 +22,18 @@ from verl.errors import ConfigError
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
 from verl.training.parallel.result import Parallel
-from verl.training.parallel.stages import Cut, Stage
+from verl.training.parallel.stages import Stage, StageSplit
 from verl.training.ranks import Ranks
-from verl.training.schedule import MicroBatch
+from verl.training.runner import MicroBatch
 
 
-def stages(forward: Forward, count: int, *, trains: bool) -> Cut:
+def stages(forward: Forward, count: int, *, trains: bool) -> StageSplit:
     """How the model is cut.
 
     Raises:
         ConfigError: it is of a kind that cannot be cut, or a stage has nothing to train.
     """
-    cut = Cut(forward.model, forward.packed, count)
+    cut = StageSplit(forward.model, forward.packed, count)
     for number in range(count) if trains else ():
         if not any(weight.requires_grad for weight in cut.parameters(number)):
             raise ConfigError(f"layout: pp={count} leaves stage {number} with nothing to train: its weights are frozen")

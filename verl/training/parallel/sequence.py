@@ -50,22 +50,22 @@ class SequenceSlices:
         rotary embeddings that depend on it are then those of the whole. No prediction is read from a padding token.
         """
         size = -(-len(flat.tokens) // self._size)
-        own = slice(self._index * size, (self._index + 1) * size)
+        here = slice(self._index * size, (self._index + 1) * size)
 
         def sliced(values: Tensor, fill: Tensor) -> Tensor:
-            part = values[own]
+            part = values[here]
             return torch.cat([part, fill.expand(size + 1 - len(part))])
 
         read = flat.last if self._per_row else flat.predict
         owner = read // size
         counted = (owner[:, None] == torch.arange(self._size, device=owner.device)).cumsum(0)
         most = int(counted.amax()) if len(read) else 1
-        place = owner * most + counted.gather(1, owner[:, None])[:, 0] - 1
+        position = owner * most + counted.gather(1, owner[:, None])[:, 0] - 1
         mine = (owner == self._index).nonzero()[:, 0]
 
         def whole(values: Tensor) -> Tensor:
             padded = pad(values, (0, most - len(values)))
-            return joined(padded, [most] * self._size, self._group).index_select(0, place)
+            return joined(padded, [most] * self._size, self._group).index_select(0, position)
 
         return replace(
             flat,
@@ -74,9 +74,9 @@ class SequenceSlices:
             context=_HeadExchange(  # type: ignore[arg-type]  # for models with a packed forward: `attend` is all they call
                 flat.context, len(flat.tokens), size, self._group, self._size
             ),
-            predict=flat.predict if self._per_row else read[mine] - own.start,
+            predict=flat.predict if self._per_row else read[mine] - here.start,
             targets=flat.targets if self._per_row else flat.targets[mine],
-            last=read[mine] - own.start if self._per_row else flat.last,
+            last=read[mine] - here.start if self._per_row else flat.last,
             gather=whole,
         )
 
@@ -100,8 +100,8 @@ class _HeadExchange:
         q, k, v = every.split([part.shape[2] for part in parts], 1)
         mixed = self._context.attend(layer, q, k, v, scale, window)
         mixed = pad(mixed, (0, 0, 0, 0, 0, self._ranks * self._size - self._tokens))
-        own = self._exchange(mixed.unflatten(0, (self._ranks, -1))).transpose(0, 1).flatten(1, 2)
-        return pad(own, (0, 0, 0, 0, 0, spare))
+        here = self._exchange(mixed.unflatten(0, (self._ranks, -1))).transpose(0, 1).flatten(1, 2)
+        return pad(here, (0, 0, 0, 0, 0, spare))
 
     def _exchange(self, x: Tensor) -> Tensor:
         """`x[i]` to rank i; the result has one from each."""

@@ -61,7 +61,7 @@ class _Around(NamedTuple):
     end: str
 
 
-class Cut:
+class StageSplit:
     """How a model is cut into `count` stages. One without weights is tried out by a sample of it.
 
     Args:
@@ -87,7 +87,7 @@ class Cut:
             self._check(expected)
             return
         small = sample(packed.model, packed.device, layers=2)
-        tried = Cut(small, PackedModel(small, fused_kernels=False), 2)
+        tried = StageSplit(small, PackedModel(small, fused_kernels=False), 2)
         self._gives_tuple, self._width = tried._gives_tuple, tried._width
         ends = {one.name: one.end for one in tried._around}
         self._around = [_Around(*one, ends.get(one[1], _LAST)) for one in self._beside(model, path)]
@@ -126,7 +126,7 @@ class Cut:
         finally:
             for hook in hooks:
                 hook.remove()
-        if calls != list(range(layers)) or any(0 < at < layers for at in called.values()):
+        if calls != list(range(layers)) or any(0 < before < layers for before in called.values()):
             raise self._refused("its layers do not simply follow one another")
         inside = set(self._packed.backbone.modules())
         ends = [_LAST if called.get(m, 0) or m not in inside else _FIRST for *_, m in beside]
@@ -136,8 +136,8 @@ class Cut:
         """Modules with weights beside the stack, or beside a module that contains it: parent, name, module."""
         parent = model
         for part in path.split("."):
-            if own := [name for name, _ in parent.named_parameters(recurse=False)]:
-                raise self._refused(f"'{own[0]}' belongs to no layer")
+            if direct := [name for name, _ in parent.named_parameters(recurse=False)]:
+                raise self._refused(f"'{direct[0]}' belongs to no layer")
             for name, child in parent.named_children():
                 if name != part and child.state_dict():
                     yield parent, name, child

@@ -12,7 +12,7 @@ on this rank's parts of them, so nothing of a model's code is replaced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,14 +50,7 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     packed.tensor_group = cutter.group
     partial_sums = {id(weight) for weight in cutter.partial_sums}
     names = {name for name, weight in forward.model.named_parameters() if id(weight) in partial_sums}
-
-    def all_reduce(tensors: Sequence[Tensor], op: Any) -> None:
-        ranks.all_reduce(tensors, op, "tp")
-
-    if names:
-        parallel.reductions.append(
-            lambda gradients: gradients.sum_over_ranks(all_reduce, [w for w in gradients.weights if w.name in names])
-        )
+    parallel.sum_over(ranks, "tp", names)
     parallel.cut_dims += ("tp",)
 
 
@@ -121,8 +114,8 @@ class _Cutter:
             )
         if self.mesh is None:
             return weight
-        found = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(found, requires_grad=weight.requires_grad))
+        sharded = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
         return module.get_parameter(name)
 
     def run_locally(
@@ -134,6 +127,9 @@ class _Cutter:
             before: what becomes of each of its arguments.
             after: what becomes of its result, without the weight `whole`, which is added to it.
         """
+        # The module's parameters are DTensors, because FSDP, checkpoints and the optimizer need to know what part of a
+        # weight they are. With them its own code would compute on DTensors, which dispatch each operation in Python and
+        # have no rule for many. So its `forward` is called while its parameters are this rank's plain tensors.
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -165,8 +161,8 @@ class _Cutter:
 
     def _sizes(self, size: int) -> list[int]:
         """As torch cuts a dimension of this size."""
-        found = [len(part) for part in torch.arange(size).chunk(self.size)]
-        return found + [0] * (self.size - len(found))
+        sizes = [len(part) for part in torch.arange(size).chunk(self.size)]
+        return sizes + [0] * (self.size - len(sizes))
 
     def _look_up_locally(self, embedding: nn.Embedding) -> None:
         ((first, *_), rows), *_ = blocks_of(embedding.weight.detach())
@@ -180,8 +176,8 @@ class _Cutter:
             local = tokens - first
             is_here = (local >= 0) & (local < count)
             with local_weights(embedding):
-                found = forward(local.clamp(0, count - 1))
-            return summed(found * is_here[..., None], self.group)
+                embedded = forward(local.clamp(0, count - 1))
+            return summed(embedded * is_here[..., None], self.group)
 
         embedding.forward = look_up  # type: ignore[assignment, method-assign]
 
@@ -194,8 +190,8 @@ def _columns(cutter: _Cutter, name: str, module: Any, *, fused: int = 1, gather:
         return
     dim = _output_dim(name, module)
     for weight, parameter in [*module.named_parameters(recurse=False)]:
-        at = dim if parameter.dim() == 2 else 0
-        cutter.cut(weight, module, Shard(at) if fused == 1 else _StridedShard(at, split_factor=fused), name)
+        axis = dim if parameter.dim() == 2 else 0
+        cutter.cut(weight, module, Shard(axis) if fused == 1 else _StridedShard(axis, split_factor=fused), name)
     if isinstance(module, Conv1D):
         module.nf = local_part(module.weight).shape[1]
     after = cutter.joined(module.out_features) if gather else _same

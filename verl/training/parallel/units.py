@@ -36,10 +36,10 @@ def units(packed: PackedModel, config: FSDPConfig) -> list[nn.Module]:
     if policy is not None:
         function = load_function(policy) if isinstance(policy, str) else policy
         if "recurse" in inspect.signature(function).parameters:
-            found = _by_fsdp1(backbone, function)[0]
+            wrapped = _by_fsdp1(backbone, function)[0]
         else:
-            found = [module for module in inner if function(module)]
-        chosen = [module for module in inner if module in found]
+            wrapped = [module for module in inner if function(module)]
+        chosen = [module for module in inner if module in wrapped]
         if not chosen:
             raise ConfigError(f"wrap_policy_fn chose no module inside of this {type(backbone).__name__}")
         return chosen
@@ -50,12 +50,12 @@ def units(packed: PackedModel, config: FSDPConfig) -> list[nn.Module]:
 def _by_fsdp1(module: nn.Module, policy: Callable[..., Any]) -> tuple[list[nn.Module], int]:
     """The modules that a policy of FSDP1 wraps, itself included, and the parameters in them."""
     total = sum(weight.numel() for weight in module.parameters())
-    found: list[nn.Module] = []
+    chosen: list[nn.Module] = []
     wrapped = 0
     if policy(module=module, recurse=True, nonwrapped_numel=total):
         for child in module.children():
             inner, count = _by_fsdp1(child, policy)
-            found, wrapped = found + inner, wrapped + count
+            chosen, wrapped = chosen + inner, wrapped + count
         if policy(module=module, recurse=False, nonwrapped_numel=total - wrapped):
-            return [*found, module], total
-    return found, wrapped
+            return [*chosen, module], total
+    return chosen, wrapped

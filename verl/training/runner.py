@@ -1,0 +1,188 @@
+"""What every training engine does with rows: predictions, losses and metrics, one micro-batch at a time.
+
+Shapes: R response tokens of all rows, row after row; S rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.algorithms.loss_terms import Loss, LossPart, combine_metrics
+from verl.batch import Batch
+from verl.errors import DataError
+from verl.training.checkpointing import recomputing
+from verl.training.forward import Forward
+from verl.training.micro_batch import Limits, deal
+from verl.training.mini_batch import MiniBatch
+from verl.training.options import EngineOptions
+from verl.training.parallel.result import Parallel
+from verl.training.ranks import Ranks
+from verl.weights.layout import DATA_DIMS
+
+Metrics: TypeAlias = dict[str, float]
+
+# The row of an empty micro-batch, which a rank runs for the sake of the others' collectives.
+_IDLE = Batch.from_columns({"prompt_tokens": [[0]], "response_tokens": [[0]]})
+
+NO_GRADIENT = (
+    "the loss does not depend on what the model predicts: compute it from log_probs, values or scores, without detach "
+    "or no_grad"
+)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward.
+
+    Attributes:
+        want: the predictions to make of them.
+        finish: turns the predictions into the result of the micro-batch: a `Loss`, or anything.
+    """
+
+    batch: Batch
+    want: tuple[str, ...]
+    temperature: float
+    finish: Callable[[dict[str, Tensor]], Any]
+
+
+class Schedule(Protocol):
+    """How this rank runs the micro-batches of its rows. Results come in their order."""
+
+    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        """What `finish` returns for each; nothing on a rank without the model's head."""
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        """The losses, detached, after the backward pass of each times `loss_scale`."""
+
+
+class OneStage:
+    """One micro-batch after the other, through a model in one piece.
+
+    Args:
+        wrapped: `forward` in what calls it for us; None: itself.
+    """
+
+    def __init__(self, forward: Forward, wrapped: Callable[..., dict[str, Tensor]] | None = None) -> None:
+        self._forward, self._wrapped = forward, wrapped or forward
+
+    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        for one in micro_batches:
+            yield one.finish(self._outputs(one))
+
+    def _outputs(self, one: MicroBatch) -> dict[str, Tensor]:
+        with self._forward.precision():
+            return self._wrapped(self._forward.pack(one.batch), one.want, one.temperature)
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        for loss in self.forward(micro_batches):
+            if loss.total.requires_grad:
+                with self._forward.precision():
+                    (loss.total * loss_scale).backward()
+            yield loss.detached()
+
+
+class MicroBatchRunner:
+    """Runs rows through a model that is laid out over ranks. All ranks of the mesh call its methods in one order.
+
+    Args:
+        forward: the model, as a function of a micro-batch.
+        ranks: those that share it.
+        parallel: how it is laid out over them.
+
+    Attributes:
+        schedule: the order in which micro-batches go forward and backward.
+        precision: dtype of losses and predictions.
+    """
+
+    def __init__(self, forward: Forward, ranks: Ranks, options: EngineOptions, parallel: Parallel) -> None:
+        self.forward, self.schedule = forward, parallel.schedule or OneStage(forward)
+        self.precision = torch.float64 if forward.packed.dtype == torch.float64 else torch.float32
+        self.ranks, self.options, self.parallel = ranks, options, parallel
+
+    def predict(self, batch: Batch, want: Collection[str], temperature: float) -> dict[str, Tensor]:
+        """The predictions `want` of this rank's rows by name, on the host: `[R]`, or `[S]` for scores."""
+        names = tuple(want)
+        self.forward.check_wanted(names)
+        self.forward.check_batch(batch)
+        lengths = [1] * len(batch) if self.forward.head == "score" else batch.lengths("response_tokens")
+        (dealt,) = deal(batch, range(len(batch)), 1, self._limits())
+        dealt += [[]] * (self._most(len(dealt)) - len(dealt))
+        micro_batches = (MicroBatch(_rows(batch, rows), names, temperature, _on_host) for rows in dealt)
+        by_row: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+        for outputs, rows in zip(self.schedule.forward(micro_batches), dealt, strict=False):
+            for name in names if rows else ():
+                values = outputs[name].split([lengths[row] for row in rows])
+                by_row[name].update(zip(rows, values, strict=True))
+        predicted = {name: torch.empty(sum(lengths), dtype=self.precision) for name in names}
+        for name, values_of in by_row.items():
+            if values_of:
+                torch.cat([values_of[row] for row in sorted(values_of)], out=predicted[name])
+        self.ranks.take_last([*predicted.values()], "pp")
+        return predicted
+
+    def backward(self, parts: Sequence[LossPart], loss_scale: float) -> list[Loss]:
+        """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`."""
+        with recomputing(self.forward.model) if self.options.gradient_checkpointing else nullcontext():
+            return [*self.schedule.forward_backward(self._micro_batches(parts), loss_scale)]
+
+    def loss(self, parts: Sequence[LossPart]) -> Metrics:
+        """`loss` and metrics, without a backward pass."""
+        return self.metrics([*self.schedule.forward(self._micro_batches(parts))])
+
+    def metrics(self, losses: Sequence[Loss]) -> Metrics:
+        """`loss` and metrics of the micro-batches of all ranks."""
+        here = combine_metrics([loss.metrics for loss in losses])
+        here["loss"] = sum(float(loss.total) for loss in losses)
+        return combine_metrics(self.ranks.gather(here, "pp", *DATA_DIMS))
+
+    def _micro_batches(self, parts: Sequence[LossPart]) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank, part after part, with their losses."""
+        if not any(len(part.rows) for part in parts):
+            raise DataError("the mini-batch has no rows: there is nothing to train on")
+        for part in (part for part in parts if len(part.rows)):
+            self.forward.check_batch(part.rows)
+            mini_batch = MiniBatch(part, self.precision)
+            want = self.forward.wanted(part.needs.entropy)
+            for rows in self._dealt(part):
+                batch = _rows(part.rows, rows)
+                finish = partial(mini_batch.loss, rows, batch) if rows else _no_loss
+                yield MicroBatch(batch, want, part.needs.temperature, finish)
+
+    def _dealt(self, part: LossPart) -> list[list[int]]:
+        """The rows of each micro-batch of this rank. Every rank is given the rows of all and takes its own: then totals
+        and the deal need no communication, and no rank can be dealt another one's rows."""
+        rows, coupled, in_step = part.rows, part.needs.coupled, self.parallel.in_step
+        index, size = self.ranks.mesh.rows(self.ranks.rank) or (0, 1)
+        return deal(rows, range(len(rows)), size, self._limits(), coupled=coupled, in_step=in_step)[index]
+
+    def _limits(self) -> Limits:
+        options = self.options
+        return Limits(options.max_tokens_per_micro_batch, options.micro_batch_size, options.share_prompts)
+
+    def _most(self, forwards: int) -> int:
+        """How many forwards the rank with the most runs, where all must run as many."""
+        count = torch.tensor(forwards)
+        if self.parallel.in_step:
+            self.ranks.all_reduce([count], dist.ReduceOp.MAX, *DATA_DIMS)
+        return int(count)
+
+
+def _rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    return batch.take(rows) if rows else _IDLE
+
+
+def _on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values.cpu() for name, values in outputs.items()}
+
+
+def _no_loss(outputs: dict[str, Tensor]) -> Loss:
+    """Nothing, with a gradient of zeros for every weight that the outputs depend on."""
+    return Loss(total=torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0)

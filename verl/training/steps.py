@@ -1,0 +1,92 @@
+"""From the losses of a mini-batch to one step of the optimizer, and the optimizer's state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from verl.algorithms.loss_terms import Loss, LossPart
+from verl.errors import TrainingError
+from verl.training.local_weights import LocalWeights
+from verl.training.optimizer import MixedPrecisionOptimizer
+from verl.training.runner import NO_GRADIENT, Metrics, MicroBatchRunner
+from verl.weights.shard import Shard, Stream
+
+#: What can be moved out of the way: `optimizer` (masters and moments, to host memory) and `gradients` (their sums,
+#: freed).
+Memory: TypeAlias = Literal["optimizer", "gradients"]
+
+
+class Movable(Protocol):
+    """An optimizer, as far as every engine knows it; see `MixedPrecisionOptimizer`."""
+
+    def offload(self, what: Collection[Memory]) -> None: ...
+    def onload(self, what: Collection[Memory]) -> None: ...
+    def refresh_masters(self) -> None: ...
+
+
+class Steps(Protocol):
+    """How an engine trains; the methods are those of `TrainEngine`."""
+
+    @property
+    def optimizer(self) -> Movable: ...
+    def update(self, parts: Sequence[LossPart]) -> Metrics: ...
+    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]: ...
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None: ...
+
+
+class OptimizerSteps:
+    """Steps of our own optimizer, on gradient sums that are added up over ranks once a step."""
+
+    def __init__(self, runner: MicroBatchRunner, optimizer: MixedPrecisionOptimizer, weights: LocalWeights) -> None:
+        self.optimizer = optimizer
+        self._runner, self._weights = runner, weights
+
+    def update(self, parts: Sequence[LossPart]) -> Metrics:
+        optimizer = self.optimizer
+        optimizer.onload()
+        try:
+            with optimizer.gradients.collecting():
+                losses = self._runner.backward(parts, optimizer.gradients.loss_scale)
+            return self._step(losses)
+        finally:
+            optimizer.gradients.clear()
+            if self._runner.options.fsdp_config.optimizer_offload:
+                optimizer.offload()
+            if self._runner.forward.packed.device.type == "cpu":
+                from verl.kernels.library_memory import return_free_memory
+
+                return_free_memory()
+
+    def _step(self, losses: Sequence[Loss]) -> Metrics:
+        gradients = self.optimizer.gradients
+        for reduce in self._runner.parallel.reductions:
+            reduce(gradients)
+        metrics, grad_norm, lr = self._runner.metrics(losses), self._grad_norm(), self.optimizer.lr
+        if not gradients.any():
+            raise TrainingError(NO_GRADIENT)
+        skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
+        if skipped:
+            gradients.rejected()
+        else:
+            self.optimizer.step(grad_norm)
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
+
+    def _grad_norm(self) -> float:
+        """Of the gradient over all ranks' pieces, each element counted once."""
+        norm = self.optimizer.gradients.norm(self._runner.parallel.copies)
+        if not self._runner.parallel.cut_dims:
+            return norm
+        square = torch.tensor(norm**2, dtype=torch.float64)
+        self._runner.ranks.all_reduce([square], dist.ReduceOp.SUM, *self._runner.parallel.cut_dims)
+        return float(square.sqrt())
+
+    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
+        return Stream(lambda: self._weights.state_shards(self.optimizer.tensors())), self.optimizer.meta()
+
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
+        self.optimizer.load_state(self._weights.local_state(shards), meta)
