@@ -14,7 +14,7 @@ import yaml
 
 from tests.conftest import save_tiny
 from tests.properties import examples
-from tests.trainer.test_run import settings
+from tests.trainer.runs import settings
 from verl.batch import Batch
 from verl.config import build_config, load_config, to_yaml
 from verl.config.load import load_tasks
