@@ -19,6 +19,7 @@ from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
 from verl.record import Record, SettingsError
+from verl.schemas import SETTINGS
 
 #: A recipe has a few kilobytes, and five levels at most below a list of the user's own.
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000
@@ -55,8 +56,8 @@ def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
         ConfigError: as of `load_config`.
     """
     content, places = _load(Path(path), ())
-    made: TasksFile = _build(TasksFile, content, places, str(path))
-    return made.tasks
+    file: TasksFile = _build(TasksFile, _without_version(content, places, str(path)), places, str(path))
+    return file.tasks
 
 
 def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
@@ -90,10 +91,16 @@ def build_config(content: Mapping[str, Any], places: Places | None = None, origi
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
     """
     places = dict(places or {})
-    content = translated(copy.deepcopy(dict(content)), places, origin)
+    content = translated(_without_version(copy.deepcopy(dict(content)), places, origin), places, origin)
     if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
         raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
     return _build(Config, content, places, origin)
+
+
+def _without_version(content: Mapping[str, Any], places: Places, origin: str) -> dict[str, Any]:
+    """The settings without `schema`, the version of the file's form, which is checked."""
+    SETTINGS.check(content.get(SETTINGS.key), origin + _place((SETTINGS.key,), places))
+    return {key: value for key, value in content.items() if key != SETTINGS.key}
 
 
 def _build(record: type[RecordT], content: Mapping[str, Any], places: Places, origin: str) -> RecordT:
@@ -107,7 +114,7 @@ def _build(record: type[RecordT], content: Mapping[str, Any], places: Places, or
 
 def to_yaml(config: Config) -> str:
     """All settings as YAML that `load_config` reads back to the same."""
-    content = _escaped(config.model_dump(mode="json"))
+    content = {SETTINGS.key: SETTINGS.current, **_escaped(config.model_dump(mode="json"))}
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
 
 

@@ -38,6 +38,7 @@ import pyarrow.parquet as pq
 from verl.config.load import read_settings
 from verl.durable import parse_json, read_json, write_atomic
 from verl.errors import ConfigError, DataError
+from verl.schemas import check_run_schema
 
 ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations to compare, training steps, samples of each of these
@@ -74,8 +75,10 @@ def write_report(run_dir: str | Path, *, live: bool = False) -> Path:
 
     Raises:
         DataError: there is no such directory, or it holds nothing of a run.
+        ConfigError: another version of verl has written it, in a form that is not read.
     """
     run = Path(run_dir)
+    check_run_schema(run)
     known = ("metrics.jsonl", "eval.jsonl", "summary.json", "config.yaml")
     if not any((run / name).is_file() for name in known):
         raise DataError(f"{run} is no run directory: none of {', '.join(known)} is in it")

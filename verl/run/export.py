@@ -16,6 +16,7 @@ from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.models.save import save_pretrained_dir
+from verl.schemas import check_run_schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,12 +69,15 @@ def find_checkpoint(path: str | Path, check: Callable[[Checkpoint], object]) -> 
 
     Raises:
         CheckpointError: there is none, or none is whole.
+        ConfigError: the run is of another version of verl, in a form that is not read.
     """
     path = Path(path)
     if (path / MANIFEST).exists():
         found = load_checkpoint(path)
         check(found)
         return found
+    if CheckpointStore.holds(path / "checkpoints"):
+        check_run_schema(path)
     for directory in (path / "checkpoints", path):
         if CheckpointStore.holds(directory):
             newest = CheckpointStore(directory).load(check=check)

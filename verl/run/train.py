@@ -254,7 +254,7 @@ def _report(run: Run, live: bool = False) -> Path | None:
     """Write the report, as far as the run has come; a failed run's report is the one that is wanted most."""
     try:
         return write_report(run.path, live=live)
-    except (DataError, OSError) as error:
+    except (VerlError, OSError) as error:
         logger.warning("no report was written: %s", error)
         return None
 

@@ -81,7 +81,8 @@ class Search:
             "search": {key: repr(distribution) for key, distribution in self.space.items()},
             "metric": f"{self.metric} ({self.direction}, mean of the last {self.last})",
             "seed": self.seed,
-            "settings": to_yaml(self.settings(self.first_values)),
+            # Without the first line, the version of the form: it is no setting, and studies of before have none.
+            "settings": to_yaml(self.settings(self.first_values)).partition("\n")[2],
         }
 
     def _overrides(self, values: dict[str, str]) -> list[str]:
