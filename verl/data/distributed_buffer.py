@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.buffers import Capacity, check_saved, no_room
+from verl.data.buffer import Capacity, check_saved, no_room
 from verl.errors import ClusterError, DataError
 from verl.ray_session import connect
 

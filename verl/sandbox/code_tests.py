@@ -1,8 +1,8 @@
 """Tests of programs, in the forms that data sets have, run in a sandbox.
 
 `parse` reads tests, `judge` runs them. Tests in Python have a sandbox of their own and ask the program over pipes
-(`run_tests.py`); a program's output is compared outside its sandbox. Nothing that is expected reaches the program, but
-for tests that need live objects, which run beside it.
+(`run_tests.py`, with `values.py`); a program's output is compared outside its sandbox. Nothing that is expected reaches
+the program, but for tests that need live objects, which run beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from verl.errors import RewardError, nearest
 from verl.sandbox.run import Limits, Run, run_python
-from verl.sandbox.run_tests import alike
+from verl.sandbox.values import alike
 
 _HERE = Path(__file__).parent
 #: Keys of tests in mappings.
@@ -55,6 +55,15 @@ _EQUALITY = re.compile("assert(?!Not).*Equals?")
 _VERDICTS = 4 << 20
 #: As `run_tests.py` says it.
 _ASKS_NOTHING = "they ask nothing of the program"
+#: What runs in a sandbox, in the order of imports, and the text that starts it: no file of ours is in reach there.
+_SENT = ("values", "run_tests")
+_START = """
+import sys, types
+for name, text in modules.items():
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, f"<{name}>", "exec", dont_inherit=True), vars(sys.modules[name]))
+sys.modules["verl.sandbox.run_tests"].main(globals())
+"""
 _FAILED = {"passed": False, "fault": None, "live": False, "altered": 0}
 
 
@@ -328,10 +337,11 @@ def _send(pipe: int, content: Any) -> None:
 
 
 def _run_side(run: Callable[..., Run], side: str, *fds: int, program: str = "", cases: Sequence[Any] = ()) -> Run:
-    pytest = (_HERE / "pytest_stub.py").read_text()
-    inputs: dict[str, Any] = {"side": side, "program": program, "cases": list(cases), "pytest": pytest}
+    texts = {name: (_HERE / f"{name}.py").read_text() for name in ("pytest_stub", *_SENT)}
+    inputs: dict[str, Any] = {"side": side, "program": program, "cases": list(cases), "pytest": texts["pytest_stub"]}
     inputs |= dict(zip(("incoming", "outgoing"), fds, strict=False))
-    return run((_HERE / "run_tests.py").read_text(), _VERDICTS, inputs=inputs, fds=fds)
+    inputs["modules"] = {f"verl.sandbox.{name}": texts[name] for name in _SENT}
+    return run(_START, _VERDICTS, inputs=inputs, fds=fds)
 
 
 def _verdicts(run: Run, count: int, prefix: str) -> list[list[dict[str, Any]]]:
