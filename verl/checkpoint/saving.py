@@ -100,9 +100,9 @@ class Saving:
         """Finish the save if its writers are done; None: they are not."""
         if self._result is None:
             with self._reported():
-                found = [writer.end(wait) for writer in self._writers]
-                written = [files for files in found if files is not None]
-                if len(written) < len(found):
+                reports = [writer.end(wait) for writer in self._writers]
+                written = [files for files in reports if files is not None]
+                if len(written) < len(reports):
                     return None
                 for files in written:
                     self._files |= {name: dict(entry) for name, entry in files.items()}

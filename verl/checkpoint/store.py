@@ -204,7 +204,7 @@ class CheckpointStore:
         saved."""
         try:
             steps = self.steps()
-            far = [at for at in steps if at <= steps[-1] - self.reach][-1:] or steps[:1]
+            far = [saved for saved in steps if saved <= steps[-1] - self.reach][-1:] or steps[:1]
             for old in steps[: -self.keep]:
                 if old != step and not (self.reach and old >= far[0]):
                     self._discard(self.path(old))
@@ -265,7 +265,7 @@ class CheckpointStore:
         if step not in steps:
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step} to go back to; it has {steps}")
         try:
-            for later in reversed([found for found in steps if found > step]):
+            for later in reversed([saved for saved in steps if saved > step]):
                 self._discard(self.path(later))
         except OSError as error:
             raise CheckpointError(
@@ -398,9 +398,9 @@ def _name(step: int) -> str:
 def _steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
-    found = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
+    matches = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
     return sorted(
-        int(match[1]) for match, entry in found if match and entry.name == _name(int(match[1])) and entry.is_dir()
+        int(match[1]) for match, entry in matches if match and entry.name == _name(int(match[1])) and entry.is_dir()
     )
 
 
@@ -451,11 +451,11 @@ def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
     except OSError as error:
         return f"'{name}' cannot be opened: {error.strerror}"
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             return f"'{name}' is no regular file"
-        if found.st_size != size:
-            return f"'{name}' has {found.st_size} bytes instead of {size}"
+        if status.st_size != size:
+            return f"'{name}' has {status.st_size} bytes instead of {size}"
         if digest(descriptor) != sha256:
             return f"the content of '{name}' has changed (its SHA-256 differs)"
     finally:

@@ -158,11 +158,11 @@ class DiskBuffer:
             if offset == size:
                 finished.append(number)
                 cursor, offset = number + 1, 0
-        given = Batch.concat(taken)
+        batch = Batch.concat(taken)
         if taken:
             self._move_cursor(cursor, offset)
             self._forget(finished)
-        return given
+        return batch
 
     def state(self) -> Batch:
         parts = [Batch.from_parquet(self._file(number)) for number in self._sizes]

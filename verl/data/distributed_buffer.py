@@ -34,8 +34,8 @@ class DistributedBuffer:
     @checked
     def __init__(self, capacity: Capacity, name: str = "verl-buffer") -> None:
         self._ray = ray = connect()
-        made = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
-        self._ledger: Any = made.remote(capacity)
+        actor = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
+        self._ledger: Any = actor.remote(capacity)
         self.capacity: int = self._ask("capacity")
 
     @property

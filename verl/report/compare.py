@@ -89,7 +89,7 @@ def metrics_of(groups: Sequence[Group]) -> list[str]:
     for curves in (curves for group in groups for curves in group.curves):
         for name, points in curves.items():
             values.setdefault(name, set()).update(value for _, value in points)
-    moving = [name for name, found in values.items() if len(found) > 1]
+    moving = [name for name, distinct in values.items() if len(distinct) > 1]
     return sorted(moving, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 
@@ -116,13 +116,14 @@ def _settings(file: Path) -> dict[str, Any]:
         content = read_settings(file)
     except ConfigError:
         return {}
-    return {key: value for key, value in _flat(content, ()) if key not in _NOT_SETTINGS}
+    return {key: value for key, value in flat(content) if key not in _NOT_SETTINGS}
 
 
-def _flat(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The values in nested mappings, by dotted keys."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _flat(item, (*path, str(key)))
+            yield from flat(item, (*path, str(key)))
     else:
         yield ".".join(path), value
 

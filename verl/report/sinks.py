@@ -297,15 +297,15 @@ def open_logger(
         makers["tensorboard"] = lambda: TensorBoardSink(Path(directory) / "tensorboard", resume_step)
         makers["completions"] = lambda: CompletionFiles(Path(directory) / "completions")
         wanted[:0] = [_METRICS, "completions"]
-    made = []
+    opened = []
     for name in wanted:
         try:
-            made.append(makers[name]())
+            opened.append(makers[name]())
         except ConfigError:
             raise
         except Exception as error:  # a tracker that cannot be reached, a disk that is full
             logger.warning("log sink '%s' cannot be opened and is off: %s: %s", name, type(error).__name__, error)
-    return Logger(made)
+    return Logger(opened)
 
 
 def _metrics(directory: Path) -> JsonlSink:

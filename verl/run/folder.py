@@ -234,8 +234,8 @@ def open_run(
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
         clear_staging(path.parent)
-        for place in (path, path / "completions", path / "checkpoints"):
-            clear_staging(place, alone=True)
+        for directory in (path, path / "completions", path / "checkpoints"):
+            clear_staging(directory, alone=True)
         attempts = [int(file.stem) for file in (path / "logs").glob("*.log") if file.stem.isdigit()]
         run = Run(path, status, max(attempts, default=0) + 1, lock, aside, latest)
         write_run_schema(path)
@@ -259,10 +259,10 @@ def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
     content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     for line in content.splitlines():
         try:
-            at = parse_json(line.encode(), dict[str, Any]).get("step")
+            row_step = parse_json(line.encode(), dict[str, Any]).get("step")
         except ValueError:
             continue
-        if isinstance(at, int) and at <= step:
+        if isinstance(row_step, int) and row_step <= step:
             kept.append(line + "\n")
     write_atomic(file, "".join([*kept, *(json.dumps(row) + "\n" for row in rows)]))
 
