@@ -26,7 +26,16 @@ _CPP_PART = re.compile(r'R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n
 
 
 def python_lines(source: str) -> int:
-    """Lines of code of a Python file.
+    """How many lines of code a Python file has.
+
+    Raises:
+        SyntaxError: it is none.
+    """
+    return len(code_lines(source))
+
+
+def code_lines(source: str) -> set[int]:
+    """The numbers of the lines of a Python file on which code stands.
 
     Raises:
         SyntaxError: it is none.
@@ -40,7 +49,7 @@ def python_lines(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE and token.start not in docstrings:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines)
+    return lines
 
 
 def cpp_lines(source: str) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from scripts.code_lines import code_lines
 from tests.package import modules
 
 #: From the roof down. A package imports those of the lines below, and modules of its own folder.
@@ -106,6 +107,31 @@ def test_no_import_goes_up() -> None:
     assert sorted(upward) == []
 
 
+#: Folders with a circle of modules that is still to be broken.
+CIRCLES = ("roles",)
+
+
+def circles(edges: Mapping[str, frozenset[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others (strongly connected components)."""
+    reached = {module: set(targets & edges.keys()) for module, targets in edges.items()}
+    for module in edges:
+        for targets in reached.values():
+            targets |= reached[module] if module in targets else set()
+    groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in edges}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_the_search_finds_circles() -> None:
+    edges = {"a": "b", "b": "cd", "c": "a", "d": "e", "e": "f", "f": "e", "g": "a", "h": ""}
+    assert circles({module: frozenset(targets) for module, targets in edges.items()}) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not even inside functions; imports for types alone are apart."""
+    by_folder = {room(group[0]): group for group in circles(graph())}
+    assert sorted(by_folder) == [*CIRCLES], by_folder
+
+
 @pytest.mark.parametrize("folder", sorted({place.rpartition("/")[0] for place in modules()} - {""}))
 def test_a_folder_says_its_subject_and_its_reading_order(folder: str) -> None:
     _, tree = modules()[f"{folder}/__init__.py"]
@@ -185,3 +211,48 @@ def test_the_search_finds_clones() -> None:
 
 def test_no_code_is_there_twice() -> None:
     assert clones({place: tree for place, (_, tree) in modules().items()}) == []
+
+
+#: What is still larger than a reader can take in at once: to be made smaller, never to be made longer.
+LARGE_FILES = ("trainer/trainer.py",)
+LARGE_FUNCTIONS = (
+    "roles/actor.py:Actor.__init__",
+    "rollout/vllm/engine.py:VLLMEngine.__init__",
+    "trainer/trainer.py:Trainer.__init__",
+)
+MOST_IN_A_FILE, MOST_IN_A_FUNCTION = 500, 60
+
+
+def functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Every function with its name, which begins with those of the classes and functions that it stands in."""
+    for node in ast.iter_child_nodes(tree):
+        name = f"{above}{getattr(node, 'name', '')}"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name, node
+        is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from functions(node, f"{name}." if is_named else above)
+
+
+@cache
+def sizes() -> dict[str, int]:
+    """Lines of code of each file, and of each function from its `def` on: without docstrings, comments and blank
+    lines."""
+    lines_of: dict[str, int] = {}
+    for place, (text, tree) in modules().items():
+        lines = code_lines(text)
+        lines_of[place] = len(lines)
+        for name, node in functions(tree):
+            lines_of[f"{place}:{name}"] = len(lines & {*range(node.lineno, (node.end_lineno or 0) + 1)})
+    return lines_of
+
+
+def test_lines_are_counted_without_docstrings_and_comments() -> None:
+    text = "class A:\n    def f(x):\n        '''What.\n\n        More.'''\n        # why\n\n        return (\n x)\n"
+    assert code_lines(text) == {1, 2, 8, 9}
+    assert [name for name, _ in functions(ast.parse(text + "def g():\n    def h(): ...\n"))] == ["A.f", "g", "g.h"]
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    bounds = {True: MOST_IN_A_FUNCTION, False: MOST_IN_A_FILE}
+    large = sorted(name for name, size in sizes().items() if size > bounds[":" in name])
+    assert large == sorted([*LARGE_FILES, *LARGE_FUNCTIONS])

@@ -14,7 +14,7 @@ import yaml
 
 from tests.conftest import save_tiny
 from tests.properties import examples
-from tests.trainer.test_run import settings
+from tests.trainer.runs import settings
 from verl.batch import Batch
 from verl.config import build_config, load_config, to_yaml
 from verl.config.load import load_tasks
@@ -163,6 +163,7 @@ def make_run(folder: Path) -> Path:
     (folder / "summary.json").write_text(json.dumps({**summary, "gain_low": 0.0, "gain_high": 0.2, "control": None}))
     (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"seed": 1, "total_steps": 3}}))
     (folder / "environment.json").write_text(json.dumps({"verl": "0", "threads": 1}))
+    (folder / "run.json").write_text(json.dumps({"schema": 1}))
     (folder / "logs" / "001.log").write_text("begun\n")
     columns = {"prompt": ["q"], "response": ["r"], "reward": [0.5], "finish": ["stop"], "advantage": [0.1]}
     for name in ("step-000000", "step-000003", "train-000002"):
@@ -172,7 +173,7 @@ def make_run(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["summary.json", "environment.json", "metrics.jsonl", "eval.jsonl", "config.yaml", "logs/001.log",
+    ["run.json", "summary.json", "environment.json", "metrics.jsonl", "eval.jsonl", "config.yaml", "logs/001.log",
      "completions/step-000000.parquet"],
 )  # fmt: skip
 def test_files_of_runs(tmp_path: Path, name: str) -> None:

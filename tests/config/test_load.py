@@ -92,7 +92,7 @@ def test_a_mapping_is_merged_and_null_takes_a_key_out(recipe):
         "reward: give one of path, name, model, url and components, not path (override 'reward.path=a.py:f') and "
         "name (recipe.yaml line 8); KEY=null takes one out"
     )
-    assert load_config(recipe, ["reward.path=a.py:f", "reward.name=null"]).reward.given() == ["path"]
+    assert load_config(recipe, ["reward.path=a.py:f", "reward.name=null"]).reward.origins() == ["path"]
 
 
 def test_names_that_others_use(recipe):

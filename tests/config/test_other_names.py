@@ -54,7 +54,7 @@ def test_names_and_values_are_translated() -> None:
     assert (rollout.max_new_tokens, rollout.n, rollout.top_k) == (8, 2, 0)
     assert (config.data.batch_size, config.data.truncation, config.data.prompt_column) == (4, "drop", "prompt")
     assert (config.data.train, config.data.eval) == ({"path": ["train.parquet"]}, "test.parquet")
-    assert config.reward.given() == ["path"] and config.reward.path == "score.py:compute_score"
+    assert config.reward.origins() == ["path"] and config.reward.path == "score.py:compute_score"
     assert (trainer.total_steps, trainer.save_every, trainer.eval_every, trainer.eval_temperature) == (3, None, 5, 0.6)
     assert (trainer.loggers, trainer.project, trainer.run_name, trainer.placement) == (
         ("console",), "verl", "gsm8k", None,

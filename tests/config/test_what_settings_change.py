@@ -14,7 +14,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from tests.config.observed import Observer, Seen, checked, distance, observe, with_changes
-from tests.config.shown import BASE, SHOWN, Shown, make_world
+from tests.config.shown import BASE, SHOWN, Shown
+from tests.config.world import make_world
 from tests.conftest import Plain
 from verl.config import build_config
 from verl.config.schema import Config

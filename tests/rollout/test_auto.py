@@ -15,7 +15,7 @@ import pytest
 
 import verl
 from tests.test_device import Fake
-from tests.trainer.test_run import settings
+from tests.trainer.runs import settings
 from verl import device
 from verl.algorithms import make_algorithm
 from verl.cli.doctor import check_engine

@@ -18,7 +18,6 @@ from safetensors.torch import save as safetensors
 from verl.batch import Batch
 from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
 from verl.checkpoint.store import (
-    FORMAT,
     CheckpointStore,
     load_checkpoint,
     model_identity,
@@ -26,6 +25,7 @@ from verl.checkpoint.store import (
     verify,
 )
 from verl.errors import CheckpointError, DamagedCheckpointError
+from verl.schemas import CHECKPOINT
 from verl.weights import tensor_files
 from verl.weights.shard import Shard
 
@@ -225,7 +225,7 @@ def forge(root: Path, content: dict[str, bytes], names: dict[str, bytes] | None 
         (root / key).parent.mkdir(parents=True, exist_ok=True)
         (root / key).write_bytes(data)
     root.mkdir(exist_ok=True)
-    manifest = {"files": entries, "format": FORMAT, "identity": {}, "step": 1, **manifest}
+    manifest = {"files": entries, "format": CHECKPOINT.current, "identity": {}, "step": 1, **manifest}
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (root / "manifest.json").write_text(json.dumps({**manifest, "digest": digest}, indent=1, sort_keys=True) + "\n")
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import verl
 from tests.tensor_memory import is_mapped
+from tests.trainer.runs import run_dir, settings
 from tests.trainer.test_offline import loader, offline_trainer
-from tests.trainer.test_run import run_dir, settings
 from tests.trainer.test_state import reforge
 from verl.checkpoint.state import rebuild, verify
 from verl.checkpoint.store import load_checkpoint, save_checkpoint

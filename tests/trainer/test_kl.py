@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import verl
 from tests.ranks import job
 from tests.trainer.cases import PROMPTS, SHORT, low_bytes
+from tests.trainer.runs import final_state, rows, run_dir, settings
 from tests.trainer.test_metrics_page import unknown
-from tests.trainer.test_run import final_state, rows, run_dir, settings
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.config import build_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.test_run import settings
+from tests.trainer.runs import settings
 from verl.config.load import build_config
 from verl.errors import ConfigError
 from verl.models import loading

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.ranks import ENV, command, job
-from tests.trainer.test_run import assert_same_run, count_lines, final_state, rows, run_dir, settings
+from tests.trainer.runs import assert_same_run, count_lines, final_state, rows, run_dir, settings
 from verl.config import build_config
 from verl.run.train import train
 

@@ -20,7 +20,7 @@ import pytest
 
 import verl
 from tests.ranks import ENV
-from tests.trainer.test_run import assert_same_run, count_lines, run_dir, settings
+from tests.trainer.runs import assert_same_run, count_lines, run_dir, settings
 from tests.trainer.test_trainer import low_bytes
 from verl.batch import Batch
 from verl.cluster.ray.pool import Pool

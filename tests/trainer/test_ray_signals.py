@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import ENV
-from tests.trainer.test_run import count_lines, run_dir, settings
+from tests.trainer.runs import count_lines, run_dir, settings
 from verl.checkpoint.store import load_checkpoint
 
 pytest.importorskip("ray")

@@ -1,12 +1,10 @@
-"""Whole runs of `verl train` on a tiny real model: resume after any end, what is left behind, what is refused."""
+"""Whole runs of `verl train` on a tiny real model: resume after any end, and what is left behind."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,139 +14,24 @@ import pytest
 import torch
 
 from tests import forked
-from verl import user_functions as loading
+from tests.trainer.runs import (
+    assert_same_run,
+    count_lines,
+    evals,
+    final_state,
+    rows,
+    run_dir,
+    run_process,
+    settings,
+)
 from verl.algorithms import registry
 from verl.batch import Batch
 from verl.checkpoint.state import verify
 from verl.checkpoint.store import load_checkpoint
 from verl.config import build_config
-from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.run.check import check_settings
 from verl.run.train import train
-
-REWARD = '''
-import os
-import signal
-
-
-def low(responses, prompts):
-    return [sum(ord(c) < 100 for c in r) / max(len(r), 1) for r in responses]
-
-
-def killing(responses, prompts):
-    """Dies without a word when the file that KILL_FILE names has a number of calls left of 0."""
-    path = os.environ["KILL_FILE"]
-    left = int(open(path).read())
-    open(path, "w").write(str(left - 1))
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return low(responses, prompts)
-
-
-killing.whole_batch = True
-
-
-calls = []
-
-
-def late(responses, prompts):
-    """Abstains in the first call, which is the first evaluation's."""
-    calls.append(prompts)
-    return low(responses, prompts) if len(calls) > 1 else [None] * len(responses)
-
-
-late.whole_batch = True
-
-
-def signs(responses, prompts):
-    return [-1.0] * len(responses)
-
-
-def broken(responses, prompts):
-    raise OSError("no such file")
-
-
-def nothing(responses, prompts):
-    return [None] * len(responses)
-
-
-def huge(responses, prompts):
-    return [1e308] * len(responses)
-
-
-def high(responses, prompts):
-    return [1.0] * len(responses)
-'''
-TIMED = ("time/", "busy/", "_per_s", "memory/")
-
-
-def settings(tmp_path: Path, model: Path, **changes: Any) -> dict[str, Any]:
-    """Settings of a small run, with dotted keys changed."""
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    lines = [{"prompt": f"Tell me about the number {i}"} for i in range(12)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": f"And about {i}?"}) + "\n" for i in range(6)))
-    flat = {
-        "actor_rollout_ref.model.path": str(model),
-        "actor_rollout_ref.actor.optim.lr": 1e-3,
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.max_new_tokens": 6,
-        "data.train": str(tmp_path / "train.jsonl"),
-        "data.eval": str(tmp_path / "eval.jsonl"),
-        "data.batch_size": 3,
-        "reward.path": f"{reward}:low",
-        "trainer.total_steps": 6,
-        "trainer.save_every": 2,
-        "trainer.eval_every": 3,
-        "trainer.output_dir": str(tmp_path / "runs"),
-        "trainer.loggers": ["tensorboard"],
-        "trainer.run_name": "test",
-        **changes,
-    }
-    if flat.get("algorithm.name") in ("dpo", "sft"):
-        del flat["actor_rollout_ref.rollout.max_new_tokens"]  # nothing is sampled
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *parents, last = key.split(".")
-        node = nested
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = value
-    return nested
-
-
-def run_dir(tmp_path: Path) -> Path:
-    return (tmp_path / "runs" / "latest").resolve()
-
-
-def rows(directory: Path) -> list[dict[str, Any]]:
-    """Metric rows without what a clock measured."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not any(t in k for t in TIMED)} for line in lines]
-
-
-def evals(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "eval.jsonl").read_text().splitlines()]
-
-
-def final_state(directory: Path) -> dict[str, torch.Tensor]:
-    checkpoint = load_checkpoint(directory / "checkpoints" / "latest")
-    names = ("actor/weights", "actor/optimizer", "critic/weights", "critic/optimizer", "random")
-    return {f"{n}:{k}": v for n in names if n in checkpoint for k, v in checkpoint.tensors(n).items()}
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    first, second = final_state(a), final_state(b)
-    assert first.keys() == second.keys() and len(first) > 10
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
-    assert rows(a) == rows(b)
-    steps = [f"train-{row['step']:06d}.parquet" for row in rows(a) if "reward" in row]
-    for run in (a, b):
-        assert sorted(file.name for file in (run / "completions").glob("train-*")) == steps
-    for name in steps:
-        assert (a / "completions" / name).read_bytes() == (b / "completions" / name).read_bytes(), name
-
 
 PPO = {"algorithm.name": "ppo", "actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.actor.mini_batch_size": 2}
 
@@ -190,18 +73,6 @@ def test_files_are_mixed_by_their_weights_and_a_resume_goes_on(tmp_path: Path, t
     assert len(seen) == 6
     for batch in seen:  # six prompts of four samples, two thirds of them of the file with three rows
         assert [sum(prompt.startswith(name) for prompt in batch["prompt"]) for name in ("few", "many")] == [16, 8]
-
-
-def run_process(tmp_path: Path, configuration: dict[str, Any], **env: str) -> subprocess.Popen[str]:
-    file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(configuration))
-    return forked.Popen(
-        [sys.executable, "-m", "verl", "train", str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def test_a_killed_run_goes_on_from_its_last_commit(tmp_path: Path, tiny: Path) -> None:
@@ -248,10 +119,6 @@ def test_sigkill_at_random_moments(tmp_path: Path, tiny: Path) -> None:
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-3000:]
     assert_same_run(run_dir(tmp_path / "a"), run_dir(tmp_path / "b"))
-
-
-def count_lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def test_sigterm_saves_and_ends(tmp_path: Path, tiny: Path) -> None:
@@ -302,85 +169,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, tiny: 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, tiny: Path, make_tiny: Any) -> None:
-    train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 2})))
-    checkpoint = run_dir(tmp_path) / "checkpoints" / "latest"
-    import verl
-
-    other = verl.Trainer(str(make_tiny("qwen2")), reward_fn=len, algorithm="grpo", log_dir=False)
-    with pytest.raises(CheckpointError, match="Llama"):
-        other.load_checkpoint(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"actor_rollout_ref.model.path": "/nowhere/at/all"}, Exception, "/nowhere/at/all"),
-        ({"data.train": "absent.jsonl"}, DataError, "absent.jsonl"),
-        ({"algorithm.name": "grppo"}, ConfigError, "grpo"),
-        ({"algorithm.clip_ratoi": 0.2}, ConfigError, "clip_ratio"),
-        ({"data.max_prompt_length": 5}, DataError, "longer than 5 tokens"),
-        ({"reward.path": "absent.py:f"}, ConfigError, "absent.py"),
-        ({"data.train": None}, ConfigError, "data.train"),
-    ],
-)
-def test_bad_input_is_refused_in_plain_words(
-    tmp_path: Path, tiny: Path, changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        train(build_config(settings(tmp_path, tiny, **changes)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"actor_rollout_ref.model.path": "/nowhere/at/all"}, "actor_rollout_ref.model.path: there is no directory"),
-        ({"data.train": "absent.jsonl"}, "absent.jsonl does not exist"),
-        ({"data.eval": "absent.jsonl"}, "absent.jsonl does not exist"),
-        ({"data.train": {"task": "chain_sums"}}, "did you mean 'chain_sum'"),
-        ({"data.train": None}, "data.train is missing"),
-        ({"algorithm.name": "rlo"}, "did you mean 'rloo'"),
-        ({"algorithm.kl_coeff": 0.1}, "did you mean 'kl_coef'"),
-        ({"algorithm.name": "dpo", "reward.path": None}, "none of: pairs"),
-        ({"reward.path": "absent.py:f"}, "absent.py does not exist"),
-        ({"reward.path": None, "reward.name": "code", "reward.answer": "tag"}, "has no option 'answer'"),
-        ({"actor_rollout_ref.rollout.episode": "absent.py:f"}, "absent.py does not exist"),
-        ({"trainer.eval_metrics": ["absent.py:f"]}, "absent.py does not exist"),
-        ({"trainer.loggers": ["wandb"]}, "pip install"),
-        (
-            {"actor_rollout_ref.ref.path": "a/model", "algorithm.name": "rloo"},
-            "has no reference .* set algorithm.kl_in",
-        ),
-        ({"trainer.max_staleness": 1, "algorithm.rollout_is": None}, "does not correct"),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
-)
-def test_what_needs_no_model_is_found_before_anything_is_made(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # what an import of a package that is absent meets
-    config = build_config(settings(tmp_path, tiny, **changes))
-    for begin in (check_settings, train):  # the dry run's, and the run's
-        with pytest.raises((ConfigError, DataError), match=words):
-            begin(config)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("error", [ConfigError, DataError, RewardError])
-def test_the_cause_of_what_the_user_can_mend_is_not_shown(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Any
-) -> None:
-    def failing(*args: Any) -> None:
-        raise error("told in one message") from ValueError("somewhere below")
-
-    monkeypatch.setattr("verl.run.train.build_data", failing)
-    with pytest.raises(error):
-        train(build_config(settings(tmp_path, tiny)))
-    assert ("Traceback" in capsys.readouterr().err) == (error is RewardError)
-    logs = [log.read_text() for log in (tmp_path / "runs").glob("latest/logs/001.log")]
-    assert ["Traceback" in log for log in logs] == [True] * (error is RewardError)
-
-
 def test_an_algorithm_of_the_users_own_file(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     file = tmp_path / "mine.py"
@@ -402,41 +190,6 @@ def test_an_algorithm_of_the_users_own_file(tmp_path: Path, tiny: Path, monkeypa
     for name, words in (("Halve", "did you mean 'Halved'"), ("print_it", "subclass of verl.BaseAlgorithm")):
         with pytest.raises(ConfigError, match=words):
             check_settings(build_config(settings(tmp_path, tiny, **changes, **{"algorithm.name": f"{file}:{name}"})))
-
-
-def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path, tiny: Path) -> None:
-    no_eval = {"data.eval": None, "trainer.eval_every": None, "trainer.total_steps": 1}
-    train(build_config(settings(tmp_path, tiny, **no_eval)))
-    runs, before = tmp_path / "runs", run_dir(tmp_path)
-
-    def there() -> list[str]:
-        return sorted(path.name for path in runs.iterdir() if not path.name.startswith("."))
-
-    listed = there()
-    for changes in (
-        {"actor_rollout_ref.model.path": "nobody/nothing-of-that-name"},
-        {"data.max_prompt_length": 1},
-    ):
-        with pytest.raises((ConfigError, DataError, ModelError)):
-            train(build_config(settings(tmp_path, tiny, **no_eval, **changes)))
-        assert there() == listed and run_dir(tmp_path) == before
-
-
-def test_a_finished_run_stays_if_the_next_cannot_begin(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 1, "trainer.eval_every": None}))
-    train(config)
-    summary = (run_dir(tmp_path) / "summary.json").read_text()
-
-    def failing(*args: Any) -> None:
-        raise DataError("no such data")
-
-    monkeypatch.setattr("verl.run.train.build_data", failing)
-    with pytest.raises(DataError):
-        train(config)
-    assert (run_dir(tmp_path) / "summary.json").read_text() == summary
-    assert not run_dir(tmp_path).with_name(f"{run_dir(tmp_path).name}.1").exists()
 
 
 def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Path, tiny: Path) -> None:
@@ -506,29 +259,6 @@ def test_a_run_that_learned_nothing_fails_by_name_however_often_it_is_started(
     logs = [log.read_text() for log in sorted((run_dir(tmp_path) / "logs").glob("*.log"))]
     assert [log.count("Traceback") for log in logs] == [int(reward == "broken")] * 2
     assert reward != "broken" or all(f"{tmp_path / 'reward.py'} line" in text for text in (output, *logs))
-
-
-def test_an_edited_reward_is_another_run_unless_it_is_accepted(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {"data.eval": None, "trainer.eval_every": None}
-    config = build_config(settings(tmp_path, tiny, **changes))
-    file = tmp_path / "reward.py"
-
-    def begin(steps: int, **options: bool) -> None:
-        for name in ("user_modules", "_imported"):  # as a process of its own has them
-            monkeypatch.setattr(loading, name, {})
-        train(config.replace(trainer=config.trainer.replace(total_steps=steps)), **options)
-
-    begin(1)
-    file.write_text(file.read_text() + "\n# another\n")
-    with pytest.raises(ConfigError, match=r"reward\.py has changed since this run began"):
-        begin(2)
-    assert len(rows(run_dir(tmp_path))) == 1
-    begin(2, accept_edits=True)
-    assert len(rows(run_dir(tmp_path))) == 2
-    (edit,) = json.loads((run_dir(tmp_path) / "code.json").read_text())["edits"]
-    assert edit["file"].endswith("reward.py") and edit["before"] != edit["after"]
 
 
 HOLDS = """
@@ -604,26 +334,6 @@ def test_a_run_that_goes_on_is_not_finished(tmp_path: Path, tiny: Path, monkeypa
     assert json.loads(summary.read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_other_held_out_data_are_refused(tmp_path: Path, tiny: Path, recorded: bool) -> None:
-    pairs = {"algorithm.name": "dpo", "reward.path": None} if recorded else {}
-    short = settings(tmp_path, tiny, **pairs, **{"trainer.total_steps": 1, "trainer.eval_every": None})
-    longer = {**short, "trainer": {**short["trainer"], "total_steps": 2}}
-    pair = {"chosen": "aaaa", "rejected": "zzzz"} if recorded else {}
-    for name in ("train", "eval"):
-        lines = [json.dumps({"prompt": f"{name} {i}: ", **pair}) + "\n" for i in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    train(build_config(short))
-    held_out = tmp_path / "eval.jsonl"
-    held_out.write_text(held_out.read_text().replace("eval 1", "eval 9"))
-    summary = (run_dir(tmp_path) / "summary.json").read_text()
-    with pytest.raises(DataError, match=r"data\.eval \(.*eval\.jsonl\) is not what the run began with.*--fresh"):
-        train(build_config(longer))
-    assert (run_dir(tmp_path) / "summary.json").read_text() == summary, "a run that is refused is as it was"
-    held_out.write_text(held_out.read_text().replace("eval 9", "eval 1"))
-    train(build_config(longer))
-
-
 @pytest.mark.parametrize(("component", "headline"), [("high", "accuracy"), ("signs", "reward")])
 def test_a_component_called_accuracy_is_one_if_it_is_a_share(
     tmp_path: Path, tiny: Path, component: str, headline: str
@@ -668,11 +378,3 @@ def test_of_recorded_rows_only_those_that_lost_something_are_told(tmp_path: Path
     told = [line.partition("verl.run.train: ")[2] for line in log if "WARNING" in line]
     # Five bytes and the end of sequence are six tokens.
     assert told == ["5 rows of data.train have responses longer than data.max_response_length, which lost their end"]
-
-
-def test_a_prompt_beyond_the_models_positions_is_refused_before_the_start(tmp_path: Path, make_tiny: Any) -> None:
-    configuration = settings(tmp_path, make_tiny("gpt2"))
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": "long " * 80}) + "\n")
-    with pytest.raises(DataError, match="row 12 with 400"):
-        train(build_config(configuration))

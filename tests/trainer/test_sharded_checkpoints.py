@@ -18,8 +18,8 @@ from safetensors import safe_open
 import verl
 from tests.ranks import ENV, command, job
 from tests.trainer.rank_checkpoints import LAYOUTS, MODELS, engine
+from tests.trainer.runs import assert_same_run, run_dir, settings
 from tests.trainer.test_ranks import ranks_of, start
-from tests.trainer.test_run import assert_same_run, run_dir, settings
 from tests.trainer.test_state import low_bytes
 from tests.training.cases import ROWS, part, ragged_batch
 from verl.checkpoint.store import CheckpointStore, load_checkpoint, verify

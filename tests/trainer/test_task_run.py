@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.test_run import assert_same_run, count_lines, evals, rows, run_dir, run_process, settings
+from tests.trainer.runs import assert_same_run, count_lines, evals, rows, run_dir, run_process, settings
 from verl.config import build_config
 from verl.errors import ConfigError, DataError
 from verl.run.check import check_settings

@@ -112,9 +112,9 @@ class AutomaticCheckpoints:
         """See `Trainer.rollback`."""
         self.finish()
         start()
-        found = load_checkpoint(self.store.path(step), state.identity(trainer))
-        state.check(trainer, found)
-        self._restore(trainer, found)
+        checkpoint = load_checkpoint(self.store.path(step), state.identity(trainer))
+        state.check(trainer, checkpoint)
+        self._restore(trainer, checkpoint)
 
     def before(self, step: int) -> int:
         """The newest checkpoint that is not after `step`, or the oldest one.
@@ -126,7 +126,7 @@ class AutomaticCheckpoints:
         steps = self.store.steps()
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.store.directory} to go back to")
-        return max((at for at in steps if at <= step), default=steps[0])
+        return max((saved for saved in steps if saved <= step), default=steps[0])
 
     def last_good(self, trainer: Trainer) -> int | None:
         """The step of the newest checkpoint that did not come right after a skipped update."""

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 
 from verl.durable import clear_staging, parse_json, publish, seal, seal_all, staging_of, sync_directory, try_remove
 from verl.errors import CheckpointError
+from verl.schemas import CHECKPOINT
 from verl.weights.shard import Shard, Stream
 
-FORMAT = 4
 MANIFEST = "manifest.json"
 #: Names of contents, and of files.
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
@@ -76,7 +76,7 @@ class Saving:
     ) -> None:
         self.path, self.step, self._writers, self._on_end = path.absolute(), step, writers, on_end
         self._staging = staging_of(self.path)
-        self._manifest = {"format": FORMAT, "identity": dict(identity), "step": step}
+        self._manifest = {CHECKPOINT.key: CHECKPOINT.current, "identity": dict(identity), "step": step}
         self._result: SaveResult | None = None
         with self._reported():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,9 +100,9 @@ class Saving:
         """Finish the save if its writers are done; None: they are not."""
         if self._result is None:
             with self._reported():
-                found = [writer.end(wait) for writer in self._writers]
-                written = [files for files in found if files is not None]
-                if len(written) < len(found):
+                reports = [writer.end(wait) for writer in self._writers]
+                written = [files for files in reports if files is not None]
+                if len(written) < len(reports):
                     return None
                 for files in written:
                     self._files |= {name: dict(entry) for name, entry in files.items()}

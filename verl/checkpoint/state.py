@@ -204,25 +204,25 @@ def load(trainer: Trainer, path: Path) -> None:
     """Check a checkpoint, then restore it."""
     start()
     # A run of `verl train` records its settings, which a trainer outside of one does not have.
-    found = load_checkpoint(path, identity(trainer), unknown=() if trainer.settings else ("settings",))
-    check(trainer, found)
-    restore(trainer, found)
+    checkpoint = load_checkpoint(path, identity(trainer), unknown=() if trainer.settings else ("settings",))
+    check(trainer, checkpoint)
+    restore(trainer, checkpoint)
 
 
 def identity(trainer: Trainer) -> dict[str, str]:
     """What a checkpoint must have in common with the trainer that loads it."""
-    found = {}
+    parts = {}
     for name, task in trainer.tasks.items():
         key = "algorithm" if len(trainer.tasks) == 1 else f"task.{name}.algorithm"
-        found[key] = task.algorithm.name or type(task.algorithm).__name__
+        parts[key] = task.algorithm.name or type(task.algorithm).__name__
     for role, handle in trainer.roles.items():
         architecture = type(getattr(handle.modules, "backbone", handle.modules)).__name__
-        found |= model_identity(role, architecture, handle.outline)
+        parts |= model_identity(role, architecture, handle.outline)
     if digest := trainer.actor.reference_digest:
-        found["reference.sha256"] = digest
+        parts["reference.sha256"] = digest
     if trainer.settings is not None:
-        found["settings"] = trainer.settings
-    return found
+        parts["settings"] = trainer.settings
+    return parts
 
 
 def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[RoleWriter]]:
@@ -256,25 +256,25 @@ class RoleWriter:
     def __init__(self, role: str, handle: Actor | Critic, background: bool) -> None:
         self.role, self._handle, self._background = role, handle, background
         self.meta: dict[str, Any] = {}
-        self._found: dict[str, Any] | None = None
+        self._files: dict[str, Any] | None = None
 
     def begin(self, folder: Path) -> None:
         (folder / self.role).mkdir(exist_ok=True)
         self.meta = self._handle.save(str(folder / self.role), self._background)
 
     def end(self, wait: bool) -> dict[str, Any] | None:
-        if self._found is None:
-            found = self._handle.group.call("saved", wait)
-            if found is None:
+        if self._files is None:
+            reports = self._handle.group.call("saved", wait)
+            if reports is None:
                 return None
-            for rank in found:
+            for rank in reports:
                 if "errno" in rank:
                     raise OSError(rank["errno"], rank["error"], rank["file"])
                 if "error" in rank:
                     raise CheckpointError(rank["error"])
-            files = {name: entry for rank in found for name, entry in rank["files"].items()}
-            self._found = {f"{self.role}/{name}": entry for name, entry in files.items()}
-        return self._found
+            files = {name: entry for rank in reports for name, entry in rank["files"].items()}
+            self._files = {f"{self.role}/{name}": entry for name, entry in files.items()}
+        return self._files
 
 
 def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> dict[str, Any]:
@@ -385,14 +385,14 @@ def _read_state(checkpoint: Checkpoint) -> TrainerState:
 def _check_role(checkpoint: Checkpoint, role: str, handle: Actor | Critic, state: RoleState) -> None:
     options = handle.train_options
     check_optimizer(optimizer_name(options.optimizer), state.model_dump(exclude_unset=True))
-    own = handle.outline
-    found = _check_moments(checkpoint, role, own, state, is_adamw=options.optimizer is None)
+    weights = handle.outline
+    names = _check_moments(checkpoint, role, weights, state, is_adamw=options.optimizer is None)
     if options.optimizer is None:  # which weights a caller's own trains, it alone knows
-        check_masters({name: weight for name, weight in own.items() if weight.requires_grad}, found)
+        check_masters({name: weight for name, weight in weights.items() if weight.requires_grad}, names)
     if state.base is not None:
         check_base(state.base.model_dump(), handle.base)
-        own = {name: weight for name, weight in own.items() if weight.requires_grad}
-    _check_weights(checkpoint, role, own)
+        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    _check_weights(checkpoint, role, weights)
 
 
 def _check_random(checkpoint: Checkpoint, state: TrainerState) -> None:
@@ -448,10 +448,10 @@ def _check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torc
     """Compare the saved weights with a model's: names, shapes, floating point or not; and look for NaN."""
     saved = dict.fromkeys(weights, 0)
     for shard in checkpoint.shards(f"{role}/weights"):
-        own = weights.get(shard.name)
-        if own is None or tuple(own.shape) != shard.global_shape:
+        weight = weights.get(shard.name)
+        if weight is None or tuple(weight.shape) != shard.global_shape:
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' {shard.global_shape} is not of this model")
-        if own.is_floating_point() != shard.tensor.is_floating_point():
+        if weight.is_floating_point() != shard.tensor.is_floating_point():
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has dtype {shard.tensor.dtype}")
         if not is_finite(shard.tensor):
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has values that are not finite")
@@ -516,15 +516,15 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     noted = _read_probe(checkpoint)
     base = _read_state(checkpoint).roles["actor"].base if "trainer.json" in checkpoint else None
     model = _on_base(checkpoint, noted, base) if base is not None else _from_config(checkpoint, noted)
-    own = outline(model)
+    weights = outline(model)
     if base is not None:
-        own = {name: weight for name, weight in own.items() if weight.requires_grad}
-    _check_weights(checkpoint, "actor", own)
-    beside = (shard for shard in model_shards(model) if shard.name not in own)
+        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    _check_weights(checkpoint, "actor", weights)
+    beside = (shard for shard in model_shards(model) if shard.name not in weights)
     take_weights(model, chain(beside, checkpoint.shards("actor/weights")))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=noted.head)
-    found = _probe(lambda method, batch: getattr(worker, method)(batch), model, noted.head)
-    gap = max(abs(a - b) for a, b in zip(found["outputs"], noted.outputs, strict=True))
+    probe = _probe(lambda method, batch: getattr(worker, method)(batch), model, noted.head)
+    gap = max(abs(a - b) for a, b in zip(probe["outputs"], noted.outputs, strict=True))
     if gap <= noted.tolerance:
         return model, None
     return model, f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save"

@@ -31,7 +31,6 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from verl.batch import Batch
 from verl.checked import checked
 from verl.checkpoint.saving import (
-    FORMAT,
     MANIFEST,
     NAME,
     SaveResult,
@@ -52,6 +51,7 @@ from verl.durable import (
 )
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.record import Natural
+from verl.schemas import CHECKPOINT
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
@@ -68,10 +68,15 @@ class _File(BaseModel):
     size: NonNegativeInt
 
 
-class _Manifest(BaseModel):
+class _AnyManifest(BaseModel):
+    """What a manifest has in every format, as sorted JSON: so one of a later format does not pass for a damaged one."""
+
     digest: str
-    files: dict[str, _File]
     format: int
+
+
+class _Manifest(_AnyManifest):
+    files: dict[str, _File]
     identity: dict[str, str]
     step: NonNegativeInt
 
@@ -199,7 +204,7 @@ class CheckpointStore:
         saved."""
         try:
             steps = self.steps()
-            far = [at for at in steps if at <= steps[-1] - self.reach][-1:] or steps[:1]
+            far = [saved for saved in steps if saved <= steps[-1] - self.reach][-1:] or steps[:1]
             for old in steps[: -self.keep]:
                 if old != step and not (self.reach and old >= far[0]):
                     self._discard(self.path(old))
@@ -260,7 +265,7 @@ class CheckpointStore:
         if step not in steps:
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step} to go back to; it has {steps}")
         try:
-            for later in reversed([found for found in steps if found > step]):
+            for later in reversed([saved for saved in steps if saved > step]):
                 self._discard(self.path(later))
         except OSError as error:
             raise CheckpointError(
@@ -323,11 +328,6 @@ def load_checkpoint(
     root = Path(path).absolute()
     recover(root)
     manifest = _read_manifest(root)
-    if manifest.format != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {root} has format {manifest.format}, and this version of verl reads format {FORMAT} alone: go "
-            "on with the version that wrote it, or start anew (--fresh)"
-        )
     for name, entry in manifest.files.items():
         if fault := _file_fault(root, name, entry.size, entry.sha256):
             raise DamagedCheckpointError(f"checkpoint {root} is damaged: {fault}")
@@ -398,9 +398,9 @@ def _name(step: int) -> str:
 def _steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
-    found = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
+    matches = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
     return sorted(
-        int(match[1]) for match, entry in found if match and entry.name == _name(int(match[1])) and entry.is_dir()
+        int(match[1]) for match, entry in matches if match and entry.name == _name(int(match[1])) and entry.is_dir()
     )
 
 
@@ -424,10 +424,13 @@ def _read_manifest(root: Path) -> _Manifest:
     if file.is_symlink() or not file.is_file():
         raise DamagedCheckpointError(f"{root} is no checkpoint, or a damaged one: it has no {MANIFEST}")
     try:
-        manifest: _Manifest = read_json(file, _Manifest)
-        content = manifest.model_dump()
-        if file.read_bytes() == dump_manifest(content) and content.pop("digest") == manifest_digest(content):
-            return manifest
+        content = read_json(file, dict[str, Any])
+        signed = {key: value for key, value in content.items() if key != "digest"}
+        if file.read_bytes() == dump_manifest(content) and content.get("digest") == manifest_digest(signed):
+            CHECKPOINT.check(read_json(file, _AnyManifest).format, f"checkpoint {root}")
+            manifest: _Manifest = read_json(file, _Manifest)
+            if manifest.model_dump() == content:
+                return manifest
     except (OSError, ValueError):
         pass
     raise DamagedCheckpointError(f"checkpoint {root} is damaged: {MANIFEST} has been cut or changed")
@@ -448,11 +451,11 @@ def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
     except OSError as error:
         return f"'{name}' cannot be opened: {error.strerror}"
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             return f"'{name}' is no regular file"
-        if found.st_size != size:
-            return f"'{name}' has {found.st_size} bytes instead of {size}"
+        if status.st_size != size:
+            return f"'{name}' has {status.st_size} bytes instead of {size}"
         if digest(descriptor) != sha256:
             return f"the content of '{name}' has changed (its SHA-256 differs)"
     finally:

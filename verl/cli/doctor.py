@@ -101,8 +101,8 @@ def examine(timeout: float = 60.0) -> Iterator[Finding]:
         check_host, lambda: check_collective(timeout),
     )  # fmt: skip
     for check in checks:
-        found = check()
-        yield from [found] if isinstance(found, Finding) else found
+        result = check()
+        yield from [result] if isinstance(result, Finding) else result
 
 
 def check_parts() -> Finding:
@@ -139,8 +139,8 @@ def check_devices() -> Finding:
     names = [
         f"{kind}:{i} ({device.total_memory(f'{kind}:{i}') / 2**30:.0f} GiB)" for i in range(device.count(kind or ""))
     ]
-    found = ", ".join(names) or f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
-    return Finding("devices", "ok", f"{found}; a run's default: {device.default_kind()}")
+    listing = ", ".join(names) or f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    return Finding("devices", "ok", f"{listing}; a run's default: {device.default_kind()}")
 
 
 def check_engine() -> Finding:

@@ -39,6 +39,6 @@ def export(
     """
     from verl.run.export import export as write
 
-    found = write(checkpoint, out, tokenizer, adapter=adapter)
-    typer.echo(f"step {found.step} of {found.path}", err=True)
+    exported = write(checkpoint, out, tokenizer, adapter=adapter)
+    typer.echo(f"step {exported.step} of {exported.path}", err=True)
     typer.echo(out)

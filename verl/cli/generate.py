@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from io import BytesIO
@@ -80,28 +80,18 @@ def generate(
     $ echo 'Once upon a time' | verl generate models/SmolLM2-135M-Instruct - story.jsonl
     """
     from verl.data.prompts import load_prompts
-    from verl.device import default_kind
     from verl.kernels.library_memory import limit_library_memory
     from verl.rollout.base import SamplingParams
-    from verl.rollout.choice import choose_engine
-    from verl.rollout.options import RolloutOptions, SamplerOptions
+    from verl.rollout.options import SamplerOptions
 
     if system is not None and chat is False:
         raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
-    if out.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
-    _keep_apart(prompts, out)
+    _check_output(out, prompts)
     limit_library_memory()
-    if engine == "auto":
-        known = "bfloat16" if dtype == "auto" else dtype
-        engine = choose_engine(RolloutOptions(), default_kind(), dtype=known).name
+    engine = _chosen_engine(dtype) if engine == "auto" else engine
+    ends = tuple(stop or ())
     params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        stop=tuple(stop or ()),
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, stop=ends
     )
     form: dict[str, Any] = {"prompt_column": prompt_column, "system_prompt": system, "chat": chat}
     data = load_prompts(_source(prompts), **form, limit=limit)
@@ -110,13 +100,13 @@ def generate(
     settings = {"model": path, "prompts": data.fingerprint(), **form, "n": n, "seed": seed, "dtype": dtype}
     settings |= {"engine": engine, **asdict(params)}
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
+
+    def sample(missing: Mapping[str, int]) -> Iterator[_Answer]:
+        options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
+        return _answers(model, dtype, options, data.batch, missing, params)
+
     with _part_file(out, settings, fresh) as part:
-        if missing := {name: row for name, row in rows.items() if name not in part.answers}:
-            options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
-            new = _answers(model, dtype, options, data.batch, missing, params)
-            for answer in _shown(new, len(rows), len(rows) - len(missing)):
-                part.add(answer)
-        answers = [part.answers[name] for name in rows]
+        answers = part.complete(rows, sample)
         with _writing(out):
             write_atomic(out, _content(out.suffix, data.batch.take([*rows.values()]), answers))
     _tell(out, rows.values(), answers)
@@ -134,10 +124,20 @@ class _Answer:
     error: str | None = None
 
 
-def _keep_apart(prompts: str, out: Path) -> None:
+def _check_output(out: Path, prompts: str) -> None:
     """The output may neither take the prompts' place nor be read among them the next time."""
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
     if prompts != "-" and out.resolve().is_relative_to(Path(prompts).resolve()):
         raise ConfigError(f"{out} lies where the prompts are read from ({prompts}): give another name")
+
+
+def _chosen_engine(dtype: str) -> str:
+    from verl.device import default_kind
+    from verl.rollout.choice import choose_engine
+    from verl.rollout.options import RolloutOptions
+
+    return choose_engine(RolloutOptions(), default_kind(), dtype="bfloat16" if dtype == "auto" else dtype).name
 
 
 def _source(prompts: str) -> Any:
@@ -239,6 +239,16 @@ class _Part:
                 lines = json.dumps(self.settings) + "\n" + lines
             append_lines(self.path, lines)
         self.answers[answer.id] = answer
+
+    def complete(
+        self, rows: Mapping[str, int], sample: Callable[[Mapping[str, int]], Iterator[_Answer]]
+    ) -> list[_Answer]:
+        """All answers in the order of `rows` (row of the prompt by the name of the answer); `sample` makes those that
+        are missing."""
+        if missing := {name: row for name, row in rows.items() if name not in self.answers}:
+            for answer in _shown(sample(missing), len(rows), len(rows) - len(missing)):
+                self.add(answer)
+        return [self.answers[name] for name in rows]
 
 
 @contextmanager

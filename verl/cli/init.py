@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from verl.errors import ConfigError
+from verl.schemas import SETTINGS
 
 _MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _TRAINED, _HELD_OUT = 2000, 200
@@ -21,6 +22,8 @@ _RECIPE = """\
 #   verl train recipe.yaml
 #   verl train recipe.yaml trainer.total_steps=60 actor_rollout_ref.actor.optim.lr=2.0e-5
 #   verl config                                  # all settings with their meaning
+
+schema: {schema}                  # version of the form of this file
 
 actor_rollout_ref:
   model:
@@ -80,7 +83,9 @@ def init(
         raise ConfigError(f"{directory} is there and is not an empty directory: name a new one")
     where = str(Path(model).resolve()) if Path(model).is_dir() else model
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "recipe.yaml").write_text(_RECIPE.format(model=json.dumps(where)), encoding="utf-8")
+    (directory / "recipe.yaml").write_text(
+        _RECIPE.format(schema=SETTINGS.current, model=json.dumps(where)), encoding="utf-8"
+    )
     (directory / "rewards.py").write_text(_REWARDS, encoding="utf-8")
     rows = _sums()
     _write(directory / "train.jsonl", rows[:_TRAINED])

@@ -184,8 +184,8 @@ def plan(
 
     config = load_config(file, overrides or ())
     if cluster is None:
-        given = (network, within, efficiency)
-        if scaling or any(option is not None for option in given):
+        of_a_cluster = (network, within, efficiency)
+        if scaling or any(option is not None for option in of_a_cluster):
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
@@ -249,12 +249,12 @@ def check(
     from verl.models.check import check_model
     from verl.models.loading import load_model, load_tokenizer
 
-    found = check_model(put(load_model(model, dtype=dtype)), load_tokenizer(model))
+    report = check_model(put(load_model(model, dtype=dtype)), load_tokenizer(model))
     if as_json:
-        typer.echo(found.to_json())
+        typer.echo(report.to_json())
     else:
-        Console().print(found)
-    if not found.ok:
+        Console().print(report)
+    if not report.ok:
         raise typer.Exit(OTHER_ERROR)
 
 
@@ -272,9 +272,9 @@ def verify(
     """
     from verl.checkpoint.state import verify as verify_checkpoint
 
-    found = verify_checkpoint(checkpoint)
-    typer.secho(visible(str(found)), fg="green" if found.ok else "red", err=not found.ok)
-    if not found.ok:
+    report = verify_checkpoint(checkpoint)
+    typer.secho(visible(str(report)), fg="green" if report.ok else "red", err=not report.ok)
+    if not report.ok:
         raise typer.Exit(OTHER_ERROR)
 
 

@@ -125,10 +125,10 @@ def _scaling(best: PlacementPlan) -> str:
 
     cluster = best.problem.cluster
     ranks = [cluster.per_machine << i for i in range(cluster.machines.bit_length()) if 1 << i <= cluster.machines]
-    found = strong(best.problem, sorted({*ranks, cluster.size}))
+    sizes = strong(best.problem, sorted({*ranks, cluster.size}))
     lines = [f"Scaling with {best.problem.work.samples} samples a step"]
-    lines += [f"{s.ranks:6} devices {s.plan.throughput:12,.0f} tokens/s {s.efficiency:6.0%} of linear" for s in found]
-    grown = weak(best.problem, found[0], cluster.size)
+    lines += [f"{s.ranks:6} devices {s.plan.throughput:12,.0f} tokens/s {s.efficiency:6.0%} of linear" for s in sizes]
+    grown = weak(best.problem, sizes[0], cluster.size)
     if grown is None:
         return "\n".join([*lines, f"no batch up to 64 times as large makes {cluster.size} devices 90 % linear"])
     samples = grown.plan.problem.work.samples
@@ -148,9 +148,9 @@ def _one_task(config: Config) -> dict[str, str]:
 
 
 def _task(config: Config, task: TaskConfig) -> str:
-    given = task.model_dump(mode="json", exclude_defaults=True)
+    settings = task.model_dump(mode="json", exclude_defaults=True)
     share = task.share / (sum(each.share for each in config.tasks) or 1.0)
-    rest = (_option(item) for item in given.items() if item[0] not in ("name", "type", "share"))
+    rest = (_option(item) for item in settings.items() if item[0] not in ("name", "type", "share"))
     return " ".join([task.type, f"{share:.0%} of the prompts", *rest])
 
 
@@ -195,14 +195,14 @@ def _step(config: Config) -> str:
     )
 
 
-def _reward(given: CostConfig) -> str:
-    if given.components:
-        return " + ".join(f"{p.weight:g} x {name} ({_origin(p)})" for name, p in given.components.items())
-    return _origin(given)
+def _reward(section: CostConfig) -> str:
+    if section.components:
+        return " + ".join(f"{p.weight:g} x {name} ({_origin(p)})" for name, p in section.components.items())
+    return _origin(section)
 
 
 def _origin(part: RewardPart) -> str:
-    return next((str(getattr(part, field)) for field in part.given()), "none")
+    return next((str(getattr(part, field)) for field in part.origins()), "none")
 
 
 def _option(item: tuple[str, Any]) -> str:

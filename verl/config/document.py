@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from verl.config.schema import Config
 from verl.record import extra, in_words, section
+from verl.schemas import SETTINGS
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def describe(record: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
 
 def commented_yaml() -> str:
     """The whole tree of defaults as YAML, each key with its meaning; a recipe needs only what differs."""
-    lines: list[str] = []
+    lines = [_setting(f"{SETTINGS.key}: {SETTINGS.current}", "version of the form of this file (none: 1)")]
     _write_section(Config, 0, lines)
     return "\n".join(lines) + "\n"
 
@@ -90,6 +91,10 @@ def _value(value: Any) -> str:
     return str(value)
 
 
+def _setting(line: str, meaning: str) -> str:
+    return f"{line:<44}  # {meaning}"
+
+
 def _write_section(record: type[BaseModel], depth: int, lines: list[str]) -> None:
     for name, field in record.model_fields.items():
         inner, indent = section(field.annotation), "  " * depth
@@ -98,7 +103,6 @@ def _write_section(record: type[BaseModel], depth: int, lines: list[str]) -> Non
             _write_section(inner, depth + 1, lines)
             continue
         note = "; only this value so far" if extra(field, "later") else f" [{in_words(field.annotation)}]"
-        setting = f"{indent}{name}: {_value(_default(field))}"
-        lines.append(f"{setting:<44}  # {field.description}{note}")
+        lines.append(_setting(f"{indent}{name}: {_value(_default(field))}", f"{field.description}{note}"))
     if record.model_config.get("extra") == "allow":
         lines.append("  " * depth + "# ... and the algorithm's own options")

@@ -19,12 +19,13 @@ from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
 from verl.record import Record, SettingsError
+from verl.schemas import SETTINGS
 
 #: A recipe has a few kilobytes, and five levels at most below a list of the user's own.
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000
 RecordT = TypeVar("RecordT", bound=Record)
 #: Where each key was written: "recipe.yaml line 3" or "override 'a.b=1'".
-Places = dict[tuple[str, ...], str]
+Locations = dict[tuple[str, ...], str]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -35,8 +36,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         ConfigError: the file is missing or no YAML, or a setting is unknown, of the wrong type or contradicts
             another; each is named with its full key and where it was written.
     """
-    content, places = _load(None if path is None else Path(path), overrides)
-    return build_config(content, places, origin="the command line" if path is None else str(path))
+    content, locations = _load(None if path is None else Path(path), overrides)
+    return build_config(content, locations, origin="the command line" if path is None else str(path))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -54,25 +55,25 @@ def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
     Raises:
         ConfigError: as of `load_config`.
     """
-    content, places = _load(Path(path), ())
-    made: TasksFile = _build(TasksFile, content, places, str(path))
-    return made.tasks
+    content, locations = _load(Path(path), ())
+    file: TasksFile = _build(TasksFile, _without_version(content, locations, str(path)), locations, str(path))
+    return file.tasks
 
 
-def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
+def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], Locations]:
     """The settings of a file with overrides, and where each was written."""
     text, path = ("", Path("the command line")) if path is None else (_read(path), path)
     root = _compose(text, str(path))
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
-    places: Places = dict(_key_lines(root, path)) if root is not None else {}
+    locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
     try:
         content: Any = OmegaConf.to_container(OmegaConf.create(text)) if root is not None else {}
         for override in overrides:
             key, change = _override(override)
             content = _merged(content, change)
             written = [key[:length] for length in range(1, len(key))] + list(_paths(change))
-            places.update(dict.fromkeys(written, f"override '{override}'"))
+            locations.update(dict.fromkeys(written, f"override '{override}'"))
         content = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
     except ConfigError:
         raise
@@ -80,34 +81,40 @@ def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
     except OmegaConfBaseException as error:  # such as a reference to nothing
         raise ConfigError(f"{path}: {_yaml_problem(error)}") from None
-    return content, places
+    return content, locations
 
 
-def build_config(content: Mapping[str, Any], places: Places | None = None, origin: str = "config") -> Config:
-    """The settings in nested mappings, checked; `places` says where each key was written, for the messages.
+def build_config(content: Mapping[str, Any], locations: Locations | None = None, origin: str = "config") -> Config:
+    """The settings in nested mappings, checked; `locations` says where each key was written, for the messages.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
     """
-    places = dict(places or {})
-    content = translated(copy.deepcopy(dict(content)), places, origin)
+    locations = dict(locations or {})
+    content = translated(_without_version(copy.deepcopy(dict(content)), locations, origin), locations, origin)
     if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
         raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
-    return _build(Config, content, places, origin)
+    return _build(Config, content, locations, origin)
 
 
-def _build(record: type[RecordT], content: Mapping[str, Any], places: Places, origin: str) -> RecordT:
+def _without_version(content: Mapping[str, Any], locations: Locations, origin: str) -> dict[str, Any]:
+    """The settings without `schema`, the version of the file's form, which is checked."""
+    SETTINGS.check(content.get(SETTINGS.key), origin + _where((SETTINGS.key,), locations))
+    return {key: value for key, value in content.items() if key != SETTINGS.key}
+
+
+def _build(record: type[RecordT], content: Mapping[str, Any], locations: Locations, origin: str) -> RecordT:
     try:
         return record(**content)
     except SettingsError as error:
-        lines = [_line(path, text, details, places) for path, text, details in error.problems]
+        lines = [_line(path, text, details, locations) for path, text, details in error.problems]
     listing = lines[0] if len(lines) == 1 else f"{len(lines)} problems\n  " + "\n  ".join(lines)
     raise ConfigError(f"{origin}: {listing}")
 
 
 def to_yaml(config: Config) -> str:
     """All settings as YAML that `load_config` reads back to the same."""
-    content = _escaped(config.model_dump(mode="json"))
+    content = {SETTINGS.key: SETTINGS.current, **_escaped(config.model_dump(mode="json"))}
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
 
 
@@ -194,14 +201,14 @@ def _merged(settings: Any, change: Any) -> Any:
 def _key_lines(node: yaml.Node, path: Path, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            place = (*prefix, str(key.value))
-            yield place, f"{path.name} line {key.start_mark.line + 1}"
-            yield from _key_lines(value, path, place)
+            key_path = (*prefix, str(key.value))
+            yield key_path, f"{path.name} line {key.start_mark.line + 1}"
+            yield from _key_lines(value, path, key_path)
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
-            place = (*prefix, str(number))
-            yield place, f"{path.name} line {item.start_mark.line + 1}"
-            yield from _key_lines(item, path, place)
+            key_path = (*prefix, str(number))
+            yield key_path, f"{path.name} line {item.start_mark.line + 1}"
+            yield from _key_lines(item, path, key_path)
 
 
 def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -211,40 +218,40 @@ def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
         yield from _paths(item, (*prefix, key))
 
 
-def _line(path: tuple[str, ...], text: str, details: Any, places: Places) -> str:
+def _line(path: tuple[str, ...], text: str, details: Any, locations: Locations) -> str:
     """One problem: the key, what is wrong, the nearest valid key, where it was written."""
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         text = f"unknown key; {_nearest_key(path, details['input'])}"
     if details["type"] == "several":
         keys = details["ctx"]["keys"].split()
-        text += f", not {' and '.join(key + _place((*path, key), places) for key in keys)}; KEY=null takes one out"
+        text += f", not {' and '.join(key + _where((*path, key), locations) for key in keys)}; KEY=null takes one out"
     else:
-        text += _place(path, places)
+        text += _where(path, locations)
     return f"{'.'.join(path) or 'settings'}: {text}"
 
 
-def _place(path: tuple[str, ...], places: Places) -> str:
-    above = (places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in places)
-    place = next(above, None)
-    return "" if place is None else f" ({place})"
+def _where(path: tuple[str, ...], locations: Locations) -> str:
+    above = (locations[path[:length]] for length in range(len(path), 0, -1) if path[:length] in locations)
+    location = next(above, None)
+    return "" if location is None else f" ({location})"
 
 
-def _nearest_key(path: tuple[str, ...], given: Any = None) -> str:
+def _nearest_key(path: tuple[str, ...], value: Any = None) -> str:
     """The nearest valid key: of a group the keys that end like its own, then a like sibling, else the same or a like
     name anywhere, else all siblings."""
-    ends = [".".join((path[-1], *inner)) for inner in _paths(given)]
+    ends = [".".join((path[-1], *inner)) for inner in _paths(value)]
     keys = [key.path for key in describe()]
     siblings, names = subsections(path[:-1]), [key.rsplit(".", 1)[-1] for key in keys]
-    found = [key for key in keys if any(key.endswith(f".{end}") for end in ends)]
-    if not found:
-        found = [".".join((*path[:-1], close)) for close in difflib.get_close_matches(path[-1], siblings, n=1)]
-    if not found:
-        found = [key for key, name in zip(keys, names, strict=True) if name == path[-1]]
-    if not found and (close := difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)):
-        found = [keys[names.index(close[0])]]
-    if not found:
+    candidates = [key for key in keys if any(key.endswith(f".{end}") for end in ends)]
+    if not candidates:
+        candidates = [".".join((*path[:-1], close)) for close in difflib.get_close_matches(path[-1], siblings, n=1)]
+    if not candidates:
+        candidates = [key for key, name in zip(keys, names, strict=True) if name == path[-1]]
+    if not candidates and (close := difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)):
+        candidates = [keys[names.index(close[0])]]
+    if not candidates:
         return nearest(path[-1], siblings)
-    return "did you mean " + " or ".join(f"'{key}'" for key in found) + "?"
+    return "did you mean " + " or ".join(f"'{key}'" for key in candidates) + "?"
 
 
 def _escaped(value: Any) -> Any:

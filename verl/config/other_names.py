@@ -256,41 +256,43 @@ _OWN = frozenset((
 ))  # fmt: skip
 
 
-def translated(content: dict[str, Any], places: dict[tuple[str, ...], str], origin: str) -> dict[str, Any]:
-    """The settings under our names, and `places` likewise. `content` is changed.
+def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], origin: str) -> dict[str, Any]:
+    """The settings under our names, and `locations` likewise. `content` is changed.
 
     Raises:
         ConfigError: a key is given under two names, or has a value that means something else here.
     """
-    given = {name: value for name in NAMES if (value := _get(content, name, _MISSING)) is not _MISSING}
-    if not given.keys() - _OWN:
+    theirs = {name: value for name in NAMES if (value := _get(content, name, _MISSING)) is not _MISSING}
+    if not theirs.keys() - _OWN:
         return content
-    if "data.train_files" not in given:  # ours then, which is about recorded responses
-        given.pop("data.max_response_length", None)
+    if "data.train_files" not in theirs:  # ours then, which is about recorded responses
+        theirs.pop("data.max_response_length", None)
 
     def get(name: str) -> Any:
-        return given.get(name, _get(content, name, None))
+        return theirs.get(name, _get(content, name, None))
 
-    for name in given:
+    for name in theirs:
         _take(content, name)
     unused = []
-    found: dict[str, tuple[str, Any]] = {}
-    for name, value in given.items():
+    renamed: dict[str, tuple[str, Any]] = {}
+    for name, value in theirs.items():
         try:
             ours = NAMES[name](value, get)
         except _RefusedError as refusal:
-            raise ConfigError(f"{origin}: {name}{_at(name, places)}: {value!r} is not taken: {refusal}") from None
+            raise ConfigError(f"{origin}: {name}{_where(name, locations)}: {value!r} is not taken: {refusal}") from None
         if not ours and NAMES[name] is _no_effect:
             unused.append(name)
         for key, item in ours.items():
-            if key in found or _get(content, key, _MISSING) is not _MISSING:
+            if key in renamed or _get(content, key, _MISSING) is not _MISSING:
                 other = name.rpartition(".")[2] if name.rpartition(".")[0] == key.rpartition(".")[0] else name
-                raise ConfigError(f"{origin}: {key}: is given twice, as {other} too{_at(name, places)}: leave one out")
-            found[key] = (name, item)
-    for key, (name, item) in found.items():
+                raise ConfigError(
+                    f"{origin}: {key}: is given twice, as {other} too{_where(name, locations)}: leave one out"
+                )
+            renamed[key] = (name, item)
+    for key, (name, item) in renamed.items():
         _put(content, key, item)
-        if where := places.get(tuple(name.split("."))):
-            places[tuple(key.split("."))] = where
+        if where := locations.get(tuple(name.split("."))):
+            locations[tuple(key.split("."))] = where
     if unused:
         logger.warning("of no effect here: %s", ", ".join(unused))
     return content
@@ -329,6 +331,6 @@ def _put(content: dict[str, Any], name: str, value: Any) -> None:
     section[last] = value
 
 
-def _at(name: str, places: Mapping[tuple[str, ...], str]) -> str:
-    where = places.get(tuple(name.split(".")))
+def _where(name: str, locations: Mapping[tuple[str, ...], str]) -> str:
+    where = locations.get(tuple(name.split(".")))
     return f" ({where})" if where else ""

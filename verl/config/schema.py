@@ -80,15 +80,15 @@ def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
     """A key that is null is not there: so an override takes it out of the file's mapping."""
     if isinstance(value, str):
         return home(value)
-    given = {key: item for key, item in value.items() if item is not None}
-    if is_by_task(given):
-        return {key: _source(part) for key, part in given.items()}
-    match given.get("path"):
+    fields = {key: item for key, item in value.items() if item is not None}
+    if is_by_task(fields):
+        return {key: _source(part) for key, part in fields.items()}
+    match fields.get("path"):
         case str(path):
-            return {**given, "path": home(path)}
+            return {**fields, "path": home(path)}
         case [*paths]:
-            return {**given, "path": [home(path) if isinstance(path, str) else path for path in paths]}
-    return given
+            return {**fields, "path": [home(path) if isinstance(path, str) else path for path in paths]}
+    return fields
 
 
 def _algorithm_name(value: str) -> str:
@@ -149,9 +149,9 @@ class CriticConfig(TrainSettings):
 
     def options(self, actor: TrainOptions) -> TrainOptions:
         """With options of FSDP and DeepSpeed, which are the actor's where both have that strategy."""
-        own = {name: getattr(self, name) for name in TrainSettings.model_fields}
+        settings = {name: getattr(self, name) for name in TrainSettings.model_fields}
         like = actor if actor.strategy == self.strategy else TrainOptions()
-        return TrainOptions(**own, fsdp_config=like.fsdp_config, deepspeed_config=like.deepspeed_config)
+        return TrainOptions(**settings, fsdp_config=like.fsdp_config, deepspeed_config=like.deepspeed_config)
 
 
 class AlgorithmConfig(Record):
@@ -263,7 +263,7 @@ class RewardPart(Record):
             raise wrong("scale", "is the least and the most of a judge's score, lower first: it needs template")
         return self
 
-    def given(self) -> list[str]:
+    def origins(self) -> list[str]:
         """Which of the origins are set."""
         return [name for name in ("path", "name", "model", "url") if getattr(self, name) not in (None, ())]
 
@@ -285,15 +285,15 @@ class CostConfig(RewardPart):
     @property
     def is_given(self) -> bool:
         """Whether it names any origin."""
-        return bool(self.components or self.given())
+        return bool(self.components or self.origins())
 
     @model_validator(mode="after")
     def _check_origins(self) -> CostConfig:
-        if len(given := [*self.given(), *(["components"] if self.components else [])]) > 1:
+        if len(origins := [*self.origins(), *(["components"] if self.components else [])]) > 1:
             message = "give one of path, name, model, url and components"
-            raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(given)})
+            raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(origins)})
         for name, part in self.components.items():
-            if len(part.given()) != 1:
+            if len(part.origins()) != 1:
                 raise wrong(f"components.{name}", "needs exactly one of path, name, model and url")
         return self
 
@@ -444,8 +444,8 @@ class Config(Record):
     @model_validator(mode="after")
     def _check(self) -> Config:
         check_names(self.tasks)
-        own = {"algorithm": AlgorithmConfig(), "reward": RewardConfig(), "cost": CostConfig()}
-        if self.tasks and (set_too := [name for name, usual in own.items() if getattr(self, name) != usual]):
+        sections = {"algorithm": AlgorithmConfig(), "reward": RewardConfig(), "cost": CostConfig()}
+        if self.tasks and (set_too := [name for name, usual in sections.items() if getattr(self, name) != usual]):
             raise wrong(set_too[0], "is of a run of one task: each of the tasks has its own, so leave it out")
         prompts, n = self.data.batch_size, self.actor_rollout_ref.rollout.n
         updates = {"actor_rollout_ref.actor": self.actor_rollout_ref.actor, "critic": self.critic}

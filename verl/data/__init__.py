@@ -1,8 +1,8 @@
 """Data: prompts, offline data, buffers, and cursors that resume exactly.
 
 Reading order: `prompts`, `loader`, `files`, `forms`, `chat`, `tokenize`, `text`, `vocabulary`, `prefixes`, `tasks`,
-`offline`, `buffers`, `distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`, `alignment`,
-`time_limit`.
+`offline`, `buffer`, `buffers`, `distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`,
+`alignment`, `time_limit`.
 """
 
 from __future__ import annotations

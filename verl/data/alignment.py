@@ -56,7 +56,7 @@ class CharacterAlignment:
         tokens = sequences["response_tokens"]
         spans = [(self._spans(row), self._encode(self._text(row))[1]) for row in tokens]
         carried = {
-            name: [_carry(own, row, others) for (own, others), row in zip(spans, sequences[name], strict=True)]
+            name: [_carry(ours, row, others) for (ours, others), row in zip(spans, sequences[name], strict=True)]
             for name in ("response_mask", "loss_mask", *columns)
             if name in sequences
         }

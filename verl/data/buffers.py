@@ -13,7 +13,7 @@ import os
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,34 +21,14 @@ from pydantic import BaseModel, Field
 
 from verl.batch import Batch
 from verl.checked import checked
+from verl.data.buffer import Buffer, Capacity, check_saved, no_room
+from verl.data.distributed_buffer import DistributedBuffer
 from verl.durable import clear_staging, read_json, write_atomic
 from verl.errors import ConfigError, DataError, nearest
 
+__all__ = ["Buffer", "DiskBuffer", "MemoryBuffer", "make_buffer"]
+
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Buffer(Protocol):
-    """A queue of samples. `capacity` and `len` are in samples; `room` is how many more `add` takes."""
-
-    capacity: int
-
-    @property
-    def room(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def add(self, batch: Batch) -> None:
-        """Take the samples in. Raises DataError if there is no room for all of them; then none is taken."""
-
-    def drain(self, count: int | None = None) -> Batch:
-        """Give out the `count` oldest samples (all of them if there are fewer, or if `count` is None)."""
-
-    def state(self) -> Batch:
-        """The samples that wait, in order."""
-
-    def load_state(self, batch: Batch) -> None:
-        """Replace the content by these samples."""
 
 
 def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buffer:
@@ -70,14 +50,8 @@ def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buf
             raise ConfigError("a disk buffer needs a directory: give its path")
         return DiskBuffer(path, capacity)
     if kind == "distributed":
-        from verl.data.distributed_buffer import DistributedBuffer
-
         return DistributedBuffer(capacity, str(path or "verl-buffer"))
     raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk', 'distributed'))}")
-
-
-#: Most samples that a buffer holds.
-Capacity = Annotated[int, Field(ge=1, le=2**62)]
 
 
 class MemoryBuffer:
@@ -184,11 +158,11 @@ class DiskBuffer:
             if offset == size:
                 finished.append(number)
                 cursor, offset = number + 1, 0
-        given = Batch.concat(taken)
+        batch = Batch.concat(taken)
         if taken:
             self._move_cursor(cursor, offset)
             self._forget(finished)
-        return given
+        return batch
 
     def state(self) -> Batch:
         parts = [Batch.from_parquet(self._file(number)) for number in self._sizes]
@@ -248,20 +222,6 @@ class _Cursor(BaseModel):
 
     segment: int = Field(ge=0, lt=2**53)
     row: int = Field(ge=0, lt=2**53)
-
-
-def no_room(buffer: Buffer, batch: Batch) -> DataError:
-    """The error about samples that a buffer has no room for now."""
-    return DataError(
-        f"{len(batch)} samples do not fit: {len(buffer)} of {buffer.capacity} places are taken. "
-        "Drain first, or raise buffer_size"
-    )
-
-
-def check_saved(buffer: Buffer, batch: Batch) -> None:
-    """Raises DataError for saved samples that are more than a buffer's capacity."""
-    if len(batch) > buffer.capacity:
-        raise DataError(f"{len(batch)} saved samples do not fit a buffer of {buffer.capacity}: raise buffer_size")
 
 
 def _wanted(count: int | None, size: int) -> int:

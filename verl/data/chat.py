@@ -138,7 +138,7 @@ class ChatTokenizer:
             DataError: nothing stops generation there, or the reply itself holds what does.
         """
         names = [self._spelling(token) for token in self.ends]
-        end = min((at + len(name) for name in names if (at := chat.find(name, start)) >= 0), default=None)
+        end = min((position + len(name) for name in names if (position := chat.find(name, start)) >= 0), default=None)
         if end is None:
             closing = [chat.rfind(name, start) + len(name) for name in self.added.values() if name in chat[start:]]
             if not calls or not closing:
@@ -183,15 +183,15 @@ class ChatTokenizer:
     @property
     def ends(self) -> tuple[int, ...]:
         """The tokens that end a reply: the tokenizer's EOS, and the template's own."""
-        found = {self.tokenizer.eos_token_id, self.turn_end} - {None}
-        return tuple(sorted(found))
+        tokens = {self.tokenizer.eos_token_id, self.turn_end} - {None}
+        return tuple(sorted(tokens))
 
     @cached_property
     def turn_end(self) -> int | None:
         """The token that the template ends a reply with: the first one behind it that always stands alone."""
-        found = {self._tail.find(name): token for token, name in self.added.items() if name in self._tail}
-        visible = [at for at, token in found.items() if self.added[token].strip()]
-        return found[min(visible)] if visible else None
+        by_position = {self._tail.find(name): token for token, name in self.added.items() if name in self._tail}
+        visible = [position for position, token in by_position.items() if self.added[token].strip()]
+        return by_position[min(visible)] if visible else None
 
     @property
     def _behind(self) -> str:
@@ -217,7 +217,7 @@ class ChatTokenizer:
         """The tokens that the tokenizer puts before every text (BOS), and behind it (EOS), where none goes on."""
         bare, text = self.encode("a"), list(self.tokenizer("a")["input_ids"])
         starts = range(len(text) - len(bare) + 1)
-        start = next((at for at in starts if text[at : at + len(bare)] == bare), 0)
+        start = next((first for first in starts if text[first : first + len(bare)] == bare), 0)
         return text[:start], text[start + len(bare) :]
 
     def encode(self, text: str) -> list[int]:
@@ -264,8 +264,8 @@ class ChatTokenizer:
         """Whether the template writes the arguments of calls that are JSON text as they are, and those of a mapping."""
         arguments = {"of": _PROBE}
         texts = []
-        for given in (json.dumps(arguments), arguments):
-            call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": given}}
+        for form in (json.dumps(arguments), arguments):
+            call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": form}}
             texts.append(self._try([_ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], False))
         return json.dumps(arguments) in texts[0], texts[1].count(_PROBE) > 1 and str(arguments) not in texts[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.buffers import Capacity, check_saved, no_room
+from verl.data.buffer import Capacity, check_saved, no_room
 from verl.errors import ClusterError, DataError
 from verl.ray_session import connect
 
@@ -34,8 +34,8 @@ class DistributedBuffer:
     @checked
     def __init__(self, capacity: Capacity, name: str = "verl-buffer") -> None:
         self._ray = ray = connect()
-        made = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
-        self._ledger: Any = made.remote(capacity)
+        actor = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
+        self._ledger: Any = actor.remote(capacity)
         self.capacity: int = self._ask("capacity")
 
     @property

@@ -86,10 +86,10 @@ def inside(root: str | Path, name: str) -> Path:
 
 def digest(rows: Iterable[Mapping[str, Any]]) -> str:
     """Sixteen hex digits over all values of the rows in order, whatever file or table holds them."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for row in rows:
-        found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return found.hexdigest()[:16]
+        sha.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return sha.hexdigest()[:16]
 
 
 def _read_file(path: Path) -> Iterator[tuple[Path, Any]]:

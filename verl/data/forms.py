@@ -168,8 +168,8 @@ def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise DataError(f"{where}: 'conversations' is a list of turns with from and value, not {said!r:.80}")
         turns = [_turn(turn, where) for turn in said]
         messages = [*_system(row, where), *turns]
-        given = [name for name in ("chosen", "rejected") if isinstance(row.get(name), dict)]
-        replies = {name: [_turn(row[name], where)] for name in given}
+        replied = [name for name in ("chosen", "rejected") if isinstance(row.get(name), dict)]
+        replies = {name: [_turn(row[name], where)] for name in replied}
         return row | ({"prompt": messages, **replies} if replies else {"messages": messages})
     if has.issuperset(_ALPACA) and "prompt" not in has:
         parts = [row.pop(name, None) or "" for name in ("instruction", "input")]
@@ -195,12 +195,12 @@ def tool_schemas(value: Any) -> list[dict[str, Any]]:
         DataError: it is neither.
     """
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        schemas = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise DataError(f"column 'tools' is no JSON: {error}") from error
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+    if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) for tool in schemas):
         raise DataError(f"column 'tools' is a list of JSON schemas, not {value!r:.60}")
-    return [dict(tool) for tool in found]
+    return [dict(tool) for tool in schemas]
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
@@ -264,14 +264,14 @@ def _without_padding(row: dict[str, Any]) -> dict[str, Any]:
         return row
     ids = row.pop("input_ids")
     mask: Sequence[int] = row.pop("attention_mask", None) or [1] * len(ids)
-    kept = [place for place, real in enumerate(mask) if real]
+    kept = [position for position, real in enumerate(mask) if real]
     labels = row.pop("labels", None)
     if not isinstance(labels, list):
-        return {"prompt_tokens": [ids[place] for place in kept], **row}
-    trained = [labels[place] != -100 for place in kept]
+        return {"prompt_tokens": [ids[position] for position in kept], **row}
+    trained = [labels[position] != -100 for position in kept]
     # A first token is predicted by nothing.
     start = max(1, trained.index(True) if True in trained else len(kept))
-    tokens = [ids[place] for place in kept]
+    tokens = [ids[position] for position in kept]
     return {
         "prompt_tokens": tokens[:start],
         "response_tokens": tokens[start:],

@@ -190,12 +190,12 @@ class _StreamWalk:
         return visits, Batch.from_rows(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        place: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "stream": True}
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "stream": True}
         try:
             json.dumps(self._mark, allow_nan=False)
         except (TypeError, ValueError):  # a state that JSON cannot hold: its rows are skipped
-            return place
-        return place if self._mark is None else {**place, "mark": self._mark}
+            return state
+        return state if self._mark is None else {**state, "mark": self._mark}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state.get("stream"):

@@ -108,8 +108,8 @@ class OfflineDatasetLoader:
         kept = encode(rows.drop(["prompt_tokens"]).add({"prompt_tokens": [prompt for prompt, _, _ in encoded]}))
         if not len(kept):
             raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
-        places = {id_: row for row, id_ in enumerate(rows["id"])}
-        replies = [encoded[places[id_]][1:] for id_ in kept["id"]]
+        row_of = {id_: row for row, id_ in enumerate(rows["id"])}
+        replies = [encoded[row_of[id_]][1:] for id_ in kept["id"]]
         self.counts = encode.counts
         limits = [self._limit(length) for length in kept.lengths("prompt_tokens")]
         cut = [tokens[:limit] for (tokens, _), limit in zip(replies, limits, strict=True)]
@@ -233,7 +233,7 @@ class _Reader:
 
     def _turns(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> dict[str, Any]:
         """A chat of which every turn of the assistant is trained; `turns`, where there are several."""
-        first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
+        first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
         prompted = {**fields, "prompt": messages[:first]}
         if not first:
             raise DataError(f"{where}: the chat begins with the assistant: put what it answers before that")
@@ -296,11 +296,11 @@ def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
     computed from the recording models is dropped, and so is the version of the policy, which counts their updates."""
     named = {}
     for column in ("id", "group"):
-        given = batch[column] if column in batch else [None] * len(batch)
-        names = _apart(given, files)
+        saved = batch[column] if column in batch else [None] * len(batch)
+        names = _apart(saved, files)
         free = filterfalse(set(names).__contains__, map(str, count()))
         names = [next(free) if name is None else name for name in names]
-        if names != given:
+        if names != saved:
             named[column] = names
     return batch.drop([*named, "policy_version", "policy_id", *COMPUTED]).add(named)
 
@@ -311,8 +311,8 @@ def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | Non
     numbers = {file: number for number, file in enumerate(dict.fromkeys(files))}
     while True:
         pairs = set(zip(names, files, strict=True))
-        found = Counter(name for name, _ in pairs if name is not None)
-        shared: set[str | None] = {name for name, times in found.items() if times > 1}
+        counts = Counter(name for name, _ in pairs if name is not None)
+        shared: set[str | None] = {name for name, times in counts.items() if times > 1}
         if not shared:
             return names
         owned = zip(names, files, strict=True)
@@ -321,8 +321,8 @@ def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | Non
 
 def _recorded_files(path: str | Path | Sequence[str | Path]) -> list[Path]:
     if not isinstance(path, str | Path):
-        found = [_recorded_files(one) for one in path]
-        return [file for files in found for file in files] if all(found) else []
+        lists = [_recorded_files(one) for one in path]
+        return [file for files in lists for file in files] if all(lists) else []
     path = Path(path)
     if path.is_dir():
         files = [inside(path, entry.name) for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES]
@@ -395,10 +395,10 @@ def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[An
             return prompt, (chosen, rejected)
         # A word is not divided: the prompt ends before the last space of what both begin with.
         end = 0
-        for place, (mine, other) in enumerate(zip(chosen, rejected, strict=False)):
+        for index, (mine, other) in enumerate(zip(chosen, rejected, strict=False)):
             if mine != other:
                 break
-            end = place if mine.isspace() else end
+            end = index if mine.isspace() else end
         return chosen[:end], (chosen[end:], rejected[end:])
     raise DataError(f"{where}: chosen and rejected must both be texts or both be messages")
 

@@ -40,7 +40,7 @@ def with_prefixes(tokenizer: Any, batch: Batch, prefixes: Sequence[str]) -> Batc
         return batch
     prompts = []
     for prompt, old, new in zip(batch["prompt_tokens"], former, wanted, strict=True):
-        at = len(begin) if prompt[: len(begin)] == begin else 0
-        prompts.append([*prompt[:at], *new, *prompt[at + len(old or ()) :]])
+        start = len(begin) if prompt[: len(begin)] == begin else 0
+        prompts.append([*prompt[:start], *new, *prompt[start + len(old or ()) :]])
     rest = batch.drop(["prompt_tokens", "prefix_tokens", *_OF_THE_PROMPT])
     return rest.add({"prompt_tokens": prompts, "prefix_tokens": wanted})

@@ -185,8 +185,8 @@ class PromptForm:
                 return name
         if self.prompt_column:
             raise DataError(f"{where} has no prompt in '{self.prompt_column}': {nearest(self.prompt_column, fields)}")
-        found = f"{where} has no prompt: none of {', '.join(names)} among its columns {sorted(fields)}"
-        raise DataError(f"{found}; {COLLATED}" if isinstance(fields.get("role"), list | tuple) else found)
+        problem = f"{where} has no prompt: none of {', '.join(names)} among its columns {sorted(fields)}"
+        raise DataError(f"{problem}; {COLLATED}" if isinstance(fields.get("role"), list | tuple) else problem)
 
     def _prompt(self, prompt: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         if isinstance(prompt, str):
@@ -217,7 +217,7 @@ class PromptForm:
                     f"{where}: the prompt template names '{name}', which the row lacks: {nearest(name, values)} "
                     f"(columns: {', '.join(sorted(values))}; text in braces is written {{{{{name}}}}})"
                 )
-        return _BRACES.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], self.template)
+        return _BRACES.sub(lambda match: str(values[match[1]]) if match[1] else match[0][0], self.template)
 
     def _dump(self, messages: list[dict[str, Any]], where: str) -> str:
         if self.system_prompt is not None and messages[0]["role"] != "system":

@@ -18,12 +18,12 @@ def read_once(data: Mapping[str, DataT]) -> dict[str, DataT]:
     source may share a cursor, so that each row would reach one of them alone."""
     counts = Counter(id(stream.source) for stream in data.values() if isinstance(stream, PromptStream))
     shared: dict[int, SharedSource] = {}
-    found = dict(data)
+    streams = dict(data)
     for name, stream in data.items():
         if isinstance(stream, PromptStream) and counts[id(stream.source)] > 1:
             source = shared.setdefault(id(stream.source), SharedSource(stream.source))
-            found[name] = replace(stream, source=source.reader())
-    return found
+            streams[name] = replace(stream, source=source.reader())
+    return streams
 
 
 class SharedSource:

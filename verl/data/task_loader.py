@@ -98,7 +98,7 @@ class TaskLoader:
         ends = np.cumsum([share * self.batch_size for share in self.shares.values()])
         ends[-1] = self.batch_size  # whatever the sum rounds to
         marks = [0, *np.floor(ends + start).astype(int).tolist()]
-        return {name: marks[at + 1] - marks[at] for at, name in enumerate(self.shares)}
+        return {name: marks[number + 1] - marks[number] for number, name in enumerate(self.shares)}
 
     def take(self, name: str, count: int) -> Batch:
         """The next prompts of one task; `id` and `group` begin with its name."""
@@ -129,8 +129,8 @@ class TaskLoader:
         """
         saved = state.get("tasks")
         if not isinstance(saved, Mapping) or saved.keys() != self.sources.keys():
-            found = sorted(saved) if isinstance(saved, Mapping) else "none"
-            raise DataError(f"the saved place is of the tasks {found}, these are {sorted(self.sources)}")
+            tasks = sorted(saved) if isinstance(saved, Mapping) else "none"
+            raise DataError(f"the saved place is of the tasks {tasks}, these are {sorted(self.sources)}")
         for name, source in self.sources.items():
             source.load_state_dict(saved[name]["data"])
             self.draws[name] = saved_count(saved[name], "draws")
@@ -158,10 +158,10 @@ class MixedLoader:
         **form: Any,
     ) -> None:
         loaders = {
-            name: given for name, given in data.items() if hasattr(given, "take") and hasattr(given, "state_dict")
+            name: source for name, source in data.items() if hasattr(source, "take") and hasattr(source, "state_dict")
         }
         rows: Mapping[str, Any] = read_once(
-            {name: _prompts(given, form) for name, given in data.items() if name not in loaders}
+            {name: _prompts(source, form) for name, source in data.items() if name not in loaders}
         )
         sources: dict[str, Any] = {n: loaders.get(n) or PromptLoader(rows[n], 1, seed=seed) for n in data}
         shares = shares or {name: len(getattr(source, "data", source)) for name, source in sources.items()}
@@ -227,10 +227,10 @@ def _split(
     data: PromptDataset | PromptStream, weights: Mapping[str, float] | None
 ) -> Mapping[str, PromptDataset | PromptStream]:
     if isinstance(data, PromptDataset):
-        found = [name for name in dict.fromkeys(data.batch[COLUMN]) if name] if COLUMN in data.batch else []
+        present = [name for name in dict.fromkeys(data.batch[COLUMN]) if name] if COLUMN in data.batch else []
         return {
             n: PromptDataset(rows, f"{data.name}, task {n}")
-            for n, rows in by_task(data.batch, [*(weights or found)]).items()
+            for n, rows in by_task(data.batch, [*(weights or present)]).items()
         }
     if not weights:
         raise ConfigError("the tasks of a stream are not known before it is read: give task_weights={TASK: SHARE, ...}")
@@ -239,21 +239,21 @@ def _split(
 
 def _only(name: str, names: Sequence[str]) -> Callable[[Batch, int], Batch]:
     def keep(row: Batch, number: int) -> Batch:
-        ((found, _),) = by_task(row, names).items()
-        return row if found == name else row.slice(0, 0)
+        ((task, _),) = by_task(row, names).items()
+        return row if task == name else row.slice(0, 0)
 
     return keep
 
 
-def rescaled(shares: Mapping[str, float], given: Mapping[str, float]) -> dict[str, float]:
+def rescaled(shares: Mapping[str, float], changed: Mapping[str, float]) -> dict[str, float]:
     """Shares, summing to one, of which some are given anew: the others keep theirs.
 
     Raises:
         ConfigError: nothing is left to share.
     """
     total = sum(shares.values())
-    left = 1.0 - sum(share / total for name, share in shares.items() if name not in given)
-    named = sum(given.values())
+    left = 1.0 - sum(share / total for name, share in shares.items() if name not in changed)
+    named = sum(changed.values())
     if named <= 0 and left > 0:
-        raise ConfigError(f"the shares of {', '.join(given)} are all 0: give one of them more")
-    return {name: left * given[name] / named if name in given else share / total for name, share in shares.items()}
+        raise ConfigError(f"the shares of {', '.join(changed)} are all 0: give one of them more")
+    return {name: left * changed[name] / named if name in changed else share / total for name, share in shares.items()}

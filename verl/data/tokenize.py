@@ -128,8 +128,8 @@ def to_prompts(tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] 
     batch = listed if isinstance(listed, Batch) else load_prompts(listed).batch
     if "prompt_tokens" not in batch or None in batch["prompt_tokens"]:
         batch = PromptTokenizer(tokenizer, tools=tools)(batch)
-    given = [batch[name] for name in ("prompt", "messages") if name in batch]
-    missing = [row for row in range(len(batch)) if all(column[row] is None for column in given)]
+    written = [batch[name] for name in ("prompt", "messages") if name in batch]
+    missing = [row for row in range(len(batch)) if all(column[row] is None for column in written)]
     if not missing:
         return batch
     texts = batch["prompt"] if "prompt" in batch else [None] * len(batch)
@@ -263,7 +263,7 @@ def _check_order(written: str, before: str, whole: str) -> None:
         )
     if not whole.startswith(before):
         pairs = enumerate(zip(before, whole, strict=False))
-        same = next((place for place, (mine, other) in pairs if mine != other), len(whole))
+        same = next((index for index, (mine, other) in pairs if mine != other), len(whole))
         raise DataError(
             f"the chat template does not write this reply behind its prompt, which goes on with {before[same:][:40]!r} "
             f"where the finished chat has {whole[same:][:20]!r}: set the tokenizer's chat_template to one that writes "

@@ -20,13 +20,13 @@ _ids: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
     """Sixteen hex digits over the vocabulary, by which `tokenizer_of` finds this tokenizer from now on."""
-    size, found = _ids.get(tokenizer, (-1, ""))
+    size, vocabulary = _ids.get(tokenizer, (-1, ""))
     if size != len(tokenizer):
         content = json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
-        found = hashlib.sha256(content).hexdigest()[:16]
-        _ids[tokenizer] = (len(tokenizer), found)
-    _tokenizers[found] = tokenizer
-    return found
+        vocabulary = hashlib.sha256(content).hexdigest()[:16]
+        _ids[tokenizer] = (len(tokenizer), vocabulary)
+    _tokenizers[vocabulary] = tokenizer
+    return vocabulary
 
 
 def tokenizer_of(sequences: Batch) -> PreTrainedTokenizerBase | None:

@@ -79,14 +79,14 @@ def _try_out(model: Any, form: str) -> None:
             merged = outputs(model)
         with adapters_off(model, first):
             after = outputs(model)
-    for how, found in (
+    for how, result in (
         ("merged into their layers", merged),
         ("opened again over their base", exported),
     ):
-        if not _mean(found, live) <= rounding:
+        if not _mean(result, live) <= rounding:
             raise ModelError(
                 f"adapters of this form ({form}) cannot be exported: {how}, the model's outputs differ by "
-                f"{_mean(found, live):.3g} on average"
+                f"{_mean(result, live):.3g} on average"
             )
     if not _mean(after, base) <= rounding:
         raise ModelError(

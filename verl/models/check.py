@@ -139,11 +139,11 @@ def _difference(packed: PackedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     prompt, responses = ids[:third], [ids[third:], ids[2 * third :]]
     flat = pack_rows([prompt, prompt], responses, packed.device)
     hidden = packed.hidden(flat.tokens, flat.positions, flat.context)
-    found, _ = packed.log_probs(hidden.index_select(0, flat.predict), flat.targets)
+    log_probs, _ = packed.log_probs(hidden.index_select(0, flat.predict), flat.targets)
     plain = []
     for response in responses:
         row = torch.tensor([prompt + response], device=packed.device)
-        logits = packed.model(input_ids=row, use_cache=False).logits[0, third - 1 : -1].to(found.dtype)
+        logits = packed.model(input_ids=row, use_cache=False).logits[0, third - 1 : -1].to(log_probs.dtype)
         plain.append(logits.log_softmax(-1).gather(1, row[0, third:, None])[:, 0])
-    difference = (found - torch.cat(plain)).abs()
+    difference = (log_probs - torch.cat(plain)).abs()
     return float(difference.mean()), float(difference.max())

@@ -114,16 +114,16 @@ class Fit:
 
     def _prefix(self) -> str:
         """What stands before, or in, the names of missing weights in the files."""
-        missing, found = {*self.missing}, Counter[str]()
+        missing, prefixes = {*self.missing}, Counter[str]()
         for name in self.unexpected:
             for known in _WRAPPERS:
                 if known in name and name.replace(known, "") in missing:
-                    found[known] += 1
+                    prefixes[known] += 1
             parts = name.split(".")
             for count in range(1, len(parts)):
                 if ".".join(parts[count:]) in missing:
-                    found[".".join(parts[:count]) + "."] += 1
-        return found.most_common(1)[0][0] if found else ""
+                    prefixes[".".join(parts[:count]) + "."] += 1
+        return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
 def stored_shapes(files: Mapping[str, str]) -> dict[str, Shape]:
@@ -135,11 +135,11 @@ def stored_shapes(files: Mapping[str, str]) -> dict[str, Shape]:
     Raises:
         SafetensorError: a file is damaged.
     """
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for path in dict.fromkeys(files.values()):
         with safe_open(path, framework="pt") as file:
-            found.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
-    return found
+            shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+    return shapes
 
 
 def compare(model: nn.Module, stored: Mapping[str, Shape]) -> Fit | None:
@@ -258,13 +258,13 @@ def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Weig
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     weights = model_weights(model)
     placing = (inner.base_model_prefix, weights)
-    found: dict[str, list[WeightSource]] = {}
+    sources: dict[str, list[WeightSource]] = {}
     for key in sorted(keys, key=dot_natural_key):  # in transformers' order: some renamings go by what came before
         target, pattern = rename_source_key(key, renamings, converters, *placing)
         if target not in weights and key in weights:
             target, pattern = rename_source_key(key, [], [], *placing)
         if pattern is None:
-            found.setdefault(target, []).append(WeightSource(key))
+            sources.setdefault(target, []).append(WeightSource(key))
             continue
         converter = next(c for c in converters if pattern in c.source_patterns)
         patterns = converter.source_patterns
@@ -273,8 +273,8 @@ def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Weig
             raise ModelError("its weights are laid out otherwise in the files")
         number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), rename_source_key(key, renamings, [])[0])
         assert number is not None
-        found.setdefault(target, []).append(WeightSource(key, int(number[1]), patterns.index(pattern), len(patterns)))
-    return found
+        sources.setdefault(target, []).append(WeightSource(key, int(number[1]), patterns.index(pattern), len(patterns)))
+    return sources
 
 
 def _sources_by_name(prefix: str, weights: Collection[str], keys: Iterable[str]) -> dict[str, list[WeightSource]]:

@@ -55,9 +55,9 @@ class ValueModel(nn.Module):
                 f"[1, {size}]: a classifier with several labels is no value or reward model"
             )
         with torch.no_grad():
-            for parameter, given in zip((self.score.weight, self.score.bias), head or (None, None), strict=True):
+            for parameter, saved in zip((self.score.weight, self.score.bias), head or (None, None), strict=True):
                 if parameter is not None:
-                    parameter.copy_(given) if given is not None else parameter.zero_()
+                    parameter.copy_(saved) if saved is not None else parameter.zero_()
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> ValueModel:
@@ -150,10 +150,10 @@ def weight_files(name: str) -> dict[str, str]:
     files = [cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False)]
     if files[0] is None:  # in transformers' order
         with open(cast(str, cached_file(name, "model.safetensors.index.json")), encoding="utf-8") as file:
-            places = json.load(file)["weight_map"].values()
-        files = [cached_file(name, place) for place in dict.fromkeys(places)]
-    found: dict[str, str] = {}
+            names = json.load(file)["weight_map"].values()
+        files = [cached_file(name, place) for place in dict.fromkeys(names)]
+    path_of: dict[str, str] = {}
     for path in map(str, files):
         with safe_open(path, framework="pt") as weights:
-            found.update(dict.fromkeys(weights.keys(), path))
-    return found
+            path_of.update(dict.fromkeys(weights.keys(), path))
+    return path_of

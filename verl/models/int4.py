@@ -47,15 +47,15 @@ class Int4Linear(nn.Linear):
     @classmethod
     def of(cls, layer: nn.Linear) -> Int4Linear:
         """The layer, rounded to nearest."""
-        made = cls(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype).to(layer.weight.device)
-        groups = layer.weight.detach().float().unflatten(1, (made.step.shape[1], -1))
-        made.lowest.copy_(groups.amin(-1))
-        made.step.copy_((groups.amax(-1) - groups.amin(-1)) / 15)
+        rounded = cls(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype).to(layer.weight.device)
+        groups = layer.weight.detach().float().unflatten(1, (rounded.step.shape[1], -1))
+        rounded.lowest.copy_(groups.amin(-1))
+        rounded.step.copy_((groups.amax(-1) - groups.amin(-1)) / 15)
         # By step and lowest as they are kept. A group of equal numbers has step 0.
-        above = (groups - made.lowest.float()[..., None]) / made.step.float().clamp(min=1e-30)[..., None]
+        above = (groups - rounded.lowest.float()[..., None]) / rounded.step.float().clamp(min=1e-30)[..., None]
         codes = above.round().clamp(0, 15).to(torch.uint8).flatten(1)
-        made.codes.copy_(codes[:, ::2] | (codes[:, 1::2] << 4))
-        return made.requires_grad_(False)
+        rounded.codes.copy_(codes[:, ::2] | (codes[:, 1::2] << 4))
+        return rounded.requires_grad_(False)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -68,10 +68,10 @@ class Int4Linear(nn.Linear):
 
     def dense(self) -> nn.Linear:
         """A plain layer with the restored weight."""
-        made = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        made.weight = nn.Parameter(self.weight, requires_grad=False)
-        made.register_parameter("bias", self.bias)
-        return made
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(self.weight, requires_grad=False)
+        plain.register_parameter("bias", self.bias)
+        return plain
 
 
 class _Product(torch.autograd.Function):
@@ -146,8 +146,8 @@ def make_int4(model: Any, names: list[str]) -> None:
     """Give a model empty layers in 4 bits in the place of these; their content is still to come."""
     for name in names:
         layer = model.get_submodule(name)
-        made = Int4Linear(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
-        _replace(model, name, made.to(layer.weight.device))
+        empty = Int4Linear(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
+        _replace(model, name, empty.to(layer.weight.device))
 
 
 def weight_bytes(model: nn.Module) -> int:

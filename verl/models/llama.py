@@ -84,11 +84,11 @@ class FusedLayers:
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(calls[0][1][None], positions[None]))
         for index, x, options in calls:
             x = x * (_SMALL / x.float().square().mean().sqrt().clamp(min=_SMALL)).to(x.dtype)
-            own, ours = AttentionRecorder(context), AttentionRecorder(context)
-            output = backbone.layers[index](x[None], **{**options, "packed": own})
+            theirs, ours = AttentionRecorder(context), AttentionRecorder(context)
+            output = backbone.layers[index](x[None], **{**options, "packed": theirs})
             want = output[0] if isinstance(output, Tensor) else output[0][0]
             got = self._layer(index, backbone.layers[index], x, cos, sin, ours)
-            if not _agree([*ours.given, got], [*own.given, want]):
+            if not _agree([*ours.given, got], [*theirs.given, want]):
                 return False
         return True
 
@@ -333,12 +333,12 @@ def _weight_gradients(
     projections: list[Tensor | None], grads: list[Tensor], inputs: list[Tensor], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Of weight and bias of each projection, given the gradients of its output and its input."""
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     for index, (grad, x) in enumerate(zip(grads, inputs, strict=True)):
         weight, bias = projections[2 * index : 2 * index + 2]
-        found.append(give(weight, grad.t() @ x) if needed[2 * index] else None)
-        found.append(give(bias, grad.sum(0)) if needed[2 * index + 1] else None)
-    return found
+        gradients.append(give(weight, grad.t() @ x) if needed[2 * index] else None)
+        gradients.append(give(bias, grad.sum(0)) if needed[2 * index + 1] else None)
+    return gradients
 
 
 def _weights(*modules: nn.Linear) -> list[Tensor | None]:

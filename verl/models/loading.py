@@ -221,8 +221,8 @@ def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
     yield from head_names(files) if kind != "classifier" else ()
     with suppress(Exception):  # there may be no such language model
         whole = on_meta(partial(AutoModelForCausalLM.from_config, inner.config))
-        sources, own = weight_sources(whole, files), whole.state_dict()
-        for target in own.keys() - {f"{inner.base_model_prefix}.{key}" for key in whole.base_model.state_dict()}:
+        sources, weights = weight_sources(whole, files), whole.state_dict()
+        for target in weights.keys() - {f"{inner.base_model_prefix}.{key}" for key in whole.base_model.state_dict()}:
             yield from (target, *(source.key for source in sources.get(target, ())))
 
 
@@ -284,12 +284,12 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
     """Every token that ends a response: those of the generation config, the tokenizer's, and the one that its chat
     template ends a reply with, sorted."""
-    found: set[int] = set() if tokenizer is None else {*ChatTokenizer(tokenizer).ends}
+    ends: set[int] = set() if tokenizer is None else {*ChatTokenizer(tokenizer).ends}
     for owner in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(owner, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
+        ends.update([ids] if isinstance(ids, int) else ids or [])
     # Default configurations of small models name tokens beyond their vocabulary.
-    return tuple(sorted(token for token in found if 0 <= token < model.config.get_text_config().vocab_size))
+    return tuple(sorted(token for token in ends if 0 <= token < model.config.get_text_config().vocab_size))
 
 
 def _located(path_or_name: str | Path, what: str) -> str:

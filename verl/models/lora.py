@@ -155,13 +155,13 @@ def adapters_off(model: nn.Module, first: Mapping[str, torch.Tensor] | None = No
 def reference_names(model: Any) -> list[str]:
     """The trained weights that the published base needs as they were before training: those that are not switched off
     with the adapters (biases), and adapters that took their beginning out of the base (PiSSA, OLoRA)."""
-    own = set[str]()
+    switched_off = set[str]()
     for name, module in model.named_modules():
         if hasattr(module, "_disable_adapters"):
             layers = tuple(getattr(module, "adapter_layer_names", ()))
-            own.update(f"{name}.{part}" for part, _ in module.named_parameters() if part.startswith(layers))
+            switched_off.update(f"{name}.{part}" for part, _ in module.named_parameters() if part.startswith(layers))
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    return [name for name in trained if changes_base(model) or name not in own]
+    return [name for name in trained if changes_base(model) or name not in switched_off]
 
 
 def reference_weights(model: Any) -> dict[str, torch.Tensor]:

@@ -25,11 +25,11 @@ def outputs(model: Any, tokens: Tensor | None = None) -> Tensor:
     compute_experts(getattr(model, "backbone", model))
     with evaluating(model):
         if hasattr(model, "backbone"):
-            found = model.predict(model.backbone(input_ids=ids, use_cache=False)[0].flatten(0, 1))
+            result = model.predict(model.backbone(input_ids=ids, use_cache=False)[0].flatten(0, 1))
         else:
-            found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    found = found if found.dtype == torch.float64 else found.float()
-    return cast(Tensor, found if is_scalar(model) else found.log_softmax(-1))
+            result = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    result = result if result.dtype == torch.float64 else result.float()
+    return cast(Tensor, result if is_scalar(model) else result.log_softmax(-1))
 
 
 def is_scalar(model: Any) -> bool:

@@ -101,9 +101,9 @@ def _check_tensors(model: Any, path: Path) -> None:
     from verl.models.source import ModelFiles
 
     stored = ModelFiles(str(path), _kind(model), _dtype(model)).stream()  # type: ignore[arg-type]
-    for own, there in zip_longest(merged_shards(model), stored):
-        if own is None or there is None or own.name != there.name or not torch.equal(own.tensor.cpu(), there.tensor):
-            name = (own or there).name
+    for live, there in zip_longest(merged_shards(model), stored):
+        if live is None or there is None or live.name != there.name or not torch.equal(live.tensor.cpu(), there.tensor):
+            name = (live or there).name
             raise ModelError(f"{path} is not the model it was written from: '{name}' differs there, or is not there")
 
 

@@ -108,12 +108,12 @@ class ModelFiles:
         """Where the weights of a blank model come from, tied ones under every name."""
         sources, weights = weight_sources(model, weight_files(self.path)), model_weights(model)
         stored = {name: names for names in tied(weights) for name in names}
-        found: WeightSources = {}
+        by_name: WeightSources = {}
         for name, weight in model.state_dict(keep_vars=True).items():
             there = next((n for n in stored.get(base_name(name), ()) if n in sources), None)
             if there is not None or is_adapter(name):
-                found[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources.get(there or "", ())))
-        return found
+                by_name[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources.get(there or "", ())))
+        return by_name
 
     def shards(self, model: Any, plan: WeightSources) -> Iterator[Shard]:
         """The weights of `model` (a blank one, or what is here of it once it is laid out) from the files: views of
@@ -147,11 +147,11 @@ class ModelFiles:
             paths = sorted({*weight_files(self.path).values()}, key=os.path.basename)
         except (OSError, SafetensorError):
             return None
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for path in paths:
             with open(path, "rb") as file:
-                found.update(bytes.fromhex(digest(file.fileno())))
-        return found.hexdigest()
+                sha.update(bytes.fromhex(digest(file.fileno())))
+        return sha.hexdigest()
 
     def stream(self) -> Iterator[Shard]:
         """All weights, in the dtype of the model, one at a time where the files allow it."""
@@ -162,10 +162,10 @@ class ModelFiles:
 
     def _head(self, model: ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The head's weights in the files, or those of a new one."""
-        found = dict(zip(("weight", "bias"), read_head(self.path) or (None, None), strict=True))
+        saved = dict(zip(("weight", "bias"), read_head(self.path) or (None, None), strict=True))
         for name, weight in model.score.named_parameters():
-            given = found[name]
-            yield f"score.{name}", torch.zeros(weight.shape, dtype=weight.dtype) if given is None else given
+            tensor = saved[name]
+            yield f"score.{name}", torch.zeros(weight.shape, dtype=weight.dtype) if tensor is None else tensor
 
 
 def _shard(source: WeightSource, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:

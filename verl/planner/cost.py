@@ -137,14 +137,14 @@ class Costs:
             if tp > layout.tp:
                 columns = size.layers * size.hidden * (size.heads * size.head_dim + size.intermediate)
                 across = min(1.0, columns / size.parameters)
-        own = (1 - across + across * layout.tp / tp) / pieces
+        held = (1 - across + across * layout.tp / tp) / pieces
 
         def seconds(share: float, shards: int, stride: int) -> float:
             cut = [(shards, stride)] if strategy.gathers else []
             return self.cluster.gather(share * whole / tp, *dims, *cut) if share else 0.0
 
         rows = seconds(1 - across, layout.data_size * min(layout.tp, tp) // tp, max(layout.tp, tp))
-        return whole * (1 / tp - own), rows + seconds(across, layout.data_size, layout.tp)
+        return whole * (1 / tp - held), rows + seconds(across, layout.data_size, layout.tp)
 
     def _passes(self, size: ModelSize, strategy: Strategy, layout: Layout, rows: int, *, backward: bool) -> float:
         """Forward (and backward) passes over so many rows of each data-parallel rank, in a pipeline."""

@@ -194,6 +194,6 @@ def _device(name: str) -> Device | None:
 @cache
 def _shape(per_machine: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, float]:
     """Ranks of a group, machines they stand on, and groups that share each of these machines' network."""
-    ranks = [sum(at) for at in product(*(range(0, size * stride, stride) for size, stride in dims if size > 1))]
+    ranks = [sum(steps) for steps in product(*(range(0, size * stride, stride) for size, stride in dims if size > 1))]
     machines = len({rank // per_machine for rank in ranks})
     return len(ranks), machines, per_machine * machines / len(ranks)

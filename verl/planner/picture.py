@@ -19,14 +19,14 @@ def bars(plan: PlacementPlan, group: Group) -> Iterator[tuple[float, float, str]
         yield 0.0, engine.transition, "weights"
         yield engine.transition, engine.prefill, "prefill"
         yield engine.transition + engine.prefill, engine.decode, "decode"
-    at = plan.stages[0]
+    start = plan.stages[0]
     for choice in group.choices:
-        yield at, choice.infer, "scores"
-        at += choice.infer
-    at = plan.stages[0] + plan.stages[1]
+        yield start, choice.infer, "scores"
+        start += choice.infer
+    start = plan.stages[0] + plan.stages[1]
     for choice in group.choices:
-        yield at, choice.train, "training"
-        at += choice.train
+        yield start, choice.train, "training"
+        start += choice.train
 
 
 def timeline(plan: PlacementPlan) -> str:
@@ -35,7 +35,7 @@ def timeline(plan: PlacementPlan) -> str:
     for group, name in zip(plan.groups, _names(plan), strict=True):
         row = ["·"] * _COLUMNS
         for start, seconds, kind in bars(plan, group):
-            first, last = (round(_COLUMNS * at / plan.seconds) for at in (start, start + seconds))
+            first, last = (round(_COLUMNS * time / plan.seconds) for time in (start, start + seconds))
             row[first:last] = kind[0] * (last - first)
         lines.append((name, "".join(row)))
     lines.append(("", f"0{plan.seconds:>{_COLUMNS - 3}.1f} s"))
@@ -67,9 +67,9 @@ def peak(plan: PlacementPlan, group: Group) -> float:
     if engine is None or actor is None:
         return resting + working
     problem, size = plan.problem, actor.model.size
-    own = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
+    held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
     step = memory.workspace(size, engine.tp, problem.step_tokens, problem.work.max_num_seqs)
-    return resting + max(working, size.weight_bytes / engine.tp - own + step + group.kv_bytes)
+    return resting + max(working, size.weight_bytes / engine.tp - held + step + group.kv_bytes)
 
 
 def runners_up(plans: Iterable[PlacementPlan]) -> str:

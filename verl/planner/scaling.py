@@ -28,15 +28,15 @@ def scaled(problem: Problem, ranks: int, factor: int = 1) -> Problem:
 
 def strong(problem: Problem, ranks: Sequence[int]) -> list[Scaled]:
     """With the batch as it is, on each number of devices that is enough for it, compared with the first of them."""
-    found: list[Scaled] = []
+    points: list[Scaled] = []
     for count in ranks:
         try:
             plan = search(scaled(problem, count))[0]
         except ConfigError:
             continue
-        base = found[0].plan.throughput / found[0].ranks if found else plan.throughput / count
-        found.append(Scaled(count, 1, plan, plan.throughput / count / base))
-    return found
+        base = points[0].plan.throughput / points[0].ranks if points else plan.throughput / count
+        points.append(Scaled(count, 1, plan, plan.throughput / count / base))
+    return points
 
 
 def weak(problem: Problem, base: Scaled, ranks: int, least: float = 0.9, most: int = 64) -> Scaled | None:

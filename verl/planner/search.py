@@ -139,7 +139,7 @@ class PlacementPlan:
         return next(group.generation for group in self.groups if group.generation)
 
     def choice(self, role: str) -> Choice:
-        return next(found for group in self.groups if (found := group.choice(role)))
+        return next(choice for group in self.groups if (choice := group.choice(role)))
 
     def __str__(self) -> str:
         return " | ".join(f"{'+'.join(group.roles)} on {group.ranks}" for group in self.groups)
@@ -180,7 +180,7 @@ def set_partitions(models: Sequence[Model]) -> Iterator[list[list[Model]]]:
 
 def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
     """All ways to run a model on so many ranks, quickest first."""
-    work, costs, found = problem.work, problem.costs, []
+    work, costs, possible = problem.work, problem.costs, []
     for strategy, layout in _layouts(problem, model, ranks):
         usage = _usage(problem, model, strategy, layout)
         scores = not (model.trained and model.role == "actor") or work.old_log_probs
@@ -188,8 +188,8 @@ def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
         infer = times * costs.infer(model.size, strategy, layout) if scores else 0.0
         train = times * costs.train(model.size, strategy, layout) if model.trained else 0.0
         if usage.peak <= problem.memory:
-            found.append(Choice(model, strategy, layout, usage, infer, train))
-    return sorted(found, key=lambda choice: choice.seconds)
+            possible.append(Choice(model, strategy, layout, usage, infer, train))
+    return sorted(possible, key=lambda choice: choice.seconds)
 
 
 def _usage(problem: Problem, model: Model, strategy: Strategy, layout: Layout) -> Usage:
@@ -219,8 +219,8 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
         if size.heads % tp or size.kv_heads % tp or ranks % tp or most % tp:
             continue
         # Training pieces of the compute dtype are slices of what is gathered.
-        own = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
-        room = free - size.weight_bytes / tp + own
+        held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
+        room = free - size.weight_bytes / tp + held
         room -= memory.workspace(size, tp, problem.step_tokens, work.max_num_seqs)
         engine = problem.costs.generate(size, ranks, tp, room)
         if engine is None:
@@ -249,10 +249,10 @@ class _Table:
 
     def group(self, models: Sequence[Model], ranks: int, key: Key | None) -> Group | None:
         """On at most so many ranks; `key`: how the models run that are, or follow, another set's."""
-        at = (tuple(model.role for model in models), ranks, key)
-        if at not in self._groups:
-            self._groups[at] = self._best(models, ranks, key)
-        return self._groups[at]
+        group_key = (tuple(model.role for model in models), ranks, key)
+        if group_key not in self._groups:
+            self._groups[group_key] = self._best(models, ranks, key)
+        return self._groups[group_key]
 
     def keys(self, models: Sequence[Model]) -> list[Key | None]:
         """The ways in which models that are followed from another set may run; None: no such model."""
@@ -261,42 +261,42 @@ class _Table:
         if not any(model.follows in roles for model in followers):
             return [None]
         followed = next(model for model in models if model.role in {f.follows for f in followers})
-        found = {c.key for ranks in sizes(self.problem.cluster) for c in self._frontier(followed, ranks)}
-        return sorted(found, key=str)
+        ways = {c.key for ranks in sizes(self.problem.cluster) for c in self._frontier(followed, ranks)}
+        return sorted(ways, key=str)
 
     def _best(self, models: Sequence[Model], ranks: int, key: Key | None) -> Group | None:
         """Branch and bound: choices are tried quickest first, until the rest cannot be quicker than what was found."""
         roles = {model.role for model in models}
         options = []
         for model in models:
-            found = self._frontier(model, ranks)
+            of_model = self._frontier(model, ranks)
             if key is not None and (model.role == "actor" or (model.follows and model.follows not in roles)):
-                found = [choice for choice in self._all(model, ranks) if choice.key == key]
-            options.append(found)
+                of_model = [choice for choice in self._all(model, ranks) if choice.key == key]
+            options.append(of_model)
         if not all(options):
             return None
-        least = [sum(found[0].seconds for found in options[at:]) for at in range(len(options) + 1)]
-        lightest = [min(choice.usage.resting for choice in found) for found in options]
+        least = [sum(of_model[0].seconds for of_model in options[done:]) for done in range(len(options) + 1)]
+        lightest = [min(choice.usage.resting for choice in of_model) for of_model in options]
         best, best_seconds = None, float("inf")
 
-        def pick(at: int, chosen: tuple[Choice, ...], seconds: float) -> None:
+        def pick(number: int, chosen: tuple[Choice, ...], seconds: float) -> None:
             nonlocal best, best_seconds
-            if at == len(options):
+            if number == len(options):
                 group = self._group_of(chosen, ranks) if _agree(chosen) else None
                 if group is not None and sum(group.stages) < best_seconds:
                     best, best_seconds = group, sum(group.stages)
                 return
-            for choice in options[at]:
-                if seconds + choice.seconds + least[at + 1] >= best_seconds:
+            for choice in options[number]:
+                if seconds + choice.seconds + least[number + 1] >= best_seconds:
                     break
                 generates = 0.0
                 if choice.model.role == "actor":  # no engine is quicker than with all memory that others may leave
-                    others = sum(lightest) - lightest[at]
+                    others = sum(lightest) - lightest[number]
                     free = self.problem.memory - choice.usage.resting - others
-                    found = generations(self.problem, choice, ranks, free)
-                    generates = min((engine.seconds for engine, _ in found), default=float("inf"))
-                if seconds + choice.seconds + generates + least[at + 1] < best_seconds:
-                    pick(at + 1, (*chosen, choice), seconds + choice.seconds + generates)
+                    engines = generations(self.problem, choice, ranks, free)
+                    generates = min((engine.seconds for engine, _ in engines), default=float("inf"))
+                if seconds + choice.seconds + generates + least[number + 1] < best_seconds:
+                    pick(number + 1, (*chosen, choice), seconds + choice.seconds + generates)
 
         pick(0, (), 0.0)
         return best
@@ -309,24 +309,24 @@ class _Table:
         actor = next((choice for choice in chosen if choice.model.role == "actor"), None)
         if actor is None:
             return Group(ranks, chosen)
-        found = [Group(ranks, chosen, engine, kv) for engine, kv in generations(self.problem, actor, ranks, free)]
-        return min(found, key=lambda group: sum(group.stages), default=None)
+        groups = [Group(ranks, chosen, engine, kv) for engine, kv in generations(self.problem, actor, ranks, free)]
+        return min(groups, key=lambda group: sum(group.stages), default=None)
 
     def _all(self, model: Model, ranks: int) -> list[Choice]:
-        at = (model.role, ranks)
-        if at not in self._choices:
-            self._choices[at] = choices(self.problem, model, ranks)
-        return self._choices[at]
+        model_key = (model.role, ranks)
+        if model_key not in self._choices:
+            self._choices[model_key] = choices(self.problem, model, ranks)
+        return self._choices[model_key]
 
     def _frontier(self, model: Model, ranks: int) -> list[Choice]:
         """Without those that another one beats in time and in memory; what a follower may need stays."""
-        found: list[Choice] = []
+        kept: list[Choice] = []
         followed = {other.follows for other in self.problem.models}
         for choice in self._all(model, ranks):
-            beaten = any(f.usage.resting <= choice.usage.resting and f.usage.peak <= choice.usage.peak for f in found)
+            beaten = any(f.usage.resting <= choice.usage.resting and f.usage.peak <= choice.usage.peak for f in kept)
             if not beaten or model.follows or model.role in followed:
-                found.append(choice)
-        return found
+                kept.append(choice)
+        return kept
 
 
 def sizes(cluster: Cluster) -> list[int]:
@@ -343,21 +343,21 @@ def _best_allocation(problem: Problem, partition: Sequence[Sequence[Model]], tab
     best: tuple[float, tuple[Group, ...]] | None = None
     order = sorted(partition, key=lambda models: all(model.role != "actor" for model in models))
 
-    def deal(key: Key | None, at: int, left: int, stages: tuple[float, ...], dealt: tuple[Group, ...]) -> None:
+    def deal(key: Key | None, number: int, left: int, stages: tuple[float, ...], dealt: tuple[Group, ...]) -> None:
         nonlocal best
-        if at == len(order):
+        if number == len(order):
             if best is None or sum(stages) < best[0]:
                 best = sum(stages), dealt
             return
         for count in counts:
-            if count > left - (len(order) - at - 1):
+            if count > left - (len(order) - number - 1):
                 break
-            group = table.group(order[at], count, key)
+            group = table.group(order[number], count, key)
             if group is None:
                 continue
             slowest = tuple(map(max, stages, group.stages))
             if best is None or sum(slowest) < best[0]:
-                deal(key, at + 1, left - count, slowest, (*dealt, group))
+                deal(key, number + 1, left - count, slowest, (*dealt, group))
 
     for key in table.keys(order[0]):
         deal(key, 0, total, (0.0,) * len(STAGES), ())

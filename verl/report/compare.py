@@ -21,12 +21,15 @@ from verl.config.load import read_settings
 from verl.durable import write_atomic
 from verl.errors import ConfigError, DataError
 from verl.report.page import ASSETS, FIRST, MAX_POINTS, curves_of
+from verl.schemas import SETTINGS, check_run_schema
 
 Points = list[list[float]]
 _COLORS = ("#2f6fdb", "#d9622b", "#2a9d62", "#9b51c7", "#c23b5a", "#7a7a2c", "#1f9aa8", "#8a5a3c")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 220, 52, 22, 10
 #: Settings that say where a run is and how it is watched, and those that `seeds` of one setting differ in.
-_NOT_SETTINGS = ("trainer.output_dir", "trainer.run_name", "trainer.project", "trainer.loggers", "trainer.threads")
+_NOT_SETTINGS = (
+    SETTINGS.key, "trainer.output_dir", "trainer.run_name", "trainer.project", "trainer.loggers", "trainer.threads",
+)  # fmt: skip
 _SEED = "trainer.seed"
 
 
@@ -49,6 +52,7 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
 
     Raises:
         DataError: one of the directories holds no metrics of a run.
+        ConfigError: another version of verl has written one, in a form that is not read.
     """
     groups = grouped(runs)
     write_atomic(page, _render(groups).encode(errors="replace").decode())
@@ -59,6 +63,7 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
     """The runs by their settings, in the order of the first of each."""
     groups: list[Group] = []
     for run in {run.resolve(): run for run in runs}.values():
+        check_run_schema(run)
         curves = curves_of(run)
         if not curves:
             raise DataError(f"{run} has no metrics of a run: name run directories, such as runs/latest")
@@ -84,7 +89,7 @@ def metrics_of(groups: Sequence[Group]) -> list[str]:
     for curves in (curves for group in groups for curves in group.curves):
         for name, points in curves.items():
             values.setdefault(name, set()).update(value for _, value in points)
-    moving = [name for name, found in values.items() if len(found) > 1]
+    moving = [name for name, distinct in values.items() if len(distinct) > 1]
     return sorted(moving, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 
@@ -111,13 +116,14 @@ def _settings(file: Path) -> dict[str, Any]:
         content = read_settings(file)
     except ConfigError:
         return {}
-    return {key: value for key, value in _flat(content, ()) if key not in _NOT_SETTINGS}
+    return {key: value for key, value in flat(content) if key not in _NOT_SETTINGS}
 
 
-def _flat(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The values in nested mappings, by dotted keys."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _flat(item, (*path, str(key)))
+            yield from flat(item, (*path, str(key)))
     else:
         yield ".".join(path), value
 

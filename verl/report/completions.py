@@ -45,21 +45,21 @@ def completions(samples: Mapping[str, Batch], prepared: Mapping[str, Batch], dec
 
 def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> pa.Table:
     size = len(batch)
-    found: dict[str, list[Any]] = {name: batch[name] if name in batch else [None] * size for name in _TEXTS}
-    found["task"] = [task] * size
+    columns: dict[str, list[Any]] = {name: batch[name] if name in batch else [None] * size for name in _TEXTS}
+    columns["task"] = [task] * size
     prompts = [tuple(tokens) for tokens in batch["prompt_tokens"]]
     text_of = {prompt: decode(list(prompt)) for prompt in dict.fromkeys(prompts)}  # a group has one prompt
-    found["question"] = _questions(batch)
-    found["prompt"] = [text_of[prompt] for prompt in prompts]
+    columns["question"] = _questions(batch)
+    columns["prompt"] = [text_of[prompt] for prompt in prompts]
     if "response" not in batch:
-        found["response"] = [decode(tokens) for tokens in batch["response_tokens"]]
+        columns["response"] = [decode(tokens) for tokens in batch["response_tokens"]]
     if "ground_truth" not in batch:
-        found["ground_truth"] = _truths(batch)
-    texts = {name: pa.array(map(_text, found[name]), pa.string()) for name in _TEXTS}
+        columns["ground_truth"] = _truths(batch)
+    texts = {name: pa.array(map(_text, columns[name]), pa.string()) for name in _TEXTS}
     scores = ["reward", *(name for name in batch.columns if name.startswith("reward/")), "cost"]
     numbers = {name: batch[name] if name in batch else [None] * size for name in scores}
     advantages = {} if prepared is None else _advantages(prepared)
-    numbers["advantage"] = [advantages.get(name) for name in found["id"]]
+    numbers["advantage"] = [advantages.get(name) for name in columns["id"]]
     columns = texts | {name: pa.array(values, pa.float64()) for name, values in numbers.items()}
     return pa.table(columns | {"length": pa.array(batch.lengths("response_tokens"), pa.int64())})
 
@@ -91,9 +91,9 @@ def _advantages(prepared: Batch) -> dict[str, float]:
         return {}
     means = {}
     for name, values, mask in zip(*(prepared[c] for c in ("id", "advantages", "response_mask")), strict=True):
-        own = [] if values is None else [value for value, is_own in zip(values, mask, strict=True) if is_own]
-        if own:
-            means[name] = sum(own) / len(own)
+        trained = [] if values is None else [value for value, is_own in zip(values, mask, strict=True) if is_own]
+        if trained:
+            means[name] = sum(trained) / len(trained)
     return means
 
 

@@ -103,13 +103,13 @@ def _by_row(name: str, function: MetricFn) -> FunctionReward:
         raise ConfigError(f"metric '{name}' is no f(samples), which reads their columns itself, and {error}") from None
 
 
-def add_metrics(record: MutableMapping[str, Any], more: Mapping[str, Any], own: Collection[str]) -> None:
-    """Add to the record of a step, in which the user's own metrics are called `own`.
+def add_metrics(record: MutableMapping[str, Any], more: Mapping[str, Any], names: Collection[str]) -> None:
+    """Add to the record of a step, in which the user's own metrics are called `names`.
 
     Raises:
         ConfigError: the trainer has a metric of such a name.
     """
-    if twice := sorted(record.keys() & more.keys() & set(own)):
+    if twice := sorted(record.keys() & more.keys() & set(names)):
         raise ConfigError(f"the trainer has a metric '{twice[0]}' of its own: give add_metric another name")
     record.update(more)
 

@@ -38,6 +38,7 @@ import pyarrow.parquet as pq
 from verl.config.load import read_settings
 from verl.durable import parse_json, read_json, write_atomic
 from verl.errors import ConfigError, DataError
+from verl.schemas import check_run_schema
 
 ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations to compare, training steps, samples of each of these
@@ -74,8 +75,10 @@ def write_report(run_dir: str | Path, *, live: bool = False) -> Path:
 
     Raises:
         DataError: there is no such directory, or it holds nothing of a run.
+        ConfigError: another version of verl has written it, in a form that is not read.
     """
     run = Path(run_dir)
+    check_run_schema(run)
     known = ("metrics.jsonl", "eval.jsonl", "summary.json", "config.yaml")
     if not any((run / name).is_file() for name in known):
         raise DataError(f"{run} is no run directory: none of {', '.join(known)} is in it")
@@ -191,7 +194,7 @@ def _thinned(points: list[list[float]]) -> list[list[float]]:
 def _samples(directory: Path) -> list[dict[str, Any]]:
     """Samples of some evaluations, first and last among them: `{"step", "of", "files", "rows": [[id, prompt,
     response, reward]]}`; `of` is how many there are of the step, `files` how many steps."""
-    found, files = [], len(_files_of(directory, "step"))
+    shown, files = [], len(_files_of(directory, "step"))
     for step, table, count in _tables(directory, "step", MAX_SAMPLES):
         columns = [_column(table, name) for name in _SAMPLE_COLUMNS]
         rows = [
@@ -199,14 +202,14 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
             for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True))
         ]
         if rows:
-            found.append({"step": step, "of": count, "files": files, "rows": rows})
-    return found
+            shown.append({"step": step, "of": count, "files": files, "rows": rows})
+    return shown
 
 
 def _training(directory: Path) -> list[dict[str, Any]]:
     """Samples of the training steps: `{"step", "of", "files", "rows": [{column: value}]}`, as of evaluations. The
     more steps, the fewer of each."""
-    found, files = [], len(_files_of(directory, "train"))
+    shown, files = [], len(_files_of(directory, "train"))
     limit = min(MAX_SAMPLES, MAX_TRAINING // min(max(files, 1), MAX_STEPS))
     for step, table, count in _tables(directory, "train", limit):
         names = [*_TRAINING_COLUMNS, *(name for name in table.column_names if name.startswith("reward/"))]
@@ -217,8 +220,8 @@ def _training(directory: Path) -> list[dict[str, Any]]:
             for row in zip(*(_column(table, name) for name in names), strict=True)
         ]
         if rows:
-            found.append({"step": step, "of": count, "files": files, "rows": rows})
-    return found
+            shown.append({"step": step, "of": count, "files": files, "rows": rows})
+    return shown
 
 
 def _files_of(directory: Path, kind: str) -> dict[int, Path]:
@@ -374,13 +377,13 @@ def _duration(seconds: float) -> str:
 
 def _files(run: Path) -> str:
     """What lies in the run's directory, as links beside the page, and the commands that use it."""
-    place = shlex.quote(str(run))
+    quoted = shlex.quote(str(run))
     checkpoints = sorted(run.glob("checkpoints/step-*"))
     rows = [("Checkpoints", " ".join(_link(path.relative_to(run)) for path in checkpoints) or "none yet")]
     if checkpoints:
-        rows.append(("As a Hugging Face directory", f"<code>verl export {html.escape(place)} OUT</code>"))
+        rows.append(("As a Hugging Face directory", f"<code>verl export {html.escape(quoted)} OUT</code>"))
     if (run / "tensorboard").is_dir():
-        rows.append(("TensorBoard", f"<code>tensorboard --logdir {html.escape(place)}/tensorboard</code>"))
+        rows.append(("TensorBoard", f"<code>tensorboard --logdir {html.escape(quoted)}/tensorboard</code>"))
     if (run / "completions").is_dir():
         rows.append(("Completions, as Parquet", _link(Path("completions"))))
     return "<table>" + "".join(f"<tr><th>{name}</th><td>{content}</td></tr>" for name, content in rows) + "</table>"

@@ -26,6 +26,7 @@ from verl.errors import ConfigError, nearest
 from verl.extras import load_extra
 from verl.record import Natural
 from verl.report.completions import SHOWN, CompletionFiles
+from verl.schemas import RUN_FILE, write_run_schema
 from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ Hook = Callable[[int, dict[str, Any]], None]
 EXTRAS = ("wandb", "trackio", "mlflow")
 SINKS = ("console", "tensorboard", *EXTRAS)
 _METRICS = "metrics.jsonl"
-#: What is logged in a directory.
-_FILES = (_METRICS, "completions", "tensorboard")
+#: What is logged in a directory, and the version of its form.
+_FILES = (_METRICS, "completions", "tensorboard", RUN_FILE)
 #: Of the trainers of this process: two that are made in one second have a directory each.
 _numbers_of_runs = itertools.count()
 
@@ -292,19 +293,26 @@ def open_logger(
     if directory is None:
         wanted = [name for name in wanted if name != "tensorboard"]
     else:
-        makers[_METRICS] = lambda: JsonlSink(Path(directory) / _METRICS)
+        makers[_METRICS] = lambda: _metrics(Path(directory))
         makers["tensorboard"] = lambda: TensorBoardSink(Path(directory) / "tensorboard", resume_step)
         makers["completions"] = lambda: CompletionFiles(Path(directory) / "completions")
         wanted[:0] = [_METRICS, "completions"]
-    made = []
+    opened = []
     for name in wanted:
         try:
-            made.append(makers[name]())
+            opened.append(makers[name]())
         except ConfigError:
             raise
         except Exception as error:  # a tracker that cannot be reached, a disk that is full
             logger.warning("log sink '%s' cannot be opened and is off: %s: %s", name, type(error).__name__, error)
-    return Logger(made)
+    return Logger(opened)
+
+
+def _metrics(directory: Path) -> JsonlSink:
+    """The sink of every run's directory, which says the version of its form."""
+    sink = JsonlSink(directory / _METRICS)
+    write_run_schema(directory)
+    return sink
 
 
 def check_loggers(sinks: Iterable[str]) -> None:

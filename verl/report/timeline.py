@@ -67,14 +67,14 @@ class Timeline:
         """Write down the spans of a step. A process of the trace is a rank with its host, a thread of it a role."""
         events: list[dict[str, Any]] = []
         for span in spans:
-            place = (span.rank, span.role)
-            if place not in self._rows:
-                self._rows[place] = len(self._rows)
+            track = (span.rank, span.role)
+            if track not in self._rows:
+                self._rows[track] = len(self._rows)
                 host = {"name": f"rank {span.rank} on {span.host}"}
                 role = {"name": span.role}
                 events += [
                     {"name": "process_name", "ph": "M", "pid": span.rank, "args": host},
-                    {"name": "thread_name", "ph": "M", "pid": span.rank, "tid": self._rows[place], "args": role},
+                    {"name": "thread_name", "ph": "M", "pid": span.rank, "tid": self._rows[track], "args": role},
                 ]
             events.append(
                 {
@@ -84,7 +84,7 @@ class Timeline:
                     "ts": round(span.start * 1e6),
                     "dur": round(span.seconds * 1e6),
                     "pid": span.rank,
-                    "tid": self._rows[place],
+                    "tid": self._rows[track],
                     "args": {"step": step, "role": span.role, "rank": span.rank, "host": span.host},
                 }
             )

@@ -109,15 +109,15 @@ def expression(text: str) -> str | None:
     if any(_word(token) in _SCALES for token in tokens):
         return None
     runs: list[tuple[int, list[str]]] = []
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if not _is_prose(token):
-            if runs and runs[-1][0] + len(runs[-1][1]) == place:
+            if runs and runs[-1][0] + len(runs[-1][1]) == index:
                 runs[-1][1].append(token)
             else:
-                runs.append((place, [token]))
+                runs.append((index, [token]))
     if len(runs) == 1 and len(runs[0][1]) == len(tokens):
         return _as_latex(" ".join(tokens))
-    answers = [(place, run) for place, run in runs if _says(tokens, place, run)]
+    answers = [(index, run) for index, run in runs if _says(tokens, index, run)]
     if len(answers) > 1:
         answers = [answers[-1]] if _is_introduced(tokens, answers[-1][0]) else []
     if not answers:
@@ -137,7 +137,7 @@ def amount(text: str) -> str | None:
 def words(text: str) -> str | None:
     """The answer of a text that is words alone, in lower case; None: it is more or less than that."""
     tokens = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 ", text).split()
-    start = max((place + 1 for place in range(len(tokens)) if _is_introduced(tokens, place + 1)), default=0)
+    start = max((index + 1 for index in range(len(tokens)) if _is_introduced(tokens, index + 1)), default=0)
     answer = [_word(token) for token in tokens[start:] if _word(token)]
     plain = all(re.fullmatch(r"[^\W\d_]+(?:['\u2019-][^\W\d_]+)*", word) for word in answer)
     valued = not {*_SCALES, *_VALUES.split()}.isdisjoint(answer)
@@ -159,12 +159,12 @@ def _is_prose(token: str) -> bool:
     return len(word) > 3 or word.casefold() in _SHORT.split() or (len(word) == 3 and word.istitle())
 
 
-def _is_introduced(tokens: list[str], place: int) -> bool:
-    return place > 0 and (tokens[place - 1].endswith(":") or _word(tokens[place - 1]) in _INTRODUCES)
+def _is_introduced(tokens: list[str], index: int) -> bool:
+    return index > 0 and (tokens[index - 1].endswith(":") or _word(tokens[index - 1]) in _INTRODUCES)
 
 
-def _says(tokens: list[str], place: int, run: list[str]) -> bool:
+def _says(tokens: list[str], index: int, run: list[str]) -> bool:
     """Whether a run of tokens is an expression, and no article or name in a sentence."""
     return any(re.search(r"[\d\\=+*/^<>]", token) for token in run) or (
-        place + len(run) == len(tokens) and _is_introduced(tokens, place)
+        index + len(run) == len(tokens) and _is_introduced(tokens, index)
     )

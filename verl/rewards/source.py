@@ -89,15 +89,15 @@ async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
     errors = batch["episode_error"] if "episode_error" in batch else [None] * len(batch)
     reasons = [error or f"the response ended by {end}" for error, end in zip(errors, ends, strict=True)]
     scored = await source.score(batch.take(rows)) if rows else RewardResult([])
-    place = {row: index for index, row in enumerate(rows)}
+    index_of = {row: index for index, row in enumerate(rows)}
 
     def spread(values: Sequence[float | None]) -> list[float | None]:
-        return [values[place[row]] if row in place else None for row in range(len(batch))]
+        return [values[index_of[row]] if row in index_of else None for row in range(len(batch))]
 
     return RewardResult(
         spread(scored.reward),
         {name: spread(values) for name, values in scored.components.items()},
-        [scored.reasons[place[row]] if row in place else reason for row, reason in enumerate(reasons)],
+        [scored.reasons[index_of[row]] if row in index_of else reason for row, reason in enumerate(reasons)],
         scored.counts,
     )
 

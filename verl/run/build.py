@@ -66,18 +66,18 @@ def build_critic(config: Config, rows: int, controller: Controller | None = None
     return Critic(model, train=train, placement=controller, seed=config.trainer.seed)
 
 
-def build_source(given: CostConfig, called: RewardConfig) -> Reward | None:
+def build_source(section: CostConfig, called: RewardConfig) -> Reward | None:
     """The reward or cost of a section, or the weighted sum of several, called as `called` says; None where it names
     none."""
-    if not given.is_given:
+    if not section.is_given:
         return None
     names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
     options: dict[str, Any] = {name: getattr(called, name) for name in names}
     options["default_reward"] = None if called.on_failure == "abstain" else called.on_failure
-    if given.components:
-        parts = {name: {**source_options(part), "weight": part.weight} for name, part in given.components.items()}
+    if section.components:
+        parts = {name: {**source_options(part), "weight": part.weight} for name, part in section.components.items()}
         return Reward(parts, **options)
-    part = source_options(given)
+    part = source_options(section)
     return Reward(part.pop("source"), **part, **options)
 
 
@@ -90,8 +90,8 @@ def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list
     if config.tasks:
         return make_tasks(config.tasks)
     ((name, algorithm),) = algorithms.items()
-    made = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
-    sources = {role: source for role, source in made.items() if source is not None}
+    rewards = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
+    sources = {role: source for role, source in rewards.items() if source is not None}
     return [Task(name, algorithm, sources, n=config.actor_rollout_ref.rollout.n)]
 
 

@@ -58,7 +58,7 @@ def check_settings(config: Config) -> Checked:
     check_heads(algorithms)
     _check_together(config, algorithms)
     _check_trainer(config, algorithms)
-    _check_places(config)
+    _check_paths(config)
     if config.trainer.task_scheduler is not None:
         DynamicTaskWeightScheduler(**dict(config.trainer.task_scheduler))
     sources = sources_of(config)
@@ -157,7 +157,7 @@ def _check_trainer(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> N
         )
 
 
-def _check_places(config: Config) -> None:
+def _check_paths(config: Config) -> None:
     """Files and directories that the settings name are there; whether a hub knows a name is not asked."""
     policy, critic = config.actor_rollout_ref, config.critic
     models = {
@@ -179,11 +179,11 @@ def _check_reads(
     config: Config, data: ReadData, sources: Mapping[str, Mapping[str, RewardSource]], metrics: list[Metric]
 ) -> None:
     """The data have what the rewards and metrics of their tasks read; what is recorded has been scored already."""
-    made = {name: of.values() for name, of in sources.items()}
+    rewards = {name: of.values() for name, of in sources.items()}
     for name, rows in data.train.items():
         if isinstance(rows, PromptDataset):  # numbers are files of the one task
-            check_reads({f"data.train ({rows.name})": rows.batch}, made[name if name in made else MAIN])
+            check_reads({f"data.train ({rows.name})": rows.batch}, rewards[name if name in rewards else MAIN])
     if isinstance(data.held_out, PromptDataset):
-        held_out = by_task(data.held_out.batch, [*made]) if config.tasks else {MAIN: data.held_out.batch}
+        held_out = by_task(data.held_out.batch, [*rewards]) if config.tasks else {MAIN: data.held_out.batch}
         for name, batch in held_out.items():
-            check_reads({f"data.eval ({data.held_out.name})": batch}, made[name], metrics)
+            check_reads({f"data.eval ({data.held_out.name})": batch}, rewards[name], metrics)

@@ -158,8 +158,8 @@ def _train_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> d
     source, offline = config.data.train, [name for name, of in algorithms.items() if is_offline(config, of)]
     train: dict[str, Data] = {}
     if is_by_task(source):
-        for name, given in by_task(source, [*algorithms]).items():
-            train[name] = _recorded(config, given, f"train.{name}") if name in offline else _prompts(config, given)
+        for name, part in by_task(source, [*algorithms]).items():
+            train[name] = _recorded(config, part, f"train.{name}") if name in offline else _prompts(config, part)
     else:
         if offline:
             raise ConfigError(
@@ -179,7 +179,7 @@ def _held_out_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -
     if source is None:
         return None
     if is_by_task(source):
-        parts = {name: _prompts(config, given).batch for name, given in by_task(source, [*algorithms]).items()}
+        parts = {name: _prompts(config, part).batch for name, part in by_task(source, [*algorithms]).items()}
         rows = Batch.concat(part.drop([COLUMN]).add({COLUMN: [name] * len(part)}) for name, part in parts.items())
         held_out = PromptDataset(rows, "data.eval")
     else:

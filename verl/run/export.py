@@ -16,6 +16,7 @@ from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.models.save import save_pretrained_dir
+from verl.schemas import check_run_schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, a
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} is there already and not empty: name a directory that is not there yet")
     rebuilt: dict[Path, tuple[Any, str | None]] = {}
-    checkpoint = find_checkpoint(path, lambda found: rebuilt.update({found.path: state.rebuild(found)}))
+    checkpoint = find_checkpoint(path, lambda whole: rebuilt.update({whole.path: state.rebuild(whole)}))
     if out.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ConfigError(f"{out} lies in the checkpoint, which its run may replace: name a directory elsewhere")
     origin = _Origin(checkpoint)
@@ -68,12 +69,15 @@ def find_checkpoint(path: str | Path, check: Callable[[Checkpoint], object]) -> 
 
     Raises:
         CheckpointError: there is none, or none is whole.
+        ConfigError: the run is of another version of verl, in a form that is not read.
     """
     path = Path(path)
     if (path / MANIFEST).exists():
-        found = load_checkpoint(path)
-        check(found)
-        return found
+        checkpoint = load_checkpoint(path)
+        check(checkpoint)
+        return checkpoint
+    if CheckpointStore.holds(path / "checkpoints"):
+        check_run_schema(path)
     for directory in (path / "checkpoints", path):
         if CheckpointStore.holds(directory):
             newest = CheckpointStore(directory).load(check=check)
@@ -99,15 +103,15 @@ class _Origin:
             self._model, self._tokenizer = model.path or self._model, model.tokenizer
             self._trust = model.trust_remote_code
 
-    def tokenizer(self, given: str | None) -> PreTrainedTokenizerBase:
+    def tokenizer(self, name_or_path: str | None) -> PreTrainedTokenizerBase:
         """The tokenizer that is given, or that training began with."""
-        name = given or self._tokenizer or self._model
+        name = name_or_path or self._tokenizer or self._model
         if name is None:
             raise ModelError("the checkpoint does not say which model it began with: name the tokenizer, --tokenizer")
         try:
             return load_tokenizer(name, trust_remote_code=self._trust)
         except ModelError as error:
-            if given is not None:
+            if name_or_path is not None:
                 raise
             raise ModelError(
                 f"{error}. A checkpoint holds no tokenizer: name its directory with --tokenizer"

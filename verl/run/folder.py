@@ -3,6 +3,7 @@
     runs/
         latest -> grpo-tiny-1a2b3c4d
         grpo-tiny-1a2b3c4d/
+            run.json              the version of this form (`verl.schemas`)
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
             code.json             digests of the user's files, and what was edited between attempts
             logs/001.log          one for each attempt; logs/001.rank1.log of another rank
@@ -28,6 +29,7 @@ from typing import Any, Literal
 from verl.durable import clear_staging, link_atomic, parse_json, read_json, remove, write_atomic
 from verl.errors import CheckpointError, ConfigError
 from verl.run.lock import RunLock
+from verl.schemas import check_run_schema, write_run_schema
 
 logger = logging.getLogger(__name__)
 
@@ -211,12 +213,15 @@ def open_run(
         fresh: set an unfinished run aside too.
 
     Raises:
-        ConfigError: another process works on the run, or the directory cannot be made.
+        ConfigError: another process works on the run, another version of verl wrote it in a form that is not read, or
+            the directory cannot be made.
     """
     path = Path(output_dir).absolute() / run_id
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not fresh:
+            check_run_schema(path)
         lock = RunLock(path)
         status: Status = "new"
         aside, link = None, path.parent / "latest"
@@ -229,10 +234,11 @@ def open_run(
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
         clear_staging(path.parent)
-        for place in (path, path / "completions", path / "checkpoints"):
-            clear_staging(place, alone=True)
+        for directory in (path, path / "completions", path / "checkpoints"):
+            clear_staging(directory, alone=True)
         attempts = [int(file.stem) for file in (path / "logs").glob("*.log") if file.stem.isdigit()]
         run = Run(path, status, max(attempts, default=0) + 1, lock, aside, latest)
+        write_run_schema(path)
         run.log.touch()
         if config:
             write_atomic(path / "config.yaml", config)
@@ -253,10 +259,10 @@ def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
     content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     for line in content.splitlines():
         try:
-            at = parse_json(line.encode(), dict[str, Any]).get("step")
+            row_step = parse_json(line.encode(), dict[str, Any]).get("step")
         except ValueError:
             continue
-        if isinstance(at, int) and at <= step:
+        if isinstance(row_step, int) and row_step <= step:
             kept.append(line + "\n")
     write_atomic(file, "".join([*kept, *(json.dumps(row) + "\n" for row in rows)]))
 

@@ -103,8 +103,8 @@ def _available(actor: Actor, size: ModelSize) -> int:
 
 def _others(config: Config, algorithms: Collection[BaseAlgorithm], size: ModelSize) -> int:
     """Bytes of the models beside the actor, taken to be of its size; each task has critics of its own."""
-    own = size.trained == size.parameters  # the reference of a LoRA is its own base
-    needed = own and "reference" in roles_of(config, algorithms)
+    is_whole = size.trained == size.parameters  # the reference of a LoRA is its own base
+    needed = is_whole and "reference" in roles_of(config, algorithms)
     reference = estimate_memory(size, trained=False).total if needed else 0
     critics = sum(len(algorithm.roles & {"critic", "cost_critic"}) for algorithm in algorithms)
     return reference + critics * estimate_memory(size).total
@@ -190,8 +190,9 @@ def _beside(
             train = config.critic.options(policy.actor)
             model = config.critic.model.replace(path=config.critic.model.path or policy.model.path)
             cut = _cut_over(config, role, train, cluster)
-            found = estimate_memory(_size(model, "score"), moments=train.optim.moments, cut_over=cut)
-            yield role, replace(found, weights=0) if cut > 1 else found  # none is whole: a critic generates nothing
+            estimate = estimate_memory(_size(model, "score"), moments=train.optim.moments, cut_over=cut)
+            # Of one that is cut none is whole: a critic generates nothing.
+            yield role, replace(estimate, weights=0) if cut > 1 else estimate
     for role in ("reward", "cost"):
         section = getattr(config, role)
         for part in section.components.values() or [section]:
@@ -214,10 +215,10 @@ def _size(model: ModelOptions, kind: Literal["causal", "score"] = "causal") -> M
     if model.dtype == "int4":
         raise ConfigError("--device: the memory of weights in int4 is not modelled: try it with model.dtype=bfloat16")
     trust = model.trust_remote_code
-    found = configured_model(str(model.path), dtype=model.dtype, kind=kind, trust_remote_code=trust)
+    configured = configured_model(str(model.path), dtype=model.dtype, kind=kind, trust_remote_code=trust)
     if model.lora is not None:
-        add_lora(found, model.lora)
-    return replace(ModelSize.from_model(found), fused=False)
+        add_lora(configured, model.lora)
+    return replace(ModelSize.from_model(configured), fused=False)
 
 
 def _is_apart(config: Config, role: str) -> bool:

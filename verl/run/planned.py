@@ -44,10 +44,10 @@ def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_se
     trained = _strategies("actor_rollout_ref.actor", policy.actor, actor)
     models = [Model("actor", actor, True, trained)]
     if critics := [role for role in ("critic", "cost_critic") if role in roles]:
-        own = config.critic.model
-        size = model_size(own.path or policy.model.path or "", own.dtype)
-        found = _strategies("critic", config.critic.options(config.actor_rollout_ref.actor), size)
-        models.append(Model(critics[0], size, True, found, beside=tuple(critics[1:])))
+        model = config.critic.model
+        size = model_size(model.path or policy.model.path or "", model.dtype)
+        strategies = _strategies("critic", config.critic.options(config.actor_rollout_ref.actor), size)
+        models.append(Model(critics[0], size, True, strategies, beside=tuple(critics[1:])))
     if "reference" in roles:
         dtype = policy.ref.dtype or policy.model.dtype
         size = model_size(policy.ref.path or policy.model.path or "", dtype)
@@ -130,13 +130,13 @@ def settings(plan: PlacementPlan) -> dict[str, Any]:
     rollout: dict[str, Any] = {"tensor_model_parallel_size": engine.tp, "max_num_seqs": engine.together}
     if group.kv_bytes >= 2**30 / 10:
         rollout["kv_cache_gb"] = ceil(10 * group.kv_bytes / 2**30) / 10
-    found: dict[str, Any] = {
+    changed: dict[str, Any] = {
         "actor_rollout_ref": {"actor": _parallel(actor), "rollout": rollout},
         "trainer": {"placement": placement(plan)},
     }
-    if "critic" in found["trainer"]["placement"]:
-        found["critic"] = _parallel(plan.choice("critic"))
-    return found
+    if "critic" in changed["trainer"]["placement"]:
+        changed["critic"] = _parallel(plan.choice("critic"))
+    return changed
 
 
 def placement(plan: PlacementPlan) -> dict[str, str]:
@@ -174,8 +174,8 @@ def _strategies(key: str, options: TrainOptions, size: ModelSize) -> tuple[Strat
     return ddp(size.itemsize, options.optim.moments == "float32"), by_fsdp
 
 
-def _reward_models(given: RewardConfig) -> list[ModelSize]:
-    parts = given.components.values() or [given]
+def _reward_models(section: RewardConfig) -> list[ModelSize]:
+    parts = section.components.values() or [section]
     return [model_size(part.model, part.dtype) for part in parts if part.model is not None]
 
 

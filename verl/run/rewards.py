@@ -31,7 +31,7 @@ class UnreadModel:
 
 def source_options(part: RewardPart) -> dict[str, Any]:
     """The one origin of a reward as `source`, with its own options."""
-    (origin,) = part.given()
+    (origin,) = part.origins()
     if origin == "name":
         return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
     if origin == "model":
@@ -49,25 +49,25 @@ def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
     if not config.tasks:
         sections = {"reward": config.reward, "cost": config.cost}
         return {MAIN: {role: _of_section(section) for role, section in sections.items() if section.is_given}}
-    made: dict[str, dict[str, RewardSource]] = {}
+    by_task: dict[str, dict[str, RewardSource]] = {}
     for task in config.tasks:
         options = {name: value for name, value in task.reward_config.items() if name not in _OF_THE_CALLS}
         try:
-            made[task.name] = {} if task.reward_model is None else {"reward": _made(task.reward_model, options)}
+            by_task[task.name] = {} if task.reward_model is None else {"reward": _source(task.reward_model, options)}
         except ConfigError as error:
             raise ConfigError(f"task '{task.name}': {error}") from error
-    return made
+    return by_task
 
 
 def _of_section(section: CostConfig) -> RewardSource:
     if not section.components:
         options = source_options(section)
-        return _made(options.pop("source"), options)
+        return _source(options.pop("source"), options)
     parts = {name: (source_options(part), part.weight) for name, part in section.components.items()}
-    return make_reward({name: (_made(own.pop("source"), own), weight) for name, (own, weight) in parts.items()})
+    return make_reward({name: (_source(part.pop("source"), part), weight) for name, (part, weight) in parts.items()})
 
 
-def _made(source: Any, options: Mapping[str, Any]) -> RewardSource:
+def _source(source: Any, options: Mapping[str, Any]) -> RewardSource:
     unread = _unread(source)
     return unread if isinstance(unread, UnreadModel) else make_reward(unread, **options)
 

@@ -24,6 +24,7 @@ from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.log import setup_logging
+from verl.report.compare import flat
 from verl.report.completions import save_table
 from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
 from verl.report.sinks import Logger, open_logger
@@ -157,11 +158,11 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
 def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | Batch, tokenizer: Any) -> HeldOut:
     settings = config.trainer
 
-    def note(result: dict[str, Any], found: Evaluation | None) -> None:
+    def note(result: dict[str, Any], evaluation: Evaluation | None) -> None:
         shown = ("step", "headline", "problems", "low", "high")
         run.note_evaluation({**{name: result[name] for name in shown if name in result}, **result["metrics"]})
-        if found is not None and isinstance(rows, PromptDataset):
-            samples = _with_prompts(found.samples, rows).slice(0, settings.log_completions)
+        if evaluation is not None and isinstance(rows, PromptDataset):
+            samples = _with_prompts(evaluation.samples, rows).slice(0, settings.log_completions)
             path = run.completions / f"step-{result['step']:06d}.parquet"
             save_table(path, samples.select(_COMPLETION_COLUMNS).table)
 
@@ -191,7 +192,7 @@ def _logger(config: Config, run: Run, step: int | None) -> Logger:
         settings.loggers,
         run_id=run.path.name,
         project=settings.project,
-        config=_flat(config.model_dump(mode="json")),
+        config=dict(flat(config.model_dump(mode="json"))),
         total_steps=settings.total_steps,
         resume_step=-1 if step is None and run.status == "resumed" else step,
     )
@@ -213,14 +214,6 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
     if seconds := total("time/rollout"):
         summary["rollout_tokens_per_second"] = total("rollout/tokens") / seconds
     return summary | ({} if trainer.held_out is None else trainer.held_out.summary(config.trainer.seed))
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        key = f"{prefix}{name}"
-        flat.update(_flat(value, f"{key}.") if isinstance(value, dict) else {key: value})
-    return flat
 
 
 def _environment() -> dict[str, Any]:
@@ -254,7 +247,7 @@ def _report(run: Run, live: bool = False) -> Path | None:
     """Write the report, as far as the run has come; a failed run's report is the one that is wanted most."""
     try:
         return write_report(run.path, live=live)
-    except (DataError, OSError) as error:
+    except (VerlError, OSError) as error:
         logger.warning("no report was written: %s", error)
         return None
 

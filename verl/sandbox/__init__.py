@@ -1,6 +1,6 @@
 """A sandbox for untrusted programs.
 
-Reading order: `run`, `jail`, `code_tests`, `run_tests`, `pytest_stub`.
+Reading order: `run`, `jail`, `code_tests`, `run_tests`, `values`, `pytest_stub`.
 """
 
 from verl.sandbox.run import Limits, Run, require, run_python

@@ -1,8 +1,8 @@
 """Tests of programs, in the forms that data sets have, run in a sandbox.
 
 `parse` reads tests, `judge` runs them. Tests in Python have a sandbox of their own and ask the program over pipes
-(`run_tests.py`); a program's output is compared outside its sandbox. Nothing that is expected reaches the program, but
-for tests that need live objects, which run beside it.
+(`run_tests.py`, with `values.py`); a program's output is compared outside its sandbox. Nothing that is expected reaches
+the program, but for tests that need live objects, which run beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from verl.errors import RewardError, nearest
 from verl.sandbox.run import Limits, Run, run_python
-from verl.sandbox.run_tests import alike
+from verl.sandbox.values import alike
 
 _HERE = Path(__file__).parent
 #: Keys of tests in mappings.
@@ -55,6 +55,15 @@ _EQUALITY = re.compile("assert(?!Not).*Equals?")
 _VERDICTS = 4 << 20
 #: As `run_tests.py` says it.
 _ASKS_NOTHING = "they ask nothing of the program"
+#: What runs in a sandbox, in the order of imports, and the text that starts it: no file of ours is in reach there.
+_SENT = ("values", "run_tests")
+_START = """
+import sys, types
+for name, text in modules.items():
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, f"<{name}>", "exec", dont_inherit=True), vars(sys.modules[name]))
+sys.modules["verl.sandbox.run_tests"].main(globals())
+"""
 _FAILED = {"passed": False, "fault": None, "live": False, "altered": 0}
 
 
@@ -110,19 +119,19 @@ class Tests:
         self.cases.append({"text": text, "entry": entry, "live": live, "asks": asks})
         self.names |= {name for name in (*called, entry) if name}
 
-    def _add_mapping(self, given: Mapping[str, Any], entry: str | None, setup: str) -> None:
-        for key in given:
+    def _add_mapping(self, test: Mapping[str, Any], entry: str | None, setup: str) -> None:
+        for key in test:
             if key not in _KNOWN:
                 raise RewardError(f"tests have a key '{key}', which is not known: {nearest(str(key), _KNOWN)}")
-        if str(given.get("language", "python")).casefold() not in ("python", "python3", "py"):
-            raise RewardError(f"the tests are of a program in {given['language']}, not in Python")
-        metadata = given.get("metadata")
+        if str(test.get("language", "python")).casefold() not in ("python", "python3", "py"):
+            raise RewardError(f"the tests are of a program in {test['language']}, not in Python")
+        metadata = test.get("metadata")
         metadata = json.loads(metadata) if isinstance(metadata, str) and metadata[:1] == "{" else metadata or {}
-        entry = _first(given, _FUNCTION) or _first(metadata, _FUNCTION) or entry
-        for part in (given[key] for key in _SETUP if key in given):
+        entry = _first(test, _FUNCTION) or _first(metadata, _FUNCTION) or entry
+        for part in (test[key] for key in _SETUP if key in test):
             setup = "\n".join([setup, *([part] if isinstance(part, str) else part)])
-        texts = [given[key] for key in _TEXTS if key in given]
-        inputs, outputs = _first(given, _INPUT), _first(given, _OUTPUT)
+        texts = [test[key] for key in _TEXTS if key in test]
+        inputs, outputs = _first(test, _INPUT), _first(test, _OUTPUT)
         parts = [part for text in texts for part in ([text] if isinstance(text, str) else text)]
         if inputs is None and outputs is not None and parts and all(map(_only_prepares, parts)):
             code = "\n".join([setup, *parts])
@@ -134,12 +143,12 @@ class Tests:
         if inputs is None or outputs is None:
             if texts:
                 return
-            raise RewardError(f"tests need inputs and outputs, or a text: their keys are {', '.join(map(str, given))}")
-        kind = str(_first(given, _KIND) or ("functional" if entry else "stdin")).casefold()
+            raise RewardError(f"tests need inputs and outputs, or a text: their keys are {', '.join(map(str, test))}")
+        kind = str(_first(test, _KIND) or ("functional" if entry else "stdin")).casefold()
         if kind not in (*_STDIN, *_CALLS):
             raise RewardError(f"tests of type '{kind}' are not known: {nearest(kind, (*_STDIN, *_CALLS))}")
         pairs = [(inputs, outputs)]
-        if "inputs" in given or (kind in _STDIN and isinstance(inputs, list) and isinstance(outputs, list)):
+        if "inputs" in test or (kind in _STDIN and isinstance(inputs, list) and isinstance(outputs, list)):
             if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
                 raise RewardError("inputs and outputs of tests must be lists of one length")
             pairs = list(zip(inputs, outputs, strict=True))
@@ -162,13 +171,13 @@ def parse(tests: Any, entry: str | None = None) -> Tests:
     Raises:
         RewardError: there are none, or they have another form.
     """
-    found = Tests()
-    found.add(tests, entry)
-    if not found.cases and not found.outputs:
+    parsed = Tests()
+    parsed.add(tests, entry)
+    if not parsed.cases and not parsed.outputs:
         raise RewardError("there are no tests: what has no assert, and the like, asks nothing of a program")
-    if not found.cases and not any(wanted.strip() for _, _, wanted in found.outputs):
+    if not parsed.cases and not any(wanted.strip() for _, _, wanted in parsed.outputs):
         raise RewardError("the tests expect no output, so that any program would pass")
-    return found
+    return parsed
 
 
 def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[str]:
@@ -210,8 +219,8 @@ def _called(nodes: Iterable[ast.AST]) -> set[str]:
     return {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
 
 
-def _first(given: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    return next((given[key] for key in keys if key in given), None)
+def _first(test: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((test[key] for key in keys if key in test), None)
 
 
 def _text(content: Any) -> str:
@@ -273,13 +282,13 @@ def judge(program: str, tests: Tests, limits: Limits, packages: Sequence[str | P
 
     # Allow for blanks, which are ignored, and for stderr.
     passed = [
-        _prints(run(f"{program}\n{code}", 2 * len(wanted.encode(errors="replace")) + (64 << 10), stdin=given), wanted)
-        for code, given, wanted in tests.outputs
+        _prints(run(f"{program}\n{code}", 2 * len(wanted.encode(errors="replace")) + (64 << 10), stdin=stdin), wanted)
+        for code, stdin, wanted in tests.outputs
     ]
     verdicts = _ask_apart(program, tests.cases, run) if tests.cases else []
-    if live := [at for at, found in enumerate(verdicts) if any(verdict["live"] for verdict in found)]:
-        beside = _ask_beside(program, [tests.cases[at] for at in live], run)
-        verdicts = [beside.pop(0) if at in live else found for at, found in enumerate(verdicts)]
+    if live := [number for number, case in enumerate(verdicts) if any(verdict["live"] for verdict in case)]:
+        beside = _ask_beside(program, [tests.cases[number] for number in live], run)
+        verdicts = [beside.pop(0) if number in live else case for number, case in enumerate(verdicts)]
     every = [verdict for of_case in verdicts for verdict in of_case]
     # Where others ask, what asks nothing is no test.
     for verdict in [verdict for verdict in every if verdict["fault"] != _ASKS_NOTHING] or every:
@@ -312,8 +321,8 @@ def _ask_beside(program: str, cases: list[dict[str, Any]], run: Callable[..., Ru
             sending = thread.submit(_send, outgoing, [secret, texts])
             runs.append(_verdicts(_run_side(run, "both", incoming, program=program), len(cases), secret))
             sending.result()
-    for found, others in zip(*runs, strict=True):
-        for verdict, other in zip(found, others, strict=False):
+    for first, others in zip(*runs, strict=True):
+        for verdict, other in zip(first, others, strict=False):
             verdict["passed"] &= not (other["passed"] and other["altered"])
     return runs[0]
 
@@ -328,20 +337,21 @@ def _send(pipe: int, content: Any) -> None:
 
 
 def _run_side(run: Callable[..., Run], side: str, *fds: int, program: str = "", cases: Sequence[Any] = ()) -> Run:
-    pytest = (_HERE / "pytest_stub.py").read_text()
-    inputs: dict[str, Any] = {"side": side, "program": program, "cases": list(cases), "pytest": pytest}
+    texts = {name: (_HERE / f"{name}.py").read_text() for name in ("pytest_stub", *_SENT)}
+    inputs: dict[str, Any] = {"side": side, "program": program, "cases": list(cases), "pytest": texts["pytest_stub"]}
     inputs |= dict(zip(("incoming", "outgoing"), fds, strict=False))
-    return run((_HERE / "run_tests.py").read_text(), _VERDICTS, inputs=inputs, fds=fds)
+    inputs["modules"] = {f"verl.sandbox.{name}": texts[name] for name in _SENT}
+    return run(_START, _VERDICTS, inputs=inputs, fds=fds)
 
 
 def _verdicts(run: Run, count: int, prefix: str) -> list[list[dict[str, Any]]]:
     """The verdicts of each case, by the lines that begin with `prefix`; a case that was not finished has failed."""
-    found: list[list[dict[str, Any]]] = [[dict(_FAILED)] for _ in range(count)]
+    of_cases: list[list[dict[str, Any]]] = [[dict(_FAILED)] for _ in range(count)]
     for line in run.stdout.splitlines():
         if line.startswith(prefix + "["):
             number, verdicts = json.loads(line.removeprefix(prefix))
-            found[number] = verdicts
-    return found
+            of_cases[number] = verdicts
+    return of_cases
 
 
 def _prints(run: Run, wanted: str) -> bool:

@@ -125,10 +125,10 @@ def main() -> None:
 def map_users(child: int) -> None:
     """Ourselves, as an ordinary user inside; for root also root itself, to build the file system as, and nobody."""
     root = os.geteuid() == 0
-    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
+    for kind, real in (("uid", os.geteuid()), ("gid", os.getegid())):
         if not root and kind == "gid":
             write(f"/proc/{child}/setgroups", "deny")
-        write(f"/proc/{child}/{kind}_map", f"0 0 1\n{INSIDE} {NOBODY} 1" if root else f"{INSIDE} {own} 1")
+        write(f"/proc/{child}/{kind}_map", f"0 0 1\n{INSIDE} {NOBODY} 1" if root else f"{INSIDE} {real} 1")
 
 
 def write(path: str, text: str) -> None:

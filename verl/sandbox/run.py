@@ -164,8 +164,8 @@ def _outcome(said: bytes, stopped: Status | None, stdout: str, stderr: str) -> R
 def _library_paths() -> tuple[str, ...]:
     """Directories of the standard library and of the shared libraries that its modules load."""
     wanted = (sysconfig.get_path("stdlib"), *map(sysconfig.get_config_var, ("DESTSHARED", "LIBDIR")))
-    found = dict.fromkeys(str(path) for path in (*_LIBRARIES, *wanted) if path and os.path.isdir(path))
-    return tuple(path for path in found if not any(path.startswith(other + "/") for other in found))
+    existing = dict.fromkeys(str(path) for path in (*_LIBRARIES, *wanted) if path and os.path.isdir(path))
+    return tuple(path for path in existing if not any(path.startswith(other + "/") for other in existing))
 
 
 def _converse(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> tuple[Status | None, str, str]:

@@ -1,6 +1,6 @@
-"""Runs in a sandbox: a program, its tests, or both. `code_tests.py` starts it.
+"""Runs in a sandbox: a program, its tests, or both. `code_tests.py` sends its text and that of `values.py` there.
 
-Globals given: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), and the file descriptors
+Settings of `main`: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), and the file descriptors
 `incoming` and `outgoing`. Verdicts are lines of JSON on stdout. Standard library alone.
 
 - "program" and "tests" have a sandbox each. The tests ask the program over two pipes, in JSON. Arguments and results
@@ -26,15 +26,13 @@ import os
 import sys
 import types
 
+from verl.sandbox.values import alike, decode, encode
+
 TYPE_CHECKING = False  # loading typing takes longer than all the rest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-#: Classes whose objects travel by value; those that derive from a builtin class travel as that.
-BY_VALUE = "range slice Fraction Decimal datetime date time timedelta timezone"
-MODULES = ("builtins", "fractions", "decimal", "datetime")
-BASES = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 #: Names that tests use without an import: of modules, and of what modules define.
 ALIASES = {"np": "numpy", "pd": "pandas"}
 COMMON = {
@@ -81,53 +79,6 @@ def event_loop() -> Any:
 
 def waited_for(result: Any) -> Any:
     return event_loop().run_until_complete(result) if hasattr(type(result), "__await__") else result
-
-
-def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """A value as JSON; what JSON does not have is a mapping of its kind to its content, `other` says how objects go."""
-    kind: Any = type(value)
-    if kind in (type(None), bool, int, float, str):
-        return value
-    if kind in (list, tuple, set, frozenset):
-        items = [encode(item, other) for item in value]
-        return items if kind is list else {kind.__name__: items}
-    if kind is dict:
-        return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
-    if kind in (bytes, complex):
-        return {kind.__name__: value.hex() if kind is bytes else [value.real, value.imag]}
-    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        content = encode(value.tolist(), other)
-        return {"array": [str(value.dtype), content]} if kind.__name__ == "ndarray" else content
-    if kind in (type, types.BuiltinFunctionType) and vars(builtins).get(getattr(value, "__name__", "")) is value:
-        return {"builtin": getattr(value, "__name__", "")}
-    if kind.__module__ in MODULES and kind.__name__ in BY_VALUE.split():
-        return {"made": [kind.__module__, kind.__name__, encode(value.__reduce_ex__(2)[1], other)]}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"named": [kind.__name__, list(kind._fields), [encode(item, other) for item in value]]}
-    base: Any = next((base for base in BASES if isinstance(value, base)), None)
-    return other(value) if base is None else encode(base(value), other)
-
-
-def decode(content: Any, other: Callable[[str, Any], Any]) -> Any:
-    """The inverse of `encode`; `other(kind, inner)` gives the objects."""
-    if isinstance(content, list):
-        return [decode(item, other) for item in content]
-    if not isinstance(content, dict):
-        return content
-    ((kind, inner),) = content.items()
-    if kind in ("tuple", "set", "frozenset"):
-        return getattr(builtins, kind)([decode(item, other) for item in inner])
-    if kind == "dict":
-        return {decode(key, other): decode(item, other) for key, item in inner}
-    if kind in ("bytes", "complex"):
-        return bytes.fromhex(inner) if kind == "bytes" else complex(*inner)
-    if kind == "named":
-        return importlib.import_module("collections").namedtuple(*inner[:2])(*decode(inner[2], other))
-    if kind == "array":
-        return importlib.import_module("numpy").array(decode(inner[1], other), dtype=inner[0])
-    if kind == "made" and inner[0] in MODULES and inner[1] in BY_VALUE.split():
-        return getattr(importlib.import_module(inner[0]), inner[1])(*decode(inner[2], other))
-    return other(kind, inner)
 
 
 class Handle:
@@ -187,7 +138,7 @@ for _name in FORWARDED.split():
 class Asker:
     """The tests' side of the pipes. Counts what it asks, and what was there to be asked."""
 
-    asked = found = 0
+    asked = answered = 0
     needs_live = False
     over: str | None = None
 
@@ -196,7 +147,7 @@ class Asker:
         self.handles: dict[int, Handle] = {}
 
     def begin(self) -> None:
-        self.asked, self.found, self.needs_live = 0, 0, False
+        self.asked, self.answered, self.needs_live = 0, 0, False
 
     def live(self) -> NeedsLive:
         self.needs_live = True
@@ -204,11 +155,11 @@ class Asker:
 
     def lookup(self, name: str) -> Any:
         """(whether the program defines this name, its value)."""
-        found, value, is_error = self.ask("name", name)
+        is_defined, value, is_error = self.ask("name", name)
         if name[:1].isupper() and is_error:  # to be caught by its class
             raise self.live()
-        self.found += found
-        return found, mark(value) if name[:1].isupper() else value
+        self.answered += is_defined
+        return is_defined, mark(value) if name[:1].isupper() else value
 
     def ask(self, operation: str, *request: Any) -> Any:
         """What the program answers."""
@@ -224,7 +175,7 @@ class Asker:
             self.over = str(content) if kind == "over" else None
         if self.over is not None:
             raise Over(self.over)
-        self.found += operation in OPERATIONS
+        self.answered += operation in OPERATIONS
         if kind == "raised":
             raise self.error(operation, *content)
         if changed is not None:
@@ -340,14 +291,14 @@ def run_program(program: str) -> tuple[dict[str, Any], str | None]:
 def entry_of(names: dict[str, Any]) -> str:
     """The last function that a program defines."""
     functions = [name for name, value in names.items() if callable(value) and not isinstance(value, type)]
-    own = [name for name in functions if getattr(names[name], "__module__", None) == "solution"]
-    return own[-1] if own else "candidate"
+    defined = [name for name in functions if getattr(names[name], "__module__", None) == "solution"]
+    return defined[-1] if defined else "candidate"
 
 
 class Beside:
     """The program in the process of the tests, in the place of an `Asker`."""
 
-    asked = found = 0
+    asked = answered = 0
     needs_live = False
 
     def __init__(self, program: str) -> None:
@@ -359,7 +310,7 @@ class Beside:
 
     def lookup(self, name: str) -> Any:
         name = entry_of(self.names) if name == "candidate" else name
-        self.asked, self.found = self.asked + 1, self.found + (name in self.names)
+        self.asked, self.answered = self.asked + 1, self.answered + (name in self.names)
         value = self.names.get(name)
         if type(value) is types.FunctionType:
             value = self.wrapped.setdefault(id(value), without_stop(value))
@@ -370,7 +321,7 @@ class Nonsense:
     """In the place of a program: it defines all that is asked for, and what that gives, in any way, has one truth. What
     passes with such a program that is always true, and with one that never is, asks nothing."""
 
-    asked = found = 1
+    asked = answered = 1
     needs_live, over = False, None
 
     def __init__(self, truth: bool) -> None:
@@ -426,8 +377,8 @@ def as_module(source: Asker | Beside | Nonsense) -> types.ModuleType:
     def read(name: str) -> Any:
         if name == "__all__":
             return source.ask("names")
-        found, value = (False, None) if name.startswith("__") else source.lookup(name)
-        if not found:
+        is_defined, value = (False, None) if name.startswith("__") else source.lookup(name)
+        if not is_defined:
             raise AttributeError(f"the program does not define {name}")
         return value
 
@@ -458,8 +409,8 @@ class Names(dict[str, object]):
         if not of_python or not self.keeps_to_python:
             if name == "candidate" and self.entry:
                 return self.entry_point(self.entry)
-            found, value = self.source.lookup(name)
-            if found:
+            is_defined, value = self.source.lookup(name)
+            if is_defined:
                 return value
         if name in self.libraries:
             return getattr(importlib.import_module(self.libraries[name]), name)
@@ -467,8 +418,8 @@ class Names(dict[str, object]):
 
     def entry_point(self, path: str) -> Any:
         """The function "f", or "Solution().f", or the method `f` of class Solution."""
-        found, value = self.source.lookup(path) if path.isidentifier() else (True, eval(path, self))
-        return value if found else eval(f"Solution().{path}", self)
+        is_defined, value = self.source.lookup(path) if path.isidentifier() else (True, eval(path, self))
+        return value if is_defined else eval(f"Solution().{path}", self)
 
 
 def module_of(name: str, tree: ast.AST) -> Any:
@@ -507,10 +458,10 @@ def checked_names(tree: ast.AST) -> set[str]:
             of_program = PROGRAM if isinstance(node, ast.Import) else names if node.module in PROGRAM else []
             checked |= {*names} & {*of_program}
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            given = (
+            names_called = (
                 node.args if node.func.id == "check" else [node.func] if node.func.id in ("inf", "nan", "pi") else []
             )
-            checked |= {argument.id for argument in given if isinstance(argument, ast.Name)}
+            checked |= {argument.id for argument in names_called if isinstance(argument, ast.Name)}
     return checked
 
 
@@ -574,17 +525,6 @@ def gives(function: Any, args: list[Any], wanted: list[Any]) -> bool:
     return any(alike(result, one) for one in wanted)
 
 
-def alike(value: Any, wanted: Any) -> bool:
-    """Whether two JSON values are equal, but for digits of a float that are beyond its precision."""
-    if isinstance(value, list) and isinstance(wanted, list):
-        return len(value) == len(wanted) and all(map(alike, value, wanted))
-    if isinstance(value, dict) and isinstance(wanted, dict):
-        return value.keys() == wanted.keys() and all(alike(value[key], wanted[key]) for key in wanted)
-    if type(wanted) is float and type(value) in (int, float) and value != wanted:
-        return bool(abs(value - wanted) <= max(1e-9, 1e-6 * abs(wanted)) < float("inf"))
-    return bool(value == wanted)
-
-
 def heard(tree: ast.Module) -> ast.Module:
     """Tests in which an assert that fails is known to have failed, also where the tests only print that it did."""
     for node in ast.walk(tree):
@@ -645,7 +585,7 @@ def outcome(unit: Callable[[], Any], source: Asker | Beside | Nonsense) -> dict[
     reason = reason or ("an assert failed" if failed else None)
     if source.asked == 0:
         fault = fault or reason or ASKS_NOTHING
-    passed = reason is None and source.over is None and source.found > 0
+    passed = reason is None and source.over is None and source.answered > 0
     return {"passed": passed, "fault": fault, "live": source.needs_live, "altered": altered, "reason": reason}
 
 
@@ -677,20 +617,16 @@ def verdicts_of(case: dict[str, Any], source: Asker | Beside | Nonsense) -> list
     return [outcome(unit, source) for unit in units(case, source)]
 
 
-def main(given: dict[str, Any]) -> None:
+def main(settings: dict[str, Any]) -> None:
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(4000)
-    if given["side"] == "program":
-        Server(given["program"]).run(given["incoming"], given["outgoing"])
-    elif given["side"] == "tests":
-        judge(given["cases"], Asker(given["incoming"], given["outgoing"]), "", given["pytest"])
+    if settings["side"] == "program":
+        Server(settings["program"]).run(settings["incoming"], settings["outgoing"])
+    elif settings["side"] == "tests":
+        judge(settings["cases"], Asker(settings["incoming"], settings["outgoing"]), "", settings["pytest"])
     else:
-        source = Beside(given["program"])
-        with os.fdopen(given["incoming"]) as lines:
+        source = Beside(settings["program"])
+        with os.fdopen(settings["incoming"]) as lines:
             secret, cases = json.loads(lines.readline())
-        judge(cases, source, secret, given["pytest"])
-
-
-if __name__ == "__main__":
-    main(globals())
+        judge(cases, source, secret, settings["pytest"])

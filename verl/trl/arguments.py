@@ -75,9 +75,9 @@ class Config(_Quiet):  # type: ignore[misc]
     #: Arguments of this record that TRL has and that are done otherwise here: name -> (default, what to do).
     otherwise: ClassVar[dict[str, tuple[Any, str]]] = {}
 
-    def __init__(self, output_dir: str | None = None, **given: Any) -> None:
+    def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
         self.output_dir = output_dir
-        for name, value in given.items():
+        for name, value in settings.items():
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -122,13 +122,13 @@ class Config(_Quiet):  # type: ignore[misc]
             raise ConfigError(f"args is a {type(args).__name__}: this trainer takes a {cls.__name__}")
         if not dataclasses.is_dataclass(args):
             raise ConfigError(f"args is a {cls.__name__} or a transformers.TrainingArguments, not {args!r:.60}")
-        found = cls()
+        record = cls()
         known = cls.defaults().keys() - {"gradient_checkpointing"}  # it changes no number, and costs time
         for field in dataclasses.fields(args):
             value = getattr(args, field.name, None)
             if field.name in known or (field.init and value and value != field.default and not _is_made(field)):
-                setattr(found, field.name, value)
-        return found
+                setattr(record, field.name, value)
+        return record
 
     def samples(self) -> int:
         """Samples (of preferences: pairs) that one optimizer step learns from, on all ranks."""
@@ -164,8 +164,8 @@ class Config(_Quiet):  # type: ignore[misc]
             ConfigError: there is no such logger.
         """
         named: Any = self.report_to  # a script may give a list
-        given = [named] if isinstance(named, str) else list(named or ())
-        names = list(_SINKS[:1]) if given == ["all"] else [name for name in given if name != "none"]
+        loggers = [named] if isinstance(named, str) else list(named or ())
+        names = list(_SINKS[:1]) if loggers == ["all"] else [name for name in loggers if name != "none"]
         for name in names:
             if name not in _SINKS:
                 raise ConfigError(f"report_to='{name}': {nearest(name, [*_SINKS, 'all', 'none'])}")
@@ -178,14 +178,14 @@ class Config(_Quiet):  # type: ignore[misc]
             ConfigError: `model_init_kwargs` has one that there is not here.
         """
         kwargs: Any = self.model_init_kwargs or {}
-        given = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON
+        settings = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON
         for name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
-            given.pop(name, None)  # how the model is laid out and run is decided here
-        dtype = given.pop("dtype", given.pop("torch_dtype", "auto"))
-        trust = bool(given.pop("trust_remote_code", self.trust_remote_code))
-        if given:
+            settings.pop(name, None)  # how the model is laid out and run is decided here
+        dtype = settings.pop("dtype", settings.pop("torch_dtype", "auto"))
+        trust = bool(settings.pop("trust_remote_code", self.trust_remote_code))
+        if settings:
             raise ConfigError(
-                f"model_init_kwargs has '{next(iter(given))}', which is not passed on: load the model yourself, and "
+                f"model_init_kwargs has '{next(iter(settings))}', which is not passed on: load the model yourself, and "
                 "give the trainer that"
             )
         return {"dtype": str(dtype).removeprefix("torch."), "trust_remote_code": trust}

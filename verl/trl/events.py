@@ -57,7 +57,7 @@ class Events:
     """
 
     def __init__(
-        self, args: Any, given: Iterable[Any], about: Mapping[str, Any], *, updates: int, epoch_steps: float, total: int
+        self, args: Any, added: Iterable[Any], about: Mapping[str, Any], *, updates: int, epoch_steps: float, total: int
     ) -> None:
         self.callbacks: list[Any] = []
         self.args, self._about, self._updates, self._epoch_steps = args, dict(about), updates, epoch_steps
@@ -65,15 +65,15 @@ class Events:
         self.control = TrainerControl()
         self._since: list[dict[str, float]] = []
         self._saved: int | None = None
-        for callback in given:
+        for callback in added:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
         """Raises ConfigError if it is no `TrainerCallback`."""
-        made = callback() if isinstance(callback, type) else callback
-        if not isinstance(made, TrainerCallback):
+        instance = callback() if isinstance(callback, type) else callback
+        if not isinstance(instance, TrainerCallback):
             raise ConfigError(f"a callback is a transformers.TrainerCallback, not {callback!r:.60}")
-        self.callbacks.append(made)
+        self.callbacks.append(instance)
 
     def call(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
@@ -115,10 +115,10 @@ class Events:
 
     def evaluated(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Report an evaluation; its metrics as TRL names them."""
-        found = {f"eval_{name}": value for name, value in by_trl_names(metrics).items()}
-        self._write(found)
-        self.call("on_evaluate", metrics=found)
-        return found
+        named = {f"eval_{name}": value for name, value in by_trl_names(metrics).items()}
+        self._write(named)
+        self.call("on_evaluate", metrics=named)
+        return named
 
     def mean_loss(self) -> float:
         """Of all that was logged."""

@@ -53,10 +53,10 @@ def grpo_algorithm(args: Any) -> BaseAlgorithm:
 
 def dpo_algorithm(args: Any) -> BaseAlgorithm:
     """Raises ConfigError for several losses at once."""
-    given = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
-    if len(given) != 1:
-        raise ConfigError(f"loss_type={given}: one loss is trained, name one")
-    (name,) = given
+    losses = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+    if len(losses) != 1:
+        raise ConfigError(f"loss_type={losses}: one loss is trained, name one")
+    (name,) = losses
     if name != "discopop":
         _refuse_unread(args, f"loss_type='{name}'", "discopop_tau")
     if name in (*_OTHERS, "discopop"):

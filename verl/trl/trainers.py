@@ -82,12 +82,12 @@ class _Trainer(ABC):
         peft_config: Any = None,
         **more: Any,
     ) -> None:
-        own = self._checked(more)
+        options = self._checked(more)
         if train_dataset is None:
             raise ConfigError(f"{type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
         optimizer, schedule = optimizers
-        self.actor = self._actor(model, processing_class, optimizer, peft_config, own.get("rollout"))
+        self.actor = self._actor(model, processing_class, optimizer, peft_config, options.get("rollout"))
         self.processing_class = self.actor.tokenizer
         self.loader, self._per_epoch = self._data(train_dataset)
         self._total = self._steps()
@@ -105,7 +105,7 @@ class _Trainer(ABC):
             total=self._total,
         )
         self._eval_dataset = eval_dataset
-        self.trainer = self._trainer(self._source(), own)
+        self.trainer = self._trainer(self._source(), options)
         self._events.call("on_init_end")
 
     @property
@@ -146,10 +146,10 @@ class _Trainer(ABC):
         Raises:
             ConfigError: there are none.
         """
-        given = self._eval_dataset if eval_dataset is None else eval_dataset
-        if given is None:
+        rows = self._eval_dataset if eval_dataset is None else eval_dataset
+        if rows is None:
             raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
-        return self._events.evaluated(self._evaluate(given))
+        return self._events.evaluated(self._evaluate(rows))
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
@@ -242,7 +242,7 @@ class _Trainer(ABC):
         steps = float(steps or self.args.logging_steps)
         return max(1, round(steps * self._total) if steps < 1 else math.ceil(steps / self.updates))
 
-    def _trainer(self, source: Any, own: Mapping[str, Any]) -> ObservedTrainer:
+    def _trainer(self, source: Any, options: Mapping[str, Any]) -> ObservedTrainer:
         args, every = self.args, self._every("save")
         trainer = ObservedTrainer(
             self.actor,
@@ -252,8 +252,8 @@ class _Trainer(ABC):
             checkpoint_dir=None if every is None else self._output(),
             save_every=every,
             keep_checkpoints=None if every is None else args.save_total_limit,
-            placement=own.get("placement") or ("cpu" if args.use_cpu else None),
-            strategy=own.get("strategy"),
+            placement=options.get("placement") or ("cpu" if args.use_cpu else None),
+            strategy=options.get("strategy"),
             logger=open_logger(
                 self._output(),
                 args.sinks(),
@@ -382,8 +382,8 @@ class _Offline(_Trainer):
         return loader
 
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        found = self.trainer.evaluate_loss(self._recorded(rows).batch)
-        return {**found, "loss/actor": found["loss"]}
+        metrics = self.trainer.evaluate_loss(self._recorded(rows).batch)
+        return {**metrics, "loss/actor": metrics["loss"]}
 
     def _held_out(self, rows: Any, every: int) -> HeldOut:
         return HeldOut(self._recorded(rows).batch, every, name="eval_dataset")
@@ -417,8 +417,8 @@ class _WithReference(_Offline):
         self._reference = ref_model
         super().__init__(model, args, **more)
 
-    def _actor(self, *given: Any) -> Actor:
-        actor = super()._actor(*given)
+    def _actor(self, *args: Any) -> Actor:
+        actor = super()._actor(*args)
         if self._reference is not None:
             actor.make_reference(self._reference)
         return actor

@@ -53,8 +53,8 @@ class Search:
 
     def command(self, number: int, values: dict[str, str]) -> tuple[list[str], Path]:
         """The arguments of a trial's `verl train`, and the directory of its run."""
-        own = [f"trainer.output_dir={self.out / 'runs'}", f"trainer.run_name={name_of(number)}"]
-        overrides = [*self._overrides(values), *own]
+        of_trial = [f"trainer.output_dir={self.out / 'runs'}", f"trainer.run_name={name_of(number)}"]
+        overrides = [*self._overrides(values), *of_trial]
         config = load_config(self.file, overrides)
         return [str(self.file), *overrides], self.out / "runs" / run_id(config)
 
@@ -81,7 +81,8 @@ class Search:
             "search": {key: repr(distribution) for key, distribution in self.space.items()},
             "metric": f"{self.metric} ({self.direction}, mean of the last {self.last})",
             "seed": self.seed,
-            "settings": to_yaml(self.settings(self.first_values)),
+            # Without the first line, the version of the form: it is no setting, and studies of before have none.
+            "settings": to_yaml(self.settings(self.first_values)).partition("\n")[2],
         }
 
     def _overrides(self, values: dict[str, str]) -> list[str]:

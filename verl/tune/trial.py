@@ -70,9 +70,9 @@ def value_of(run: Path, metric: str, last: int) -> float:
         UnknownMetricError: no record has it.
         TrialFailedError: it never was a number.
     """
-    found = [value for _, value in points(run, metric)][-last:]
-    if found:
-        return math.fsum(found) / len(found)
+    values = [value for _, value in points(run, metric)][-last:]
+    if values:
+        return math.fsum(values) / len(values)
     known = {name for row in read_rows(run / "metrics.jsonl") for name in row} - {"step"}
     if metric in known:
         raise TrialFailedError(f"{metric} was never a finite number")
