@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 FORMER = {
+    "verl.rollout.randomness": "verl.rollout.embedded.sampler",
     "verl.rollout.vllm_worker": "verl.rollout.vllm.worker",  # of vLLM's command line
     "verl.trainer.run": "verl.run.train",
     "verl.trainer.task_weights": "verl.tasks.weights",

@@ -20,8 +20,9 @@ from verl.attention import varlen
 from verl.attention.packed import Row, attend
 from verl.attention.segments import _buckets, pack_rows
 from verl.models.packed import PackedModel
-from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
+from verl.rollout.embedded.attention import BatchTensors, PagedAttention
 from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.scheduler import ScheduledBatch
 
 SCALE = 0.3
 
@@ -223,11 +224,12 @@ def test_the_package_reads_a_paged_cache(package: Package, window: int | None, s
     for pool in (cache.keys, cache.values):
         pool.normal_()
     inputs = [torch.randn(queries + 1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    expected = PagedAttention(cache, plan).attend(0, *inputs, SCALE, window)
+    tensors = BatchTensors.of(plan, cache.device)
+    expected = PagedAttention(cache, tensors).attend(0, *inputs, SCALE, window)
     with pytest.MonkeyPatch.context() as patch:
         kernel = varlen.flash_attention(half(), paged=True)
         patch.setattr(varlen, "flash_attention", lambda value, paged: kernel)
-        found = PagedAttention(cache, plan).attend(0, *inputs, SCALE, window)
+        found = PagedAttention(cache, tensors).attend(0, *inputs, SCALE, window)
     assert (found - expected).abs().max() < 1e-12
     whole = (-1, -1) if queries == 1 else (-1, 0)
     assert [call["window_size"] for call in calls] == [whole if window is None else (2, 0)]
