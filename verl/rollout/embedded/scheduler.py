@@ -104,7 +104,7 @@ class ScheduledBatch:
         ends: of each sequence's tokens.
         used: tokens of each sequence that are in the cache then, the new ones included.
         blocks: of each sequence, up to its last token.
-        shared: how many of them may be shared with neighbouring sequences.
+        shared: how many of them may be shared with neighbouring sequences: those of a prompt, its responses' parent.
         copies: blocks to copy first, from and to.
         completed: prompts whose last token is computed here, with its index in `tokens`.
         samples: responses to draw a token for, with the index of the token whose state it is drawn from; -1: it is the
@@ -298,6 +298,7 @@ class Scheduler:
                 if chunk and prompt.hidden is None:  # computed in this step: there is nothing to copy yet
                     continue
                 if chunk:
+                    # The block that the prompt fills in part goes on with the response: each has a copy of its own.
                     if state.computed == 0 and state.tail:
                         batch.copies.append((prompt.blocks[-1], state.blocks[0]))
                     shared = len(prompt.tokens) // self.cache.block
