@@ -48,7 +48,7 @@ def margin(packed: Any, request: Any, tokens: list[int], seed: int) -> float:
     """How far the choice of the token after `tokens` was from another one: in probability, or in logits if greedy."""
     import torch
 
-    from verl.rollout.randomness import stream_key, uniforms
+    from verl.rollout.embedded.sampler import stream_key, uniforms
 
     ids = torch.tensor([[*request.prompt_tokens, *tokens]])
     with torch.no_grad():

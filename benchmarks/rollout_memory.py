@@ -39,7 +39,8 @@ def workspace(engine: Any) -> int:
     """Bytes that generation needs beside weights and KV cache: activations of a step, its logits, and on CPU what
     oneDNN keeps for products in half precision. Processors and top-p need some more rows of logits per response."""
     packed = engine.packed
-    tokens, rows = engine._filled(engine.step_tokens + engine.max_batch), engine._filled(engine.max_batch)
+    filled, scheduler = engine.runner.filled, engine.scheduler
+    tokens, rows = filled(scheduler.step_tokens + scheduler.max_batch), filled(scheduler.max_batch)
     width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
     heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
     layer = 4 * packed.hidden_size + 2 * heads + 2 * width

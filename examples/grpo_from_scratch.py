@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from verl.attention.segments import pack_rows
 from verl.models.packed import PackedModel
-from verl.rollout.randomness import stream_key, uniforms
+from verl.rollout.embedded.sampler import stream_key, uniforms
 
 PROMPTS, SAMPLES = 16, 8  # a step: so many prompts, and samples of each
 ROWS = 32  # samples in one forward and backward pass

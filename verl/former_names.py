@@ -14,6 +14,7 @@ from types import ModuleType
 FORMER = {
     "verl.dataflow.expression": "verl.trainer.expression",
     "verl.dataflow.pipeline": "verl.trainer.pipeline",
+    "verl.rollout.randomness": "verl.rollout.embedded.sampler",
     "verl.rollout.vllm_worker": "verl.rollout.vllm.worker",  # of vLLM's command line
     "verl.trainer.run": "verl.run.train",
     "verl.trainer.task_weights": "verl.tasks.weights",

@@ -120,7 +120,7 @@ def sampling() -> dict[str, Shown]:
         "name": Shown(samples, "embedded", "hf", count="rollout/hf.py:step"),
         "max_num_seqs": Shown(samples, 256, 1, count="embedded/engine.py:step"),
         "kv_cache_gb": Shown(samples, None, 4e-4, count="embedded/engine.py:step"),
-        "batch_invariant": Shown(samples, False, True, count="embedded/attention.py:split"),
+        "batch_invariant": Shown(samples, False, True, count="embedded/scheduler.py:split"),
         "tensor_model_parallel_size": Shown(two_ranks(samples), 1, 2, EXACT, count="distributed_c10d.py:", slow=True),
         "overlap_comm": Shown(
             two_ranks(samples),

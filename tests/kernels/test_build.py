@@ -40,8 +40,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import verl.kernels.compiled as compiled
 from verl.models.log_probs import token_log_probs
 from verl.models.memory import ModelSize
-from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
+from verl.rollout.embedded.attention import BatchTensors, PagedAttention
 from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.scheduler import ScheduledBatch
 import verl.rollout.embedded.engine
 from verl.training.adamw import SplitAdamW
 from verl.training.gradients import Weight
@@ -62,7 +63,7 @@ assert compiled.kernels(torch.bfloat16, meta) is None
 SplitAdamW([weight], OptimConfig()).step(1e-3, 1.0)
 plan = ScheduledBatch()
 plan.add([5, 6], 0, [0], 1)
-attention = PagedAttention(KVCache(2, 1, 1, 32, torch.bfloat16, meta), plan)
+attention = PagedAttention(KVCache(2, 1, 1, 32, torch.bfloat16, meta), BatchTensors.of(plan, meta))
 assert attention.cache.keys[0].shape == (3, 32, 1, 32)  # with the spare block
 assert not {"verl.kernels.build", "verl.kernels.interface"} & set(sys.modules), "loaded"
 """

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from verl.kernels.compiled import kernels
 from verl.kernels.interface import Kernels
-from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch, Tables, varlen_attn
+from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks, varlen_attn
 from verl.rollout.embedded.kv_cache import BLOCK, KVCache
+from verl.rollout.embedded.scheduler import ScheduledBatch
 
 CPU = torch.device("cpu")
 elementwise = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -160,7 +161,7 @@ def compare_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, 
         else:
             if step == 2:
                 for cache in caches:
-                    cache.copy([(prompt[-1], blocks[0]) for blocks in own])
+                    copy_blocks(cache, [(prompt[-1], blocks[0]) for blocks in own])
             for i, blocks in enumerate(own):
                 count = BLOCK + 5 if step == 3 and i == 5 else 1
                 plan.add([0] * count, 301 + step - 2, [*prompt[:9], *blocks], 9)
@@ -168,8 +169,8 @@ def compare_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int, 
         # As projections give them: a view with the heads inside; two rows of padding behind.
         query = torch.randn(heads, tokens + 2, size).to(dtype).transpose(0, 1)
         key, value = torch.randn(2, tokens + 2, kv_heads, size).to(dtype)
-        results = [PagedAttention(cache, plan).attend(0, query, key, value, size**-0.5, window) for cache in caches]
-        plain, tables = caches[1], Tables.of(plan, CPU)
+        plain, tables = caches[1], BatchTensors.of(plan, CPU)
+        results = [PagedAttention(cache, tables).attend(0, query, key, value, size**-0.5, window) for cache in caches]
         expected = plain_attn(
             query[:tokens],
             plain.keys[0],
@@ -207,7 +208,8 @@ def test_a_token_sees_the_same_in_any_company(dtype: torch.dtype, group: int, wi
         plan = ScheduledBatch()
         for i in rows:
             plan.add([0], 301 + lengths[i], [*prompt, *own[i]], len(prompt))
-        return PagedAttention(cache, plan).attend(0, query[rows], key[rows], value[rows], 0.2, window)
+        tables = BatchTensors.of(plan, CPU)
+        return PagedAttention(cache, tables).attend(0, query[rows], key[rows], value[rows], 0.2, window)
 
     together = attend(list(range(40)))
     for i in range(40):

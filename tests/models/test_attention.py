@@ -13,8 +13,8 @@ SCALE = 0.3
 # Three plain rows; the first two are prefixes of rows that stand in one bucket, and of another bucket.
 BUCKETS = [
     [Row(0, 6), Row(6, 5), Row(11, 3)],
-    [Row(14, 4, (0, 6)), Row(18, 2, (0, 6)), Row(20, 1, (6, 5)), Row(21, 3, (6, 5))],
-    [Row(24, 3, (0, 6))],
+    [Row(14, 4, Row(0, 6)), Row(18, 2, Row(0, 6)), Row(20, 1, Row(6, 5)), Row(21, 3, Row(6, 5))],
+    [Row(24, 3, Row(0, 6))],
 ]
 TOTAL = 27
 

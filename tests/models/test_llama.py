@@ -92,13 +92,14 @@ def test_fp32_gradients_are_those_of_the_models_own_modules(name: str) -> None:
 def test_the_forward_without_a_gradient_rounds_as_the_one_with(name: str, dtype: torch.dtype) -> None:
     packed = PackedModel(made(name, dtype))
     flat = pack_rows(PROMPTS, RESPONSES)
-    infer = packed.inference()
-    assert packed.is_fused and infer != packed.hidden
+    forward = packed.choose_forward()
+    assert packed.is_fused and forward != packed.packed_hidden
+    want = packed.hidden(flat.tokens, flat.positions, flat.context)
+    assert want.requires_grad
     with torch.no_grad():
-        want = packed.hidden(flat.tokens, flat.positions, flat.context)
-    assert torch.equal(infer(flat.tokens, flat.positions, flat.context), want)
+        assert torch.equal(forward(flat.tokens, flat.positions, flat.context), want)
     packed.backbone.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)  # type: ignore[union-attr,index]
-    assert packed.inference() == packed.hidden
+    assert packed.choose_forward() == packed.packed_hidden
 
 
 def test_bf16_gradients_are_as_near_to_exact_ones_as_the_models_own_are() -> None:

@@ -20,8 +20,9 @@ from verl.attention import varlen
 from verl.attention.packed import Row, attend
 from verl.attention.segments import _buckets, pack_rows
 from verl.models.packed import PackedModel
-from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
+from verl.rollout.embedded.attention import BatchTensors, PagedAttention
 from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.scheduler import ScheduledBatch
 
 SCALE = 0.3
 
@@ -50,7 +51,7 @@ def flat_rows(draw: st.DrawFn) -> list[Row]:
         rows.append(Row(start, prompt))
         start += prompt
         for length in draw(st.lists(st.integers(1, 7), max_size=4)):
-            rows.append(Row(start, length, (first, prompt)))
+            rows.append(Row(start, length, Row(first, prompt)))
             start += length
     return rows
 
@@ -79,7 +80,7 @@ def test_rows_without_a_prefix_are_not_gathered() -> None:
 
 def test_copies_of_a_prefix_add_up_in_fp32() -> None:
     """In bf16 1 + 8 x 2^-9 would stay 1."""
-    rows = [Row(0, 1), *(Row(n, 1, (0, 1)) for n in range(1, 9))]
+    rows = [Row(0, 1), *(Row(n, 1, Row(0, 1)) for n in range(1, 9))]
     ragged = varlen.Ragged(rows)
     x = torch.zeros(9, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.full((17, 1, 1), 2.0**-9, dtype=torch.bfloat16)
@@ -202,7 +203,7 @@ def test_an_older_torch_takes_the_package(package: Package, window: int | None, 
     calls = package(splits)
     kernel = varlen.flash_attention(half())
     assert kernel is not None and not varlen.has_splits(kernel)
-    rows = [Row(0, 4), Row(4, 3, (0, 4)), Row(7, 2, (0, 4))]
+    rows = [Row(0, 4), Row(4, 3, Row(0, 4)), Row(7, 2, Row(0, 4))]
     inputs = [torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
     found = varlen.varlen_attend(kernel, *inputs, varlen.Ragged(rows), SCALE, window)
@@ -223,11 +224,12 @@ def test_the_package_reads_a_paged_cache(package: Package, window: int | None, s
     for pool in (cache.keys, cache.values):
         pool.normal_()
     inputs = [torch.randn(queries + 1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    expected = PagedAttention(cache, plan).attend(0, *inputs, SCALE, window)
+    tensors = BatchTensors.of(plan, cache.device)
+    expected = PagedAttention(cache, tensors).attend(0, *inputs, SCALE, window)
     with pytest.MonkeyPatch.context() as patch:
         kernel = varlen.flash_attention(half(), paged=True)
         patch.setattr(varlen, "flash_attention", lambda value, paged: kernel)
-        found = PagedAttention(cache, plan).attend(0, *inputs, SCALE, window)
+        found = PagedAttention(cache, tensors).attend(0, *inputs, SCALE, window)
     assert (found - expected).abs().max() < 1e-12
     whole = (-1, -1) if queries == 1 else (-1, 0)
     assert [call["window_size"] for call in calls] == [whole if window is None else (2, 0)]
@@ -261,7 +263,7 @@ def test_a_torch_without_pages_takes_its_kernel_for_training(
     assert varlen.flash_attention(half(), paged=True) is None
     kernel = varlen.flash_attention(half())
     assert kernel is not None
-    rows = [Row(0, 4), Row(4, 3, (0, 4))]
+    rows = [Row(0, 4), Row(4, 3, Row(0, 4))]
     inputs = [torch.randn(7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
     found = varlen.varlen_attend(kernel, *inputs, varlen.Ragged(rows), SCALE, window)

@@ -12,9 +12,10 @@ from verl.errors import ConfigError, ModelError, RolloutError
 from verl.kernels import build, interface
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
+from verl.rollout.embedded.attention import BatchTensors, PagedAttention
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.scheduler import ScheduledBatch
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
 from verl.weights.shard import Shard
@@ -148,7 +149,7 @@ def test_keys_of_another_shape_than_the_cache_are_not_written(compiled: bool) ->
     cache = KVCache(2, 1, 2, 8, torch.float32, torch.device("cpu"), compiled)
     plan = ScheduledBatch()
     plan.add([5, 6], 0, [0], 1)
-    attention, heads = PagedAttention(cache, plan), torch.ones(2, 4, 8)
+    attention, heads = PagedAttention(cache, BatchTensors.of(plan, cache.device)), torch.ones(2, 4, 8)
     attention.attend(0, heads, heads[:, :2], heads[:, :2], 1.0, None)
     wide = torch.ones(2, 4, 32)
     for query, key in ((wide, wide[:, :2]), (heads, heads), (heads[:, :3], heads[:, :2])):

@@ -159,5 +159,5 @@ def test_every_request_is_answered_or_refused_with_a_reason(
     assert all(reasons)
     assert set(finishes) == {"stop", "length", "abort", "reject", "refused", "wrong parameters"}
     assert engine.cache.available == engine.cache.num_blocks
-    assert not engine._prompts
+    assert not engine.scheduler.prompts
     assert (engine.stats.preemptions > 0) == (blocks == 14)

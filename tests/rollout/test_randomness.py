@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl.rollout.randomness import stream_key, uniforms
+from verl.rollout.embedded.sampler import stream_key, uniforms
 
 
 def test_the_generator_is_splitmix64() -> None:

@@ -10,14 +10,24 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from verl.errors import ConfigError, RolloutError
+from verl.kernels.compiled import kernels
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.embedded.sampler import BLOCK, SamplingTable, sample
+from verl.rollout.embedded import sampler
+from verl.rollout.embedded.sampler import BLOCK, SamplingTable
 
 both = pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 
 
 def grid(count: int) -> torch.Tensor:
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def sample(
+    logits: torch.Tensor, uniforms: torch.Tensor, table: SamplingTable, compiled: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel = kernels(logits.dtype, logits.device) if compiled else None
+    assert (kernel is not None) == compiled
+    return sampler.sample(logits, uniforms, table, kernel)
 
 
 def draw(row: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor, compiled: bool) -> tuple[torch.Tensor, ...]:

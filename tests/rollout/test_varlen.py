@@ -21,10 +21,11 @@ from verl.attention import varlen
 from verl.device import HostCopy
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded import attention, kv_cache, response, sampler
+from verl.rollout.embedded import attention, kv_cache, response, runner, sampler
 from verl.rollout.embedded import engine as embedded
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.scheduler import ScheduledBatch
 from verl.rollout.grammar import Grammar, GrammarMask
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -52,10 +53,9 @@ def as_device(monkeypatch: pytest.MonkeyPatch, page: int = 16) -> list[dict[str,
 
     take(monkeypatch, noted)
     monkeypatch.setattr(device, "recorded", recording.recorded)
-    for module in (attention, embedded, response, sampler):
+    for module in (attention, embedded, response, runner, sampler):
         monkeypatch.setattr(module, "is_host", lambda device: False)
-    for module in (kv_cache, embedded):
-        monkeypatch.setattr(module, "block_tokens", lambda device: page)
+    monkeypatch.setattr(embedded, "block_tokens", lambda device: page)
     return calls
 
 
@@ -154,11 +154,12 @@ def test_without_flash_attention_no_more_blocks_are_read_than_are_used(
         torch.manual_seed(0)
         cache = KVCache(1024 // size, 1, 2, 8, torch.float64, torch.device("cpu"), compiled=False)
         cache.keys, cache.values = (x.unflatten(1, (-1, size)) for x in torch.randn(2, 1, 1024, 2, 8).double())
-        plan = attention.ScheduledBatch(size)
+        plan = ScheduledBatch(size)
         plan.add([1], length - 1, range(1024 // size), 0)
         inputs = [torch.randn(1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
         with Reads() as reads:
-            outputs[size] = attention.PagedAttention(cache, plan).attend(0, *inputs, 0.3, None)
+            tensors = attention.BatchTensors.of(plan, cache.device)
+            outputs[size] = attention.PagedAttention(cache, tensors).attend(0, *inputs, 0.3, None)
         read[size] = reads.most
     assert read[kv_cache.BLOCK] == read[kv_cache._FLASH_BLOCK] == 256 * 2 * 8
     assert (outputs[kv_cache.BLOCK] - outputs[kv_cache._FLASH_BLOCK]).abs().max() < 1e-12
@@ -246,6 +247,15 @@ def test_every_way_of_sampling_gives_the_tokens_of_the_cpu(
     for name, sample in expected.items():
         assert (samples[name].tokens, samples[name].finish) == (sample.tokens, sample.finish)
         assert samples[name].log_probs == pytest.approx(sample.log_probs, abs=1e-10)
+
+
+def test_a_prompt_of_one_token_is_no_decode_step(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedModel(make_model("llama"))
+    requests = [Request("a", [9], SamplingParams(max_new_tokens=4, ignore_eos=True))]
+    expected = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20), requests)
+    as_device(monkeypatch)
+    samples = run(EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, kv_memory=64 << 20, compiled=False), requests)
+    assert samples["a"].tokens == expected["a"].tokens
 
 
 def test_what_cannot_be_recorded_is_launched_each_time(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,17 @@ _NO_WINDOW = 1 << 40
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens `start` to `start + length` of the flat row, causal; they also see all of `prefix` (start, length)."""
+    """Tokens `start` to `start + length` of the flat row, causal; they also see all of their parent's, as those of a
+    response see the prompt. A parent has none itself: what reads `prefix` goes up one level."""
 
     start: int
     length: int
-    prefix: tuple[int, int] = (0, 0)
+    parent: Row | None = None
+
+    @property
+    def prefix(self) -> tuple[int, int]:
+        """Start and length of what stands before it."""
+        return (0, 0) if self.parent is None else (self.parent.start, self.parent.length)
 
 
 class Bucket:

@@ -161,21 +161,21 @@ def _layout(rows: list[_Row], share_prompts: bool) -> tuple[list[attention.Row],
     positions: list[int] = []
     pieces: list[attention.Row] = []
 
-    def put(piece: list[int], prefix: tuple[int, int] = (0, 0)) -> int:
-        start = len(tokens)
-        pieces.append(attention.Row(start, len(piece), prefix))
+    def put(piece: list[int], parent: attention.Row | None = None) -> attention.Row:
+        pieces.append(attention.Row(len(tokens), len(piece), parent))
         tokens.extend(piece)
-        positions.extend(range(prefix[1], prefix[1] + len(piece)))
-        return start
+        before = 0 if parent is None else parent.length
+        positions.extend(range(before, before + len(piece)))
+        return pieces[-1]
 
     for family in families:
         prompt, fed = family[0].prompt, [row for row in family if row.fed]
         # With one response to feed, or none, the whole family reads from a single plain row.
-        start = put(prompt + (fed[0].fed if len(fed) == 1 else []))
+        first = put(prompt + (fed[0].fed if len(fed) == 1 else []))
         for row in family:
-            row.start, row.own_start = start, start + len(prompt)
+            row.start, row.own_start = first.start, first.start + len(prompt)
             if len(fed) > 1 and row.fed:
-                row.own_start = put(row.fed, (start, len(prompt)))
+                row.own_start = put(row.fed, first).start
     return pieces, tokens, positions
 
 

@@ -93,25 +93,13 @@ class FusedLayers:
         return True
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`."""
-        backbone: Any = self._packed.backbone
-        x = Embedding.apply(backbone.embed_tokens.weight, tokens)  # type: ignore[no-untyped-call]
-        cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
-        first = backbone.layers[0]
-        keeps_little = first.training and getattr(first, "gradient_checkpointing", False)
-        for index, layer in enumerate(backbone.layers):
-            arguments = (index, layer, x, cos, sin, context)
-            x = (
-                checkpoint(self._layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-                if keeps_little
-                else self._layer(*arguments)
-            )
-        return _Norm.apply(x, backbone.norm.weight, backbone.norm.variance_epsilon, self._kernels)  # type: ignore[no-untyped-call, no-any-return]
+        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`. Does not check the model's shape: see
+        `is_valid`.
 
-    @torch.no_grad()
-    def infer(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """`hidden` without a gradient: fewer calls between the products, and every result in memory that is used
-        again. Does not check the model's shape: see `is_valid`."""
+        Without a gradient there are fewer calls between the products, and every result is in memory that is used again.
+        """
+        if torch.is_grad_enabled():
+            return self.with_gradient(tokens, positions, context)
         compiled, packed = self._kernels, self._packed
         backbone: Any = packed.backbone
         x = backbone.embed_tokens.weight.index_select(0, tokens)
@@ -135,6 +123,22 @@ class FusedLayers:
             delta = linear(gate, mlp.down_proj.weight, mlp.down_proj.bias)
         compiled.rms_norm(x, delta, backbone.norm.weight, backbone.norm.variance_epsilon, normed)
         return normed
+
+    def with_gradient(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """`hidden` by functions that autograd knows."""
+        backbone: Any = self._packed.backbone
+        x = Embedding.apply(backbone.embed_tokens.weight, tokens)  # type: ignore[no-untyped-call]
+        cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
+        first = backbone.layers[0]
+        keeps_little = first.training and getattr(first, "gradient_checkpointing", False)
+        for index, layer in enumerate(backbone.layers):
+            arguments = (index, layer, x, cos, sin, context)
+            x = (
+                checkpoint(self._layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+                if keeps_little
+                else self._layer(*arguments)
+            )
+        return _Norm.apply(x, backbone.norm.weight, backbone.norm.variance_epsilon, self._kernels)  # type: ignore[no-untyped-call, no-any-return]
 
     def _layer(self, index: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm

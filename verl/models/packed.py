@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -150,18 +150,15 @@ class PackedModel:
         Raises:
             ModelError: the model has no packed forward and the context cannot lay its tokens out as rows.
         """
-        if not self.supports_packed:
-            return self.padded_hidden(tokens, context)
-        if self.ready is not None:
-            return self._first_hidden(tokens, positions, context)
-        if self._fused is not None and not torch.is_autocast_enabled(tokens.device.type) and self._fused.is_valid():
-            return self._fused.hidden(tokens, positions, context)
-        return self.packed_hidden(tokens, positions, context)
+        return self.choose_forward()(tokens, positions, context)
 
-    def inference(self) -> Callable[[Tensor, Tensor, AttentionContext], Tensor]:
-        """`hidden` for calls without a gradient, valid as long as the model's modules stay what they are: their weights
-        may change and move."""
-        return self.hidden if self._fused is None or not self._fused.is_valid() else self._fused.infer
+    def choose_forward(self) -> Callable[[Tensor, Tensor, AttentionContext], Tensor]:
+        """What `hidden` is now: fused layers while they stand for the model's modules, else the model's own code. It
+        may be kept as long as the modules stay what they are: their weights may change and move."""
+        fused = self._fused if self.ready is None else None
+        if fused is not None and not torch.is_autocast_enabled(self.device.type) and fused.is_valid():
+            return fused.hidden
+        return self.packed_hidden if self.supports_packed else lambda tokens, _, rows: self.padded_hidden(tokens, rows)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         """The output weight `[V, d]` and its bias `[V]`, if any.
@@ -219,19 +216,20 @@ class PackedModel:
         """`hidden` by the model's own code."""
         # Model code leaves a 4-D mask as it is, so none of its own is built.
         no_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
-        output = self.backbone(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=no_mask,
-            use_cache=False,
-            packed=context,
-        )
+        with nullcontext() if self.ready is None else self._weights_arriving(self.ready):
+            output = self.backbone(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                attention_mask=no_mask,
+                use_cache=False,
+                packed=context,
+            )
         return cast(Tensor, output[0][0])
 
-    def _first_hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """`hidden` by the model's own code, each part of which waits for its own weights; all are there afterwards."""
-        ready, self.ready = self.ready, None
-        assert ready is not None
+    @contextmanager
+    def _weights_arriving(self, ready: Callable[[str], object]) -> Iterator[None]:
+        """Inside, each part of the model waits for its own weights before it computes; afterwards all are there."""
+        self.ready = None
         names = {id(weight): name for name, weight in named_weights(self.model)}
 
         def wait(module: torch.nn.Module, _: Any = None) -> None:
@@ -241,12 +239,11 @@ class PackedModel:
 
         hooks = [part.register_forward_pre_hook(wait) for part in _parts(self.backbone, self.num_layers)]
         try:
-            hidden = self.packed_hidden(tokens, positions, context)
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
         wait(self.model)
-        return hidden
 
     def padded_hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """`hidden` by the model's own forward over padded rows."""
@@ -377,7 +374,7 @@ class PackedModel:
         fused = FusedLayers.of(self, calls) if self.fused_kernels else None
         if fused is None or not fused.agrees(tokens, flat.context):
             return None
-        both = (forward(tokens, flat.positions, flat.context) for forward in (fused.hidden, fused.infer))
+        both = (forward(tokens, flat.positions, flat.context) for forward in (fused.hidden, fused.with_gradient))
         return fused if all(is_close(hidden, expected) for hidden in both) else None
 
 

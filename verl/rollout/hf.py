@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from verl.errors import ConfigError, ModelError
+from verl.kernels.compiled import kernels
 from verl.models.packed import evaluating
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, SamplingParams, check_new
@@ -121,7 +122,8 @@ class HFEngine:
             self._next_batch()
         if self._batch:
             try:
-                draw(self._batch, self._forward(), self.policy_version).take()
+                logits = self._forward()
+                draw(self._batch, logits, self.policy_version, kernels(logits.dtype, logits.device)).take()
             except BaseException:
                 self._restart_batch()  # the cache is ahead of the responses
                 raise

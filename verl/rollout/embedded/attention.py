@@ -1,7 +1,7 @@
 """Attention of one step of generation over the paged KV cache.
 
 `varlen_attn` has the arguments of `torch.nn.attention.varlen.varlen_attn`: sequences of different lengths whose keys
-lie in blocks of a pool. `ScheduledBatch` collects the sequences of a step; `PagedAttention` writes their new keys and
+lie in blocks of a pool. `BatchTensors` are a step's sequences on the device; `PagedAttention` writes their new keys and
 values and attends, once a layer.
 
 Legend: T tokens of the step, N sequences, B blocks of the longest one, H query heads, K key/value heads, D head size.
@@ -11,191 +11,138 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.attention import varlen
 from verl.device import is_host, to_device
 from verl.errors import ModelError
-from verl.rollout.embedded.kv_cache import BLOCK, KVCache, blocks_for
+from verl.rollout.embedded.kv_cache import KVCache, blocks_for
+from verl.rollout.embedded.scheduler import ScheduledBatch
 
 # Keys of a sequence that the torch code reads at a time, in whole blocks, and bytes of all that it reads at a time.
 _KEYS = 256
 _GATHER_BYTES = 64 << 20
 
 
-class ScheduledBatch:
-    """The sequences of a step: the new tokens of each, its blocks of `block` tokens, and how many may be shared."""
-
-    def __init__(self, block: int = BLOCK) -> None:
-        self.block = block
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.ends: list[int] = []  # of each sequence's tokens
-        self.used: list[int] = []  # tokens in the cache, the new ones included
-        self.blocks: list[list[int]] = []
-        self.shared: list[int] = []
-
-    def add(self, tokens: Sequence[int], start: int, blocks: Sequence[int], shared: int) -> int:
-        """Add new tokens of a sequence, at positions `start, start + 1, ...`. Returns the flat index of the last one.
-
-        Args:
-            blocks: the sequence's blocks, up to these tokens at least.
-            shared: how many of the first blocks may be shared with neighbouring sequences. The result of a sequence
-                depends on this number, but not on whether others do share them.
-        """
-        used = start + len(tokens)
-        self.tokens.extend(tokens)
-        self.positions.extend(range(start, used))
-        self.ends.append(len(self.tokens))
-        self.used.append(used)
-        self.blocks.append(list(blocks[: blocks_for(used, self.block)]))
-        self.shared.append(min(shared, len(self.blocks[-1])))
-        return len(self.tokens) - 1
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is one token of each sequence."""
-        return len(self.tokens) == len(self.ends)
-
-    def slots(self) -> list[int]:
-        """Where the keys and values of each token go: block times its size plus row."""
-        return [
-            blocks[position // self.block] * self.block + position % self.block
-            for begin, end, blocks in zip([0, *self.ends], self.ends, self.blocks, strict=False)
-            for position in self.positions[begin:end]
-        ]
-
-    def numbers(self) -> list[int]:
-        """The plan as whole numbers, which `of_numbers` reads."""
-        found, begin = [len(self.ends)], 0
-        for end, used, blocks, shared in zip(self.ends, self.used, self.blocks, self.shared, strict=True):
-            found += [end - begin, used - (end - begin), shared, len(blocks), *blocks, *self.tokens[begin:end]]
-            begin = end
-        return found
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[int], block: int) -> tuple[ScheduledBatch, Sequence[int]]:
-        """The plan, and what follows it."""
-        plan, at = cls(block), 1
-        for _ in range(numbers[0]):
-            count, start, shared, blocks = numbers[at : at + 4]
-            middle, end = at + 4 + blocks, at + 4 + blocks + count
-            plan.add(numbers[middle:end], start, numbers[at + 4 : middle], shared)
-            at = end
-        return plan, numbers[at:]
-
-    def split(self, size: int) -> list[ScheduledBatch]:
-        """The same tokens as plans of at most `size`, to be computed in this order."""
-        parts: list[ScheduledBatch] = []
-        begin = 0
-        for end, used, blocks, shared in zip(self.ends, self.used, self.blocks, self.shared, strict=True):
-            while begin < end:
-                if not parts or len(parts[-1].tokens) == size:
-                    parts.append(ScheduledBatch(self.block))
-                count = min(end - begin, size - len(parts[-1].tokens))
-                parts[-1].add(self.tokens[begin : begin + count], used - (end - begin), blocks, shared)
-                begin += count
-        return parts
-
-
 @dataclass(frozen=True)
-class Tables:
-    """A plan as `varlen_attn` takes it, and where the new keys go."""
+class BatchTensors:
+    """A `ScheduledBatch` on the device, as the model and `varlen_attn` take it. T' tokens with padding.
 
+    Rows of padding, if any, come last. Where the slots say T', padding has slots of its own, in a spare block.
+    """
+
+    tokens: Tensor  # [T'] int64
+    positions: Tensor  # [T'] int64
+    in_flight: Tensor  # [T'] int64
+    slots: Tensor  # [T] or [T'] int64
     cu_seq_q: Tensor  # [N + 1] int32
     cu_seq_k: Tensor  # [N + 1] int32, sums of `seqused_k`
     seqused_k: Tensor  # [N] int32
-    block_table: Tensor  # [N, B] int32
     shared: Tensor  # [N] int32
-    slots: Tensor  # [T] int64
+    block_table: Tensor  # [N, B] int32
     max_q: int
     max_k: int
 
     @classmethod
-    def of(cls, plan: ScheduledBatch, device: torch.device) -> Tables:
-        def ints(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32) -> Tensor:
-            return to_device(torch.tensor(values, dtype=dtype), device)
+    def of(cls, batch: ScheduledBatch, device: torch.device, rows: int | None = None) -> BatchTensors:
+        """`rows`: tokens with padding."""
+        count, sequences, longest = len(batch.tokens), len(batch.ends), max(map(len, batch.blocks))
+        per_token = np.zeros((4, rows or count), np.int64)
+        per_token[2, count:] = -1
+        per_token[:, :count] = batch.tokens, batch.positions, batch.in_flight, batch.slots
+        sizes = (sequences + 1, sequences + 1, sequences, sequences, sequences * longest)
+        per_sequence = np.zeros(sum(sizes), np.int32)
+        ends_q, ends_k, used, shared, table = np.split(per_sequence, np.cumsum(sizes)[:-1])
+        ends_q[1:], ends_k[1:], used[:], shared[:] = batch.ends, np.cumsum(batch.used), batch.used, batch.shared
+        for row, blocks in zip(table.reshape(sequences, longest), batch.blocks, strict=True):
+            row[: len(blocks)] = blocks
+        tokens_, sequences_ = torch.from_numpy(per_token), torch.from_numpy(per_sequence)
+        if device.type != "cpu":
+            tokens_, sequences_ = to_device(tokens_, device), to_device(sequences_, device)
+        tokens, positions, in_flight, slots = tokens_
+        max_q = max(end - begin for begin, end in zip([0, *batch.ends], batch.ends, strict=False))
+        *lists, block_table = sequences_.split(sizes)
+        lists.append(block_table.view(sequences, longest))
+        return cls(tokens, positions, in_flight, slots[:count], *lists, max_q, max(batch.used))
 
-        longest = max(map(len, plan.blocks))
-        begins = [0, *plan.ends]
-        return cls(
-            cu_seq_q=ints(begins),
-            cu_seq_k=ints([0, *accumulate(plan.used)]),
-            seqused_k=ints(plan.used),
-            block_table=ints([[*blocks, *[0] * (longest - len(blocks))] for blocks in plan.blocks]),
-            shared=ints(plan.shared),
-            slots=ints(plan.slots(), torch.int64),
-            max_q=max(end - begin for begin, end in zip(begins, plan.ends, strict=False)),
-            max_k=max(plan.used),
-        )
+    def known_tokens(self, last: Tensor) -> Tensor:
+        """The tokens `[T']`, those in flight from `last`, the draw before."""
+        drawn = last.index_select(0, self.in_flight.clamp(min=0))
+        return torch.where(self.in_flight < 0, self.tokens, drawn)
 
 
+def copy_blocks(cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy the contents of blocks, (from, to) each, of all layers."""
+    blocks = torch.tensor(pairs).T.contiguous()
+    source, to = blocks if cache.device.type == "cpu" else to_device(blocks, cache.device)
+    for pool in (cache.keys, cache.values):
+        for layer in pool:
+            layer.index_copy_(0, to, layer.index_select(0, source))
+
+
+@dataclass(frozen=True)
 class PagedAttention:
     """The `AttentionContext` of one step: writes the new keys and values, attends to the cache.
 
-    Rows beyond the plan's tokens are padding: they are not read, and their result is zero. `rows`: the torch code
-    computes every product for this many tokens, independent of the plan; kernels do not need it.
+    Rows of padding are not read where they have no slots, and their result is zero. `rows`: the torch code computes
+    every product for this many tokens, independent of the batch; kernels do not need it.
     """
 
-    def __init__(self, cache: KVCache, plan: ScheduledBatch | Tables, rows: int | None = None) -> None:
-        self.cache = cache
-        self._rows = rows
-        self._tables = Tables.of(plan, cache.device) if isinstance(plan, ScheduledBatch) else plan
-        self._tokens = len(self._tables.slots)
+    cache: KVCache
+    tensors: BatchTensors
+    rows: int | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Raises: ModelError: keys, values or queries are not of the shape that the cache was made for."""
         heads, size = self.cache.heads, self.cache.head_dim
-        given = [tuple(x.shape[1:]) for x in (query, key, value)]
-        if given[1:] != [(heads, size)] * 2 or query.shape[2] != size or query.shape[1] % heads:
+        shapes = [tuple(x.shape[1:]) for x in (query, key, value)]
+        if shapes[1:] != [(heads, size)] * 2 or query.shape[2] != size or query.shape[1] % heads:
             raise ModelError(
-                f"layer {layer} gives its attention queries, keys and values of shapes {given}, the KV cache has "
+                f"layer {layer} gives its attention queries, keys and values of shapes {shapes}, the KV cache has "
                 f"{heads} heads of size {size}: generate with the 'hf' rollout engine"
             )
-        tables, count = self._tables, self._tokens
-        self.cache.write(layer, key[:count], value[:count], tables.slots)
+        tensors, kernels = self.tensors, self.cache.kernels
+        count = len(tensors.slots)
         out = torch.empty_like(query, memory_format=_DENSE)
         out[count:] = 0
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        compiled = self.cache.kernels
-        if compiled is not None:
-            query = query if query.stride(-1) == 1 else query.contiguous()
-            lists = (tables.cu_seq_q, tables.seqused_k, tables.block_table, tables.shared)
-            compiled.varlen_attn(query, keys, values, out, *lists, window or 0, scale, heads)
+        if kernels is None:
+            for pool, x in ((keys, key), (values, value)):
+                pool.flatten(0, 1)[tensors.slots] = x[:count]
+            out[:count] = self._attend(query[:count], keys, values, scale, window)
         else:
-            flash = varlen.flash_attention(values, paged=True)
-            if self._rows is not None and flash is not None and not varlen.has_splits(flash):
-                flash = None
-            is_grouped = query.shape[1] != heads
-            window_size = (-1 if window is None else window - 1, 0)
-            options: dict[str, int] = {}
-            if flash is None:
-                options = {} if self._rows is None else {"rows": self._rows}
-            elif is_grouped and window is None and tables.max_q == 1 and self._rows is None:
-                # One query sees all keys, causal or not, and only where it is not said to be do the query heads of a
-                # group share each read. Steps whose numbers depend on nothing else in them take one kernel throughout.
-                window_size = (-1, -1)
-            elif varlen.has_splits(flash):
-                options = {"num_splits": 1}  # else torch splits the keys, and writes most sequences to the wrong place
-            out[:count] = (flash or varlen_attn)(
-                query[:count],
-                keys,
-                values,
-                tables.cu_seq_q,
-                tables.cu_seq_k,
-                tables.max_q,
-                tables.max_k,
-                scale=scale,
-                window_size=window_size,
-                enable_gqa=is_grouped,
-                seqused_k=tables.seqused_k,
-                block_table=tables.block_table,
-                **options,
-            )
+            inputs = (query, key[:count], value[:count])
+            query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
+            kernels.write(key, value, keys, values, tensors.slots)
+            lists = (tensors.cu_seq_q, tensors.seqused_k, tensors.block_table, tensors.shared)
+            kernels.varlen_attn(query, keys, values, out, *lists, window or 0, scale, heads)
         return out
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+        """By flash attention where there is one, else by the torch code."""
+        tensors, is_grouped = self.tensors, query.shape[1] != self.cache.heads
+        flash = varlen.flash_attention(values, paged=True)
+        if self.rows is not None and flash is not None and not varlen.has_splits(flash):
+            flash = None
+        window_size = (-1 if window is None else window - 1, 0)
+        options: dict[str, int] = {}
+        if flash is None:
+            options = {} if self.rows is None else {"rows": self.rows}
+        elif is_grouped and window is None and tensors.max_q == 1 and self.rows is None:
+            # One query sees all keys, causal or not, and only where it is not said to be do the query heads of a
+            # group share each read. Steps whose numbers depend on nothing else in them take one kernel throughout.
+            window_size = (-1, -1)
+        elif varlen.has_splits(flash):
+            options = {"num_splits": 1}  # else torch splits the keys, and writes most sequences to the wrong place
+        lists = (tensors.cu_seq_q, tensors.cu_seq_k, tensors.max_q, tensors.max_k)
+        pages: dict[str, Any] = {"seqused_k": tensors.seqused_k, "block_table": tensors.block_table, **options}
+        return (flash or varlen_attn)(
+            query, keys, values, *lists, scale=scale, window_size=window_size, enable_gqa=is_grouped, **pages
+        )
 
 
 _DENSE = torch.contiguous_format

@@ -9,61 +9,55 @@ Legend: S rows with padding, B blocks of the longest sequence that there can be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from verl import device
 from verl.attention import varlen
-from verl.models.packed import PackedModel, evaluating
-from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch, Tables
+from verl.models.packed import PackedModel
+from verl.rollout.embedded.attention import BatchTensors, PagedAttention
 from verl.rollout.embedded.kv_cache import KVCache
-from verl.rollout.embedded.response import PendingTokens, Response, draw, draws_of
+from verl.rollout.embedded.response import PendingTokens, draw, draws_of
 from verl.rollout.embedded.sampler import SamplingFlags, SamplingTable, numbers_of, sample
+from verl.rollout.embedded.scheduler import ScheduledBatch
 
-# Rows of `_Step.given`, before those of the block table; the last five are fp64.
-_TOKEN, _POSITION, _SLOT, _USED, _UNIFORM, _TABLE = 0, 1, 2, 3, 4, 9
+# Rows of `_Step.numbers`, before those of the block table; the last five are fp64.
+_TOKEN, _POSITION, _IN_FLIGHT, _SLOT, _USED, _UNIFORM, _TABLE = 0, 1, 2, 3, 4, 5, 10
 
 
 class Decoder:
     """Runs decode steps.
 
     Args:
+        last: `[max_batch]` int64, the tokens of the step before, which those of each step replace.
         max_length: of prompt and response together.
-
-    Attributes:
-        last: `[max_batch]` int64, the tokens of the step before.
     """
 
-    def __init__(self, packed: PackedModel, cache: KVCache, *, max_batch: int, max_length: int) -> None:
-        self._packed, self._cache = packed, cache
-        self._width = cache.blocks_for(max_length)
-        self.last = torch.zeros(max_batch, dtype=torch.int64, device=packed.device)
+    def __init__(self, packed: PackedModel, cache: KVCache, last: torch.Tensor, *, max_length: int) -> None:
+        self.packed, self.cache, self.last = packed, cache, last
+        self.width = cache.blocks_for(max_length)
         self.forget()
 
     def forget(self) -> None:
         """Weights or keys and values are elsewhere now."""
         self._steps: dict[tuple[int, SamplingFlags | None], _Step] = {}
 
-    def step(
-        self, plan: ScheduledBatch, rows: int, responses: Sequence[Response], policy_version: int
-    ) -> PendingTokens:
-        """Draw the next token of each response, given its last one in `plan`; `rows`: those to compute."""
+    def step(self, batch: ScheduledBatch, rows: int, policy_version: int) -> PendingTokens:
+        """Draw the next token of each response, given its last one; `rows`: those to compute, with padding."""
+        responses = [state.response for state, _ in batch.samples]
         # Edits are the caller's code, so what they change is sampled outside of the recorded step.
         is_edited = any(response.edited or response.mask is not None for response in responses)
         params, uniforms = draws_of(responses, rows)
-        ways = None if is_edited else SamplingFlags.of(params)
-        step = self._steps.get((rows, ways))
+        flags = None if is_edited else SamplingFlags.of(params)
+        step = self._steps.get((rows, flags))
         if step is None:
-            step = self._steps[rows, ways] = _Step(self, rows, ways)
-        step.give(plan, uniforms, numbers_of(params))
-        model = self._packed.model
-        with evaluating(model) if model.training else nullcontext():
-            step.run(max(plan.used))
-        if ways is None:
-            drawn = draw(responses, step.logits, policy_version, compiled=False)
+            step = self._steps[rows, flags] = _Step(self, rows, flags)
+        step.fill(batch, uniforms, numbers_of(params))
+        step.run(max(batch.used))
+        if flags is None:
+            drawn = draw(responses, step.logits, policy_version)
         else:
             drawn = PendingTokens(responses, step.tokens, step.log_probs, policy_version, step.logits.dtype)
         self.last[:rows].copy_(drawn.tokens)
@@ -71,44 +65,42 @@ class Decoder:
 
 
 class _Step:
-    """A decode step of one size and one way of sampling; `ways` None: it ends with the logits.
+    """A decode step of one size and one way of sampling; `flags` None: it ends with the logits.
 
     Attributes:
-        given: `[9 + B, S]` int64, all that the step reads but weights and cache.
+        numbers: `[10 + B, S]` int64, all that the step reads but weights, cache and the step before.
         logits: `[S, V]`, fp32 or fp64; overwritten where the step samples.
         tokens, log_probs: `[S]` int64 and fp64.
     """
 
-    def __init__(self, owner: Decoder, rows: int, ways: SamplingFlags | None) -> None:
-        self._owner, self._ways = owner, ways
-        self._packed, self._cache = owner._packed, owner._cache
-        self._width = owner._width
-        self.given = torch.zeros(_TABLE + self._width, rows, dtype=torch.int64, device=self._packed.device)
-        self._begins = torch.arange(rows + 1, dtype=torch.int32, device=self._packed.device)
+    def __init__(self, owner: Decoder, rows: int, flags: SamplingFlags | None) -> None:
+        self._owner, self._flags, self._cache = owner, flags, owner.cache
+        self.numbers = torch.zeros(_TABLE + owner.width, rows, dtype=torch.int64, device=owner.last.device)
+        self._begins = torch.arange(rows + 1, dtype=torch.int32, device=owner.last.device)
         self._recorded: Callable[[], None] | None = None
         self._is_new = True
 
-    def give(self, plan: ScheduledBatch, uniforms: np.ndarray, sampling: list[list[float]]) -> None:
+    def fill(self, batch: ScheduledBatch, uniforms: np.ndarray, sampling: list[list[float]]) -> None:
         """Copy a step's numbers. Padding is a first token whose key and value go to the spare block."""
-        rows, count = self.given.shape[1], len(plan.tokens)
-        numbers = np.zeros(self.given.shape, np.int64)
+        rows, count = self.numbers.shape[1], len(batch.tokens)
+        numbers = np.zeros(self.numbers.shape, np.int64)
+        numbers[_IN_FLIGHT] = -1
         numbers[_SLOT] = self._cache.spare * self._cache.block
         numbers[_USED] = 1
         numbers[_TABLE] = self._cache.spare
-        numbers[:_UNIFORM, :count] = [plan.tokens, plan.positions, plan.slots(), plan.used]
+        numbers[:_UNIFORM, :count] = batch.tokens, batch.positions, batch.in_flight, batch.slots, batch.used
         numbers[_UNIFORM:_TABLE] = np.array([uniforms, *sampling], np.float64).view(np.int64).reshape(-1, rows)
-        for row, blocks in enumerate(plan.blocks):
+        for row, blocks in enumerate(batch.blocks):
             numbers[_TABLE : _TABLE + len(blocks), row] = blocks
-        self.given.copy_(device.to_device(torch.from_numpy(numbers), self.given.device))
+        self.numbers.copy_(device.to_device(torch.from_numpy(numbers), self.numbers.device))
 
     def run(self, longest: int) -> None:
         """Compute it; `longest`: tokens of the longest sequence."""
         if self._is_new:
             self._is_new = False
             if varlen.flash_attention(self._cache.values, paged=True) is not None:
-                self._recorded = device.recorded(
-                    lambda: self._compute(self._width * self._cache.block), self.given.device
-                )
+                most = self._owner.width * self._cache.block
+                self._recorded = device.recorded(lambda: self._compute(most), self.numbers.device)
         if self._recorded is not None:
             self._recorded()
         else:
@@ -117,17 +109,19 @@ class _Step:
     @torch.no_grad()
     def _compute(self, longest: int) -> None:
         # Recording calls it more than once: what it reads stays as it is.
-        given, last = self.given, self._owner.last
-        tokens = given[_TOKEN]
-        tokens = torch.where(tokens < 0, last.index_select(0, (-1 - tokens).clamp(min=0)), tokens)
-        used = given[_USED].int()
-        table = given[_TABLE:].t().int().contiguous()
-        ends = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-        tables = Tables(self._begins, ends, used, table, used, given[_SLOT], max_q=1, max_k=longest)
-        hidden = self._packed.inference()(tokens, given[_POSITION], PagedAttention(self._cache, tables))
-        self.logits = self._packed.logits(hidden)
-        if self._ways is None:
+        packed, tensors = self._owner.packed, self._tensors(longest)
+        tokens = tensors.known_tokens(self._owner.last)
+        hidden = packed.hidden(tokens, tensors.positions, PagedAttention(self._cache, tensors))
+        self.logits = packed.logits(hidden)
+        if self._flags is None:
             return
-        uniforms, inverse, top_k, top_p, min_p = given[_UNIFORM:_TABLE].view(torch.float64)
-        ways = SamplingTable(self._ways, inverse, top_k.long(), top_p, min_p)
-        self.tokens, self.log_probs = sample(self.logits, uniforms, ways, compiled=False)
+        uniforms, inverse, top_k, top_p, min_p = self.numbers[_UNIFORM:_TABLE].view(torch.float64)
+        table = SamplingTable(self._flags, inverse, top_k.long(), top_p, min_p)
+        self.tokens, self.log_probs = sample(self.logits, uniforms, table)
+
+    def _tensors(self, longest: int) -> BatchTensors:
+        tokens, positions, in_flight, slots, used = self.numbers[:_UNIFORM]
+        used, table = used.int(), self.numbers[_TABLE:].t().int().contiguous()
+        ends = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+        lists = (self._begins, ends, used, used, table)
+        return BatchTensors(tokens, positions, in_flight, slots, *lists, max_q=1, max_k=longest)

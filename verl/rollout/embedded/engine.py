@@ -1,9 +1,8 @@
 """The embedded engine: generation on the trained tensors themselves, in the trainer's process.
 
-Continuous batching: each step computes one token of every running response and a chunk of the prompts that are not
-prefilled yet; waiting responses start as soon as others finish. Responses with equal prompts share one prefill and one
-copy of the prompt's keys and values; prompts share those of a common prefix. When the cache is full, the newest
-response is preempted and recomputed later; its random numbers, and so its tokens, stay the same.
+A step is three calls: `Scheduler.schedule` decides what to compute, `ModelRunner.run` computes it and draws the next
+tokens, `PendingTokens.take` reads them and appends them to their responses. What is recomputed after a preemption gets
+the same random numbers, and so the same tokens.
 
 On an accelerator a step is launched before the tokens of the one before are read (`ahead`), so that the device does not
 wait for the host. A response whose end is found that way has had one token computed too many, which is dropped.
@@ -12,88 +11,27 @@ wait for the host. A response whose end is found that way has had one token comp
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from verl.device import free_memory, is_host, to_device
+from verl.device import free_memory, is_host
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, check_new
-from verl.rollout.embedded.attention import ScheduledBatch
-from verl.rollout.embedded.decode import Decoder
 from verl.rollout.embedded.kv_cache import KVCache, block_tokens, blocks_for
-from verl.rollout.embedded.response import PendingTokens, Response, draw
-from verl.rollout.embedded.runner import FIXED_ROWS, Runner
+from verl.rollout.embedded.response import PendingTokens, Response
+from verl.rollout.embedded.runner import ModelRunner
+from verl.rollout.embedded.scheduler import EngineStats, ResponseState, Scheduler
 from verl.weights.cuts import local_part
 from verl.weights.shard import Shard
 from verl.weights.shards import take_model_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class EngineStats:
-    """What the engine did since it was made; seconds are wall-clock."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
-    forward_seconds: float = 0.0
-    sampling_seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class _Prompt:
-    """A prompt with running responses; `hidden` `[d]` is the final state of its last token after the prefill."""
-
-    tokens: list[int]
-    blocks: list[int]
-    computed: int = 0
-    hidden: Tensor | None = None
-    running: list[_Sequence] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """A response with its own blocks, of `block` tokens; its first `computed` tokens are in the cache."""
-
-    response: Response
-    prompt_key: tuple[int, ...]
-    block: int
-    prompt: _Prompt | None = None
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0
-    row: int = 0
-    """Its row in the last draw."""
-
-    def tokens(self, most: int) -> list[int]:
-        """Its next tokens to compute, at most so many; one in flight is -1 - i, where i is its row in the last draw."""
-        response = self.response
-        chunk = response.tokens[self.computed : self.computed + most]
-        if response.in_flight and len(chunk) < most:
-            chunk.append(-1 - self.row)
-        return chunk
-
-    @property
-    def tail(self) -> int:
-        """Tokens of the prompt after its last full block; they are copied into the response's first block."""
-        return len(self.response.prompt) % self.block
-
-    @property
-    def needed(self) -> int:
-        """Blocks for its tokens and the next one."""
-        tokens = min(self.response.drawn + 1, self.response.max_new_tokens)
-        return blocks_for(self.tail + tokens, self.block)
 
 
 class EmbeddedEngine:
@@ -151,32 +89,26 @@ class EmbeddedEngine:
         self.seed = seed
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
-        self.max_batch = max_batch
         self.max_length = _max_length(packed, max_length)
-        self.step_tokens = step_tokens
-        self.batch_invariant = batch_invariant
-        self.compiled = compiled
-        self._model_state: list[tuple[int, int]] = []
+        self.ahead = (not is_host(packed.device) if ahead is None else ahead) and packed.tensor_group is None
         self.policy_version = 0
         self.stats = EngineStats()
-        self.cache = self._make_cache(kv_memory)
-        self.runner = Runner(
-            packed, self.cache, batch_invariant=batch_invariant, max_batch=max_batch, compiled=compiled
+        self.cache = _make_cache(packed, kv_memory, max_batch, self.max_length, compiled)
+        self.scheduler = Scheduler(self.cache, max_batch=max_batch, step_tokens=step_tokens)
+        self.runner = ModelRunner(
+            packed,
+            self.cache,
+            max_batch=max_batch,
+            max_length=self.max_length,
+            batch_invariant=batch_invariant,
+            compiled=compiled,
+            ahead=self.ahead,
         )
-        self.ahead = (not is_host(packed.device) if ahead is None else ahead) and packed.tensor_group is None
-        self._decoder: Decoder | None = None
-        if self.ahead and self.cache.kernels is None and not batch_invariant:
-            self._decoder = Decoder(
-                packed, self.cache, max_batch=self.runner.filled(max_batch), max_length=self.max_length
-            )
-        #: What was drawn last and is not read yet, and its tokens.
+        self._model_state: list[tuple[int, int]] = []
+        #: What the last step drew, while it is in flight.
         self._drawn: list[PendingTokens] = []
-        self._last: Tensor | None = None
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
-        self._prompts: dict[tuple[int, ...], _Prompt] = {}
-        self._by_id: dict[str, _Sequence] = {}
-        self._finished: list[_Sequence] = []
+        self._by_id: dict[str, ResponseState] = {}
+        self._finished: list[ResponseState] = []
 
     @property
     def unfinished(self) -> int:
@@ -207,9 +139,8 @@ class EmbeddedEngine:
             )
         if not self._by_id:
             self._look_at_model()
-        sequence = _Sequence(response, tuple(response.prompt), self.cache.block)
-        self._by_id[request.id] = sequence
-        (self._waiting if response.finish is None else self._finished).append(sequence)
+        state = self._by_id[request.id] = ResponseState(response, self.cache.block)
+        (self.scheduler.waiting if response.finish is None else self._finished).append(state)
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
@@ -218,41 +149,37 @@ class EmbeddedEngine:
         Raises:
             RolloutError: the logits are not finite, or the engine sleeps while requests wait.
         """
-        if self.cache.asleep and self._waiting:
+        if self.cache.asleep and self.scheduler.waiting:
             raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
         try:
-            if any(sequence.response.reads_tokens for sequence in self._running):
-                self._read(self._drawn)
-            self._admit()
-            self._make_room()
-            plan = ScheduledBatch(self.cache.block)
-            read = self._plan_prompts(plan)
-            rows, copies = self._plan_responses(plan)
-            before = self._drawn
-            self._drawn = self._compute(plan, read, rows, copies)
-            self._read(before)
+            if any(state.response.reads_tokens for state in self.scheduler.running):
+                self._take(self._drawn)
+            batch = self.scheduler.schedule(self.stats)
+            before, self._drawn = self._drawn, self.runner.run(batch, self.policy_version, self.stats)
+            # Ahead, a step is on the device by now while the tokens of the one before are read here.
+            self._take(before)
             if not self.ahead:
-                self._read(self._drawn)
+                self._take(self._drawn)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.
             self._put_all_back()
             self.cache.clear()
             raise
         done, self._finished = self._finished, []
-        for sequence in done:
-            del self._by_id[sequence.response.id]
+        for state in done:
+            del self._by_id[state.response.id]
         if not self._by_id:
             self._drawn = []
-        return [sequence.response.sample(self.policy_version) for sequence in done]
+        return [state.response.sample(self.policy_version) for state in done]
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns them. Ids of no request are ignored."""
         for name in ids:
-            sequence = self._by_id.get(name)
-            if sequence is None or sequence.response.finish is not None:
+            state = self._by_id.get(name)
+            if state is None or state.response.finish is not None:
                 continue
-            sequence.response.finish = "abort"
-            self._end(sequence)
+            state.response.finish = "abort"
+            self._end(state)
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
         """Take new weights in place; nothing is copied for tensors that are the model's own.
@@ -262,7 +189,7 @@ class EmbeddedEngine:
         Raises:
             CheckpointError: a shard does not fit the model.
         """
-        self._read(self._drawn)
+        self._take(self._drawn)
         take_model_shards(self.packed.model, shards)
         self._put_all_back()
         self.cache.clear()
@@ -271,12 +198,10 @@ class EmbeddedEngine:
 
     def sleep(self) -> None:
         """Free the memory of the KV cache; unfinished requests are kept. Ranks that follow this one go on."""
-        self._read(self._drawn)
+        self._take(self._drawn)
         self._put_all_back()
         self.cache.release()
         self.runner.end()
-        if self._decoder is not None:
-            self._decoder.forget()
 
     @property
     def leads(self) -> bool:
@@ -306,162 +231,19 @@ class EmbeddedEngine:
         weights = map(local_part, self.packed.model.parameters())
         state = [(weight.data_ptr(), weight._version) for weight in weights]
         if state != self._model_state:
-            if self._decoder is not None and [at for at, _ in state] != [at for at, _ in self._model_state]:
-                self._decoder.forget()
+            if [address for address, _ in state] != [address for address, _ in self._model_state]:
+                self.runner.forget_steps()
             self._model_state = state
             self.cache.clear()
         self.runner.look_at_model()
 
-    def _make_cache(self, kv_memory: int | None) -> KVCache:
-        packed = self.packed
-        tokens = block_tokens(packed.device)
-        size = KVCache.block_bytes(packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype, tokens)
-        if kv_memory is None:
-            wanted = 2 * self.max_batch * blocks_for(self.max_length, tokens) * size
-            kv_memory = _least(min(wanted, free_memory(packed.device) // 2), packed.tensor_group)
-        if kv_memory < 2 * size:
-            raise ConfigError(
-                f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
-                f"{2 * size} bytes with this model"
-            )
-        return KVCache(
-            kv_memory // size,
-            packed.num_layers,
-            packed.num_kv_heads,
-            packed.head_dim,
-            packed.dtype,
-            packed.device,
-            self.compiled,
-        )
-
-    def _admit(self) -> None:
-        """Start waiting responses while the batch and the cache have room."""
-        while self._waiting and len(self._running) < self.max_batch:
-            sequence = self._waiting[0]
-            prompt = self._prompts.get(sequence.prompt_key)
-            blocks = None if prompt else self.cache.take_prompt(sequence.prompt_key)
-            if prompt is None and blocks is None:
-                return
-            own = self.cache.take(sequence.needed)
-            if own is None:
-                self.cache.drop(blocks or [])
-                return
-            if prompt is None:
-                assert blocks is not None
-                prompt = self._prompts[sequence.prompt_key] = _Prompt(sequence.response.prompt, blocks)
-            self._waiting.popleft()
-            sequence.prompt, sequence.blocks, sequence.computed = prompt, own, 0
-            prompt.running.append(sequence)
-            self._running.append(sequence)
-
-    def _make_room(self) -> None:
-        """Take a block for each response whose next token needs one; if none is left, preempt the newest response."""
-        for sequence in list(self._running):
-            while sequence.prompt is not None and sequence.needed > len(sequence.blocks):
-                block = self.cache.take(1)
-                if block is not None:
-                    sequence.blocks += block
-                else:
-                    self.stats.preemptions += 1
-                    self._put_back(self._running[-1])
-
-    def _plan_prompts(self, plan: ScheduledBatch) -> list[tuple[_Prompt, int]]:
-        """Plan chunks of prompts in their order of arrival. Returns those that this step completes, with the index of
-        their last token."""
-        budget, read, size = self.step_tokens, [], self.cache.block
-        for prompt in self._prompts.values():
-            if prompt.hidden is not None:
-                continue
-            if budget == 0:
-                break
-            # Skip blocks that another prompt has filled, or fills in this step.
-            while prompt.computed % size == 0 and prompt.computed + size < len(prompt.tokens):
-                if not self.cache.filled[prompt.blocks[prompt.computed // size]]:
-                    break
-                prompt.computed += size
-            end = min(prompt.computed + budget, len(prompt.tokens))
-            chunk = prompt.tokens[prompt.computed : end]
-            index = plan.add(chunk, prompt.computed, prompt.blocks, len(prompt.blocks))
-            budget -= end - prompt.computed
-            for block in prompt.blocks[prompt.computed // size : end // size]:
-                self.cache.filled[block] = True
-            prompt.computed = end
-            if end == len(prompt.tokens):
-                read.append((prompt, index))
-        self.stats.prompt_tokens += self.step_tokens - budget
-        return read
-
-    def _plan_responses(self, plan: ScheduledBatch) -> tuple[list[tuple[_Sequence, int]], list[tuple[int, int]]]:
-        """Plan the tokens of responses whose prompts are prefilled.
-
-        Returns:
-            Responses to sample for, with the index of their last token (-1: no token yet, sample from the prompt's last
-            state); and blocks to copy first: a prompt's last block, if it is not full, to each response's first.
-        """
-        rows: list[tuple[_Sequence, int]] = []
-        copies: list[tuple[int, int]] = []
-        budget = max(0, self.step_tokens - len(plan.tokens))
-        for prompt in self._prompts.values():
-            if prompt.computed < len(prompt.tokens):
-                continue
-            for sequence in prompt.running:
-                if sequence.response.is_full:  # its last token is on its way
-                    continue
-                chunk = sequence.tokens(max(1, budget))
-                index = -1
-                if chunk and prompt.hidden is None:  # prefilled in this step: there is nothing to copy yet
-                    continue
-                if chunk:
-                    if sequence.computed == 0 and sequence.tail:
-                        copies.append((prompt.blocks[-1], sequence.blocks[0]))
-                    shared = len(prompt.tokens) // self.cache.block
-                    start = len(prompt.tokens) + sequence.computed
-                    index = plan.add(chunk, start, prompt.blocks[:shared] + sequence.blocks, shared)
-                    sequence.computed += len(chunk)
-                    budget -= len(chunk) - 1
-                    self.stats.recomputed_tokens += len(chunk) - 1
-                if sequence.computed == sequence.response.drawn:
-                    rows.append((sequence, index))
-        return rows, copies
-
-    def _compute(
-        self,
-        plan: ScheduledBatch,
-        read: list[tuple[_Prompt, int]],
-        rows: list[tuple[_Sequence, int]],
-        copies: list[tuple[int, int]],
-    ) -> list[PendingTokens]:
-        """Compute the planned tokens, and draw one for each of `rows`."""
-        decoder, responses = self._decoder, [sequence.response for sequence, _ in rows]
-        for row, (sequence, _) in enumerate(rows):
-            sequence.row = row
-        decodes = plan.decodes and rows and len(rows) == len(plan.tokens) and self.packed.ready is None
-        if decoder is not None and decodes:
-            started = time.perf_counter()
-            self.cache.copy(copies)
-            self._carry_to(decoder)
-            drawn = [decoder.step(plan, self.runner.filled(len(rows)), responses, self.policy_version)]
-            self._last = decoder.last
-            self.stats.steps += 1
-            self.stats.forward_seconds += time.perf_counter() - started
-            return drawn
-        hidden = self._forward(plan, read, copies)
-        drawn = self._draw(rows, hidden)
-        self._last = torch.cat([one.tokens for one in drawn]) if self.ahead and drawn else None
-        return drawn
-
-    def _carry_to(self, decoder: Decoder) -> None:
-        """Put the tokens in flight where the decoder reads them."""
-        if self._last is not None and self._last is not decoder.last:
-            decoder.last[: len(self._last)].copy_(self._last)
-
-    def _read(self, drawn: list[PendingTokens]) -> None:
-        """Add what was drawn to its responses, and release those that have ended."""
+    def _take(self, drawn: list[PendingTokens]) -> None:
+        """Add what was drawn to its responses, and free the blocks of those that have ended."""
         started = time.perf_counter()
-        for one in drawn:
-            going_on = [response for response in one.responses if response.finish is None]
+        for pending in drawn:
+            going_on = [response for response in pending.responses if response.finish is None]
             try:
-                one.take()
+                pending.take()
             finally:
                 for response in going_on:
                     if response.finish is not None:
@@ -471,73 +253,36 @@ class EmbeddedEngine:
             self._drawn = []
         self.stats.sampling_seconds += time.perf_counter() - started
 
-    def _end(self, sequence: _Sequence) -> None:
-        if sequence.prompt is None:
-            self._waiting.remove(sequence)
-        else:
-            self._leave(sequence)
-        self._finished.append(sequence)
-
-    def _forward(self, plan: ScheduledBatch, read: list[tuple[_Prompt, int]], copies: list[tuple[int, int]]) -> Tensor:
-        """Final hidden states `[T, d]` of the planned tokens; completed prompts keep their last one."""
-        started = time.perf_counter()
-        hidden = self.runner.hidden(plan, copies, self._last)
-        for prompt, index in read:
-            prompt.hidden = hidden[index].clone()
-        self.stats.steps += bool(plan.tokens)
-        self.stats.forward_seconds += time.perf_counter() - started
-        return hidden
-
-    def _draw(self, rows: list[tuple[_Sequence, int]], hidden: Tensor) -> list[PendingTokens]:
-        """Draw a token for each of `rows`."""
-        if not rows:
-            return []
-        started = time.perf_counter()
-        first = [s.prompt.hidden for s, index in rows if index < 0 and s.prompt and s.prompt.hidden is not None]
-        # States of prompts, for responses without a token, follow those of this step.
-        states = torch.cat([hidden, torch.stack(first)]) if first else hidden
-        fresh = iter(range(len(hidden), len(states)))
-        index = [next(fresh) if index < 0 else index for _, index in rows]
-        size = FIXED_ROWS if self.batch_invariant else len(rows)
-        drawn = []
-        for start in range(0, len(rows), size):
-            some = index[start : start + size]
-            some += some[:1] * (self.runner.filled(len(some)) - len(some))
-            logits = self.runner.logits(states.index_select(0, to_device(torch.tensor(some), hidden.device)))
-            responses = [sequence.response for sequence, _ in rows[start : start + size]]
-            drawn.append(draw(responses, logits, self.policy_version, self.compiled))
-        self.stats.sampling_seconds += time.perf_counter() - started
-        return drawn
-
-    def _leave(self, sequence: _Sequence) -> None:
-        """Remove a running response and free its blocks; those of its prompt too, if it was the last one."""
-        prompt = sequence.prompt
-        assert prompt is not None
-        self._running.remove(sequence)
-        prompt.running.remove(sequence)
-        self.cache.drop(sequence.blocks)
-        sequence.prompt, sequence.blocks, sequence.computed = None, [], 0
-        if not prompt.running:
-            del self._prompts[sequence.prompt_key]
-            self.cache.drop(prompt.blocks)
-
-    def _put_back(self, sequence: _Sequence) -> None:
-        self._leave(sequence)
-        self._waiting.appendleft(sequence)
+    def _end(self, state: ResponseState) -> None:
+        self.scheduler.end(state)
+        self._finished.append(state)
 
     def _put_all_back(self) -> None:
         self._drawn = []
-        for sequence in reversed(self._running.copy()):
-            sequence.response.in_flight = 0
-            self._put_back(sequence)
+        self.scheduler.put_all_back()
+
+
+def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_length: int, compiled: bool) -> KVCache:
+    tokens = block_tokens(packed.device)
+    shape = (packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
+    size = KVCache.block_bytes(*shape, tokens)
+    if kv_memory is None:
+        wanted = 2 * max_batch * blocks_for(max_length, tokens) * size
+        kv_memory = _least(min(wanted, free_memory(packed.device) // 2), packed.tensor_group)
+    if kv_memory < 2 * size:
+        raise ConfigError(
+            f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
+            f"{2 * size} bytes with this model"
+        )
+    return KVCache(kv_memory // size, *shape, packed.device, compiled, tokens)
 
 
 def _least(number: int, group: Any) -> int:
     """The least of the ranks of a group."""
     if group is not None:
-        found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-        number = int(found)
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        number = int(least)
     return number
 
 

@@ -25,7 +25,6 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from verl.device import to_device
 from verl.errors import RolloutError
 from verl.kernels.compiled import kernels
 
@@ -35,7 +34,7 @@ _WIDTH = 16  # as in paged_attention.cpp
 
 
 def block_tokens(device: torch.device) -> int:
-    """Tokens of a block on a device of this kind."""
+    """How many tokens of a block the kernels for a device of this kind read best."""
     return _FLASH_BLOCK if device.type == "cuda" else BLOCK
 
 
@@ -57,7 +56,7 @@ class KVCache:
         compiled: lay keys and values out for the CPU kernels, where there are some.
 
     Attributes:
-        block: tokens of a block.
+        block: tokens of a block; the kernels for the CPU have 32.
         keys, values: `[L, N, B, K, D]`, or for kernels `[L, N, K, D / P, B, P]` and `[L, N, K, B / P, W, P]`; absent
             while asleep.
         kernels: those that the layout is for, if any.
@@ -74,9 +73,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         compiled: bool = True,
+        block: int = BLOCK,
     ) -> None:
         self.num_blocks = num_blocks
-        self.block = block_tokens(device)
+        self.block = block
         self.spare = num_blocks
         self._layers = num_layers
         self.heads = num_heads
@@ -123,23 +123,6 @@ class KVCache:
                 "rollout.kv_cache_gb"
             ) from error
         self.asleep = False
-
-    def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Put `key` and `value` `[T, K, D]` into `slots` `[T]`: block times B plus row."""
-        if self.kernels is None:
-            for pool, x in ((self.keys, key), (self.values, value)):
-                pool[layer].flatten(0, 1)[slots] = x
-        else:
-            key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-            self.kernels.write(key, value, self.keys[layer], self.values[layer], slots)
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the contents of blocks, (from, to) each."""
-        if pairs:
-            source, to = (to_device(torch.tensor(blocks), self.device) for blocks in zip(*pairs, strict=True))
-            for pool in (self.keys, self.values):
-                for layer in pool:
-                    layer.index_copy_(0, to, layer.index_select(0, source))
 
     def _empty(self, block: tuple[int, ...]) -> Tensor:
         shape = (self._layers, self.num_blocks + (self.kernels is None), *block)

@@ -15,13 +15,13 @@ from verl.data.text import ResponseText
 from verl.device import HostCopy, is_host, to_device
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample, SamplingParams
-from verl.rollout.embedded.sampler import SamplingTable, sample
-from verl.rollout.randomness import stream_key, uniforms
+from verl.rollout.embedded.sampler import SamplingTable, sample, stream_key, uniforms
 from verl.rollout.stop_strings import StopWatch, special_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.kernels.interface import Kernels
     from verl.rollout.grammar import GrammarMask
 
 #: From this position on, a sample's random numbers are for draws among the tokens that a grammar allows.
@@ -108,7 +108,7 @@ class Response:
         self.log_probs.append(log_prob)
         ended = token in self.end_tokens
         last = ended or len(self.tokens) >= self.max_new_tokens
-        stopped = self._saw_stop(last)
+        stopped = self.watch is not None and self._saw_stop(self.watch, last)
         if ended:
             self.finish = "stop"
         elif stopped:
@@ -116,13 +116,13 @@ class Response:
         elif last:
             self.finish = "length"
 
-    def _saw_stop(self, last: bool) -> bool:
-        if self.watch is None or not self.params.stop:
+    def _saw_stop(self, watch: StopWatch, last: bool) -> bool:
+        if not self.params.stop:
             return False
         if len(self.tokens) < self.params.min_new_tokens:
-            self.watch.pass_over(self.tokens)
+            watch.pass_over(self.tokens)
             return False
-        return self.watch.saw_stop(self.tokens, final=last)
+        return watch.saw_stop(self.tokens, final=last)
 
     @property
     def cut(self) -> Finish:
@@ -181,24 +181,36 @@ class Response:
         return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, self.text())
 
 
-def draw(responses: Sequence[Response], logits: Tensor, policy_version: int, compiled: bool = True) -> PendingTokens:
+def draw(
+    responses: Sequence[Response],
+    logits: Tensor,
+    policy_version: int,
+    kernels: Kernels | None = None,
+    is_read_later: bool = True,
+) -> PendingTokens:
     """Sample the next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Rows beyond
     the responses are padding.
+
+    Args:
+        kernels: those for the dtype of the logits; None: the torch code samples.
+        is_read_later: see `PendingTokens`.
 
     Raises:
         RolloutError: a processor returns something invalid.
     """
-    on_host = is_host(logits.device)
-    # Where asking whether a token is allowed would wait for the device, the grammar's mask comes before the draw.
-    masks = {row for row, response in enumerate(responses) if response.mask is not None}
-    edits = {row: r.edit for row, r in enumerate(responses) if r.edited or (row in masks and not on_host)}
-    kept = {row: logits[row].clone() for row in masks if row not in edits}
+    edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
+    masks = [row for row, response in enumerate(responses) if response.mask is not None and row not in edits]
+    if masks and not is_host(logits.device):
+        # Asking whether a token is allowed would wait for the device, so the grammar's mask comes before the draw.
+        edits |= {row: responses[row].edit for row in masks}
+        masks = []
+    kept = {row: logits[row].clone() for row in masks}
     params, numbers = draws_of(responses, len(logits))
-    table = SamplingTable.of(params, edits, logits.device)
-    uniforms_ = to_device(torch.from_numpy(numbers), logits.device)
-    return PendingTokens(
-        responses, *sample(logits, uniforms_, table, compiled), policy_version, logits.dtype, edits, kept
-    )
+    table, uniforms_ = SamplingTable.of(params, edits, logits.device), torch.from_numpy(numbers)
+    if not logits.is_cpu:
+        uniforms_ = to_device(uniforms_, logits.device)
+    drawn = sample(logits, uniforms_, table, kernels)
+    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, kept, is_read_later)
 
 
 def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
@@ -210,7 +222,10 @@ def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingPar
 
 
 class PendingTokens:
-    """Tokens that were drawn for responses, on their way to the host.
+    """Tokens that were drawn for responses and that the host has not read: tokens in flight.
+
+    Args:
+        is_read_later: the host may go on before it reads them, so they come to it by a copy that it does not wait for.
 
     Attributes:
         responses: those that they are for.
@@ -226,9 +241,10 @@ class PendingTokens:
         dtype: torch.dtype,
         edited: Container[int] = (),
         kept: Mapping[int, Tensor] | None = None,
+        is_read_later: bool = True,
     ) -> None:
-        self.responses, self.tokens = responses, tokens
-        self._copy = HostCopy(tokens, log_probs)
+        self.responses, self.tokens, self.log_probs = responses, tokens, log_probs
+        self._copy = HostCopy(tokens, log_probs) if is_read_later else None
         self._version, self._dtype = policy_version, dtype
         self._edited, self._kept = edited, kept or {}
         for response in responses:
@@ -240,25 +256,27 @@ class PendingTokens:
         Raises:
             RolloutError: logits were not finite, or a processor or guard returned something invalid.
         """
-        tokens, log_probs = self._copy.read()
-        for response in self.responses:
+        columns = [self.tokens.tolist(), self.log_probs.tolist()] if self._copy is None else self._copy.read()
+        going_on = []
+        for row, (response, token, log_prob) in enumerate(zip(self.responses, *columns, strict=False)):
             response.in_flight -= 1
-        going_on = [(row, r) for row, r in enumerate(self.responses) if r.finish is None]
-        for row, response in going_on:
-            self._check(response, row, log_probs[row])
-        for row, response in going_on:
-            drawn = int(tokens[row]), log_probs[row]
-            chosen = response.keep_to_grammar(*drawn, self._kept[row]) if row in self._kept else drawn
-            if chosen is None or drawn[1] == -math.inf:
+            if response.finish is None:
+                going_on.append((row, response, int(token), log_prob))
+        for row, response, _, log_prob in going_on:
+            if not (math.isfinite(log_prob) or (log_prob == -math.inf and row in self._edited)):
+                raise self._not_finite(response)
+        for row, response, token, log_prob in going_on:
+            kept = self._kept.get(row)
+            chosen = (token, log_prob) if kept is None else response.keep_to_grammar(token, log_prob, kept)
+            if chosen is None or log_prob == -math.inf:
                 response.finish = "reject"
             else:
                 response.append(*chosen, self._version)
-        _check_guards([response for _, response in going_on])
+        if guarded := [response for _, response, *_ in going_on if response.guard is not None]:
+            _check_guards(guarded)
 
-    def _check(self, response: Response, row: int, log_prob: float) -> None:
-        if math.isfinite(log_prob) or (log_prob == -math.inf and row in self._edited):
-            return
-        raise RolloutError(
+    def _not_finite(self, response: Response) -> RolloutError:
+        return RolloutError(
             f"the logits of sample '{response.id}' at token {len(response.tokens)} are not finite: "
             f"the weights of policy version {self._version} are broken, or overflow in {self._dtype}"
             + (", or a logits processor gave NaN or plus infinity" if response.processors else "")

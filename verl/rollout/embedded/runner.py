@@ -1,26 +1,34 @@
-"""The forward passes of the embedded engine: on one rank, or on the ranks that share a model by tensor parallelism.
+"""The model's side of a step: `ModelRunner.run` computes a `ScheduledBatch` and draws the next tokens.
 
-Those ranks compute one forward together, each with its heads and its part of the KV cache. One of them, the first, has
-the requests: it decides what is computed (`ScheduledBatch`), samples, and sends the others what they need to follow it.
-So order, admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck.
+What it returns are `PendingTokens`: drawn, and on their way to the host. The engine reads them (`PendingTokens.take`,
+`Response.append`) at once, or where it looks ahead after it has launched the next step; that step finds them in `last`,
+on the device. Blocks of the cache are not this file's affair: the scheduler takes and frees them, a batch says which.
+
+By tensor parallelism ranks compute one forward together, each with its heads and its part of the KV cache. One of them,
+the first, has the requests: it decides what is computed, samples, and sends the others what they need to follow it. So
+order, admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck.
 
 Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.device import to_device
+from verl.device import is_host, to_device
 from verl.kernels.compiled import kernels
-from verl.models.log_probs import linear_into
-from verl.models.packed import PackedModel
-from verl.rollout.embedded.attention import PagedAttention, ScheduledBatch
+from verl.models.packed import PackedModel, evaluating
+from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks
+from verl.rollout.embedded.decode import Decoder
 from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.response import PendingTokens, draw
+from verl.rollout.embedded.scheduler import EngineStats, ResponseState, ScheduledBatch
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
 # rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
@@ -28,20 +36,25 @@ from verl.rollout.embedded.kv_cache import KVCache
 _ROWS, _SIZES = 8, 16
 #: With `batch_invariant` every product has this many rows.
 FIXED_ROWS = 64
-# What the first rank orders: nothing more, the hidden states of a plan, the logits of some states.
+# What the first rank orders: nothing more, the hidden states of a batch, the logits of some states.
 _END, _HIDDEN, _LOGITS = range(3)
 
 
-class Runner:
+class ModelRunner:
     """Runs a model over the KV cache.
 
     Args:
-        batch_invariant: all products have `FIXED_ROWS` rows.
         max_batch: rows that are sampled for at a time.
+        max_length: of prompt and response together.
+        batch_invariant: all products have `FIXED_ROWS` rows.
         compiled: on CPU use the compiled kernels where they can be built.
+        ahead: steps are run before the tokens of the one before are read.
 
     Attributes:
         leads: whether this rank decides.
+        last: `[max_batch]` or more, int64: the tokens of the last draw by row; None where all are read before the next
+            step.
+        decoder: runs decode steps in memory that stays where it is, where steps are run ahead without our kernels.
     """
 
     def __init__(
@@ -49,42 +62,66 @@ class Runner:
         packed: PackedModel,
         cache: KVCache,
         *,
+        max_batch: int,
+        max_length: int,
         batch_invariant: bool = False,
-        max_batch: int = 1,
         compiled: bool = True,
+        ahead: bool = False,
     ) -> None:
         self.packed, self.cache, self.group = packed, cache, packed.tensor_group
         self._rows = FIXED_ROWS if batch_invariant else None
         self._first = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
         self.leads = self.group is None or dist.get_rank() == self._first
-        has_kernels = compiled and self.group is None and kernels(packed.dtype, packed.device) is not None
+        self._max_batch = max_batch
+        self.last: Tensor | None = None
+        self.decoder: Decoder | None = None
+        if ahead:
+            self.last = torch.zeros(max(max_batch, self.filled(max_batch)), dtype=torch.int64, device=cache.device)
+            if cache.kernels is None and not batch_invariant:
+                self.decoder = Decoder(packed, cache, self.last, max_length=max_length)
+        # What the host has at once needs no copy to it.
+        self._is_read_later = ahead or not is_host(cache.device)
+        has_kernels = compiled and self.group is None and kernels(packed.dtype, cache.device) is not None
         self._plain_head = has_kernels and _head_is_plain(packed)
-        self._most_rows = max_batch
+        precise = torch.promote_types(packed.dtype, torch.float32)
+        self._kernels = kernels(packed.dtype if self._plain_head else precise, cache.device) if compiled else None
         self._logit_space = torch.empty(0, dtype=packed.dtype)
-        self._last: Tensor | None = None
+        self._no_states = torch.empty(0, packed.hidden_size, dtype=packed.dtype, device=cache.device)
         self.look_at_model()
 
     def look_at_model(self) -> None:
         """Its modules may have changed."""
-        self._forward = self.packed.inference()
+        self._model_forward = self.packed.choose_forward()
+        self._head: Any = self.packed.output_layer()
 
     @torch.no_grad()
-    def hidden(self, plan: ScheduledBatch, copies: Sequence[tuple[int, int]], last: Tensor | None = None) -> Tensor:
-        """Final hidden states `[T, d]` of the planned tokens, after blocks of the cache were copied (from, to). A token
-        of -1 - i is `last[i]`."""
-        self._last = last
-        if self.group is not None and (plan.tokens or copies):
-            self._order(_HIDDEN, [*plan.numbers(), len(copies), *(block for pair in copies for block in pair)])
-        return self._hidden(plan, copies)
+    def run(self, batch: ScheduledBatch, policy_version: int, stats: EngineStats) -> list[PendingTokens]:
+        """Compute the tokens of the batch, and draw one for each of its `samples`.
 
-    @torch.no_grad()
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits `[N, V]` of states `[N, d]`; in the model's dtype, without an fp32 copy, where the head is plain and
-        kernels sample."""
-        if self.group is not None:
-            self._order(_LOGITS, [len(states)])
-            dist.broadcast(states, self._first, group=self.group)
-        return self._logits(states)
+        A decode step is such a batch: the last token of each response, whose keys and values go to its slot; the final
+        state of each gives the logits from which its next token is drawn.
+        """
+        started, model = time.perf_counter(), self.packed.model
+        if self.group is not None and (batch.tokens or batch.copies):
+            text = torch.frombuffer(bytearray(batch.to_json()), dtype=torch.uint8)
+            self._order(_HIDDEN, len(text), text)
+        if batch.copies:
+            copy_blocks(self.cache, batch.copies)
+        stats.steps += bool(batch.tokens)
+        with evaluating(model) if model.training else nullcontext():
+            # The same computation in memory that stays where it is, which a CUDA graph needs.
+            if self.decoder is not None and batch.is_decode and self.packed.ready is None:
+                drawn = [self.decoder.step(batch, self.filled(len(batch.samples)), policy_version)]
+                stats.forward_seconds += time.perf_counter() - started
+                return drawn
+            hidden = self._forward(batch)
+        for prompt, index in batch.completed:
+            prompt.hidden = hidden[index].clone()
+        computed = time.perf_counter()
+        stats.forward_seconds += computed - started
+        drawn = self._draw(batch.samples, hidden, policy_version) if batch.samples else []
+        stats.sampling_seconds += time.perf_counter() - computed
+        return drawn
 
     def filled(self, rows: int) -> int:
         """The number of rows, with padding, for a product of `rows` rows."""
@@ -96,8 +133,14 @@ class Runner:
     def end(self) -> None:
         """Free what is kept between steps, and let the ranks that follow go on with something else."""
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
+        self.forget_steps()
         if self.group is not None and self.leads:
-            self._order(_END, [])
+            self._order(_END, 0)
+
+    def forget_steps(self) -> None:
+        """Weights or keys and values are elsewhere now, so what is recorded of decode steps is of no use."""
+        if self.decoder is not None:
+            self.decoder.forget()
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -108,60 +151,74 @@ class Runner:
             order, count = head.tolist()
             if order == _END:
                 return
-            body = torch.empty(count, dtype=torch.int64)
-            dist.broadcast(body, self._first, group=self.group)
-            numbers = body.tolist()
-            if order == _HIDDEN:
-                plan, rest = ScheduledBatch.of_numbers(numbers, self.cache.block)
-                self._hidden(plan, [*zip(rest[1::2], rest[2::2], strict=True)])
-            else:
-                states = torch.empty(
-                    numbers[0], self.packed.hidden_size, dtype=self.packed.dtype, device=self.packed.device
-                )
+            if order == _LOGITS:
+                states = self._no_states.new_empty(count, self._no_states.shape[1])
                 dist.broadcast(states, self._first, group=self.group)
-                self._logits(states)
+                self.packed.logits(states)
+                continue
+            text = torch.empty(count, dtype=torch.uint8)
+            dist.broadcast(text, self._first, group=self.group)
+            batch = ScheduledBatch.from_json(bytes(text.tolist()), self.cache.block)
+            if batch.copies:
+                copy_blocks(self.cache, batch.copies)
+            with evaluating(self.packed.model):
+                self._forward(batch)
 
-    def _order(self, order: int, numbers: Sequence[int]) -> None:
-        dist.broadcast(torch.tensor([order, len(numbers)]), self._first, group=self.group)
-        if numbers:
-            dist.broadcast(torch.tensor(numbers), self._first, group=self.group)
+    def _order(self, order: int, count: int, content: Tensor | None = None) -> None:
+        dist.broadcast(torch.tensor([order, count]), self._first, group=self.group)
+        if content is not None:
+            dist.broadcast(content, self._first, group=self.group)
 
-    def _hidden(self, plan: ScheduledBatch, copies: Sequence[tuple[int, int]]) -> Tensor:
-        packed = self.packed
-        self.cache.copy(copies)
-        if not plan.tokens:
-            return torch.empty(0, packed.hidden_size, dtype=packed.dtype, device=packed.device)
-        training = packed.model.training
-        if training:
-            packed.model.eval()
-        try:
-            states = [self._part(part) for part in (plan.split(self._rows) if self._rows else [plan])]
-        finally:
-            if training:
-                packed.model.train()
+    def _forward(self, batch: ScheduledBatch) -> Tensor:
+        """Final hidden states `[T, d]` of the batch's tokens."""
+        if not batch.tokens:
+            return self._no_states
+        # While weights are on their way, layers wait for them in the model's own code alone.
+        forward = self._model_forward if self.packed.ready is None else self.packed.hidden
+        states = []
+        for part in [batch] if self._rows is None else batch.split(self._rows):
+            count = len(part.tokens)
+            tensors = BatchTensors.of(part, self.cache.device, self.filled(count))
+            tokens = tensors.tokens if self.last is None else tensors.known_tokens(self.last)
+            hidden = forward(tokens, tensors.positions, PagedAttention(self.cache, tensors, self._rows))
+            states.append(hidden[:count])
         return states[0] if len(states) == 1 else torch.cat(states)
 
-    def _part(self, plan: ScheduledBatch) -> Tensor:
-        tokens, device = len(plan.tokens), self.packed.device
-        filling = [0] * (self.filled(tokens) - tokens)
-        forward = self._forward if self.packed.ready is None else self.packed.hidden
-        given = to_device(torch.tensor(plan.tokens + filling), device)
-        if self._last is not None:
-            given = torch.where(given < 0, self._last.index_select(0, (-1 - given).clamp(min=0)), given)
-        hidden = forward(
-            given,
-            to_device(torch.tensor(plan.positions + filling), device),
-            PagedAttention(self.cache, plan, self._rows),
-        )
-        return hidden[:tokens]
+    def _draw(
+        self, samples: list[tuple[ResponseState, int]], hidden: Tensor, policy_version: int
+    ) -> list[PendingTokens]:
+        """Draw a token for each of `samples`, given the states `[T, d]` of the step."""
+        first = [s.prompt.hidden for s, index in samples if index < 0 and s.prompt and s.prompt.hidden is not None]
+        # States of prompts, for responses without a token, follow those of this step.
+        states = torch.cat([hidden, torch.stack(first)]) if first else hidden
+        fresh = iter(range(len(hidden), len(states)))
+        rows = [next(fresh) if index < 0 else index for _, index in samples]
+        size = self._rows or len(rows)
+        drawn = []
+        for start in range(0, len(rows), size):
+            some = rows[start : start + size]
+            some += some[:1] * (self.filled(len(some)) - len(some))
+            index = torch.tensor(some)
+            logits = self.logits(states.index_select(0, index if states.is_cpu else to_device(index, states.device)))
+            responses = [state.response for state, _ in samples[start : start + size]]
+            drawn.append(draw(responses, logits, policy_version, self._kernels, self._is_read_later))
+        if self.last is not None:  # from now on they are in flight
+            tokens = torch.cat([pending.tokens[: len(pending.responses)] for pending in drawn])
+            self.last[: len(tokens)].copy_(tokens)
+        return drawn
 
-    def _logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits `[N, V]` of states `[N, d]`; in the model's dtype, without an fp32 copy, where the head is plain and
+        kernels sample."""
+        if self.group is not None:
+            self._order(_LOGITS, len(states), states)
         if not self._plain_head:
             return self.packed.logits(states)
-        weight, bias = self.packed.head()
+        weight, bias = self._head.weight, self._head.bias
         if len(self._logit_space) < len(states):
-            self._logit_space = states.new_empty(self.filled(self._most_rows), len(weight))
-        return linear_into(states, weight, bias, self._logit_space[: len(states)])
+            self._logit_space = states.new_empty(self.filled(self._max_batch), len(weight))
+        out = self._logit_space[: len(states)]
+        return torch.mm(states, weight.t(), out=out) if bias is None else torch.addmm(bias, states, weight.t(), out=out)
 
 
 @torch.no_grad()

@@ -1,9 +1,14 @@
-"""Sampling a token from each row of logits by inverse CDF, in two levels.
+"""Sampling a token from each row of logits by inverse CDF, in two levels, and the random numbers behind it.
 
 Given its uniform u a row's token is fixed: the first in vocabulary order whose cumulative weight passes
 u x total. The weights are summed over blocks of the vocabulary; the block is found among the block sums, the
 token within its block. So one pass over the logits serves the choice and the log-prob, and nothing of
 the size of the logits is sorted, scanned or allocated.
+
+Random numbers have no state: token t of a sample gets a uniform that is a hash of (run seed, sample id, t), so neither
+the batch a sample shares, nor preemption, resuming or the number of ranks can change it. The generator is SplitMix64
+(Steele, Lea, Flood 2014), jumped to its (t+1)-th output, started from a 64-bit BLAKE2b key of seed and id; integer
+arithmetic only, so equal on every platform.
 
 On CPU a kernel does it; the torch code here is its reference, and serves other devices.
 
@@ -12,22 +17,49 @@ Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from verl.device import is_host, to_device
-from verl.kernels.compiled import kernels
+from verl.kernels import compiled
 from verl.rollout.base import SamplingParams
+
+if TYPE_CHECKING:
+    from verl.kernels.interface import Kernels
 
 BLOCK = 256
 # Rows are worked on in pieces of about this size, which stay in the cache between the passes.
 _PIECE_BYTES = 4 << 20
 # Top-p looks at this many largest weights before it sorts a whole row.
 _CANDIDATES = 1024
+# SplitMix64.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def stream_key(seed: int, sample_id: str) -> int:
+    """The 64-bit key of a sample's stream."""
+    digest = hashlib.blake2b(f"{seed}\0{sample_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def uniforms(keys: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Number `steps[i]` of stream `keys[i]`, in [0, 1) with 53 random bits; `[N]`, `[N]` -> `[N]`."""
+    counter = np.asarray(steps, np.uint64) + np.uint64(1)
+    z = np.asarray(keys, np.uint64) + counter * _GAMMA
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    z = z ^ (z >> np.uint64(31))
+    fractions: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions
 
 
 class SamplingFlags(NamedTuple):
@@ -46,7 +78,7 @@ class SamplingFlags(NamedTuple):
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingFlags:
-        params = set(params)
+        params = {id(p): p for p in params}.values()  # mostly a few objects; their hash takes longer
         sampled = [p for p in params if p.temperature]
         top_k = max((p.top_k for p in sampled), default=0)
         return cls(
@@ -72,7 +104,7 @@ def numbers_of(params: Sequence[SamplingParams]) -> list[list[float]]:
 class SamplingTable:
     """The parameters of N rows as tensors `[N]`, fp64 or int64. `inverse_temperature` 0 is greedy."""
 
-    ways: SamplingFlags
+    flags: SamplingFlags
     inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -87,24 +119,28 @@ class SamplingTable:
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
         """`edits[row]` returns the logits `[V]` to sample the row from, given its own, which it may overwrite."""
-        numbers = to_device(torch.tensor(numbers_of(params), dtype=torch.float64), torch.device(device))
+        numbers = torch.tensor(numbers_of(params), dtype=torch.float64)
+        if str(device) != "cpu":
+            numbers = to_device(numbers, torch.device(device))
         return cls(SamplingFlags.of(params), numbers[0], numbers[1].long(), numbers[2], numbers[3], edits or {})
 
     def rows(self, index: Tensor) -> SamplingTable:
         """Some of the rows, not edited; `index` `[R]` int64."""
         columns = (self.inverse_temperature, self.top_k, self.top_p, self.min_p)
         inverse, top_k, top_p, min_p = (column.index_select(0, index) for column in columns)
-        return SamplingTable(self.ways, inverse, top_k, top_p, min_p)
+        return SamplingTable(self.flags, inverse, top_k, top_p, min_p)
 
 
-def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bool = True) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniforms: Tensor, table: SamplingTable, kernels: Kernels | None = None
+) -> tuple[Tensor, Tensor]:
     """One token a row, and its log-prob under the temperature-scaled full distribution.
 
     Args:
         logits: `[N, V]`; computed in fp64 if they are fp64, else in fp32. May be overwritten.
         uniforms: `[N]` fp64 in [0, 1).
         table: parameters of the N rows.
-        compiled: on CPU use the compiled kernel where it can be built.
+        kernels: those for the dtype of the logits; None: the torch code computes the same.
 
     Returns:
         Tokens `[N]` int64, and log-probs `[N]` fp64 of the logits before any edit: NaN where a row's logits are
@@ -113,16 +149,28 @@ def sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: boo
     Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
     does not depend on an order of sorting.
     """
-    if not table.edits:
-        return _sample(logits, uniforms, table, compiled)
+    if table.edits:
+        return _sample_edited(logits, uniforms, table, kernels)
+    if kernels is None:
+        return _sample_torch(logits.to(_accumulate(logits.dtype)), uniforms, table)
+    parameters = (table.inverse_temperature, table.top_k, table.top_p, table.min_p)
+    return kernels.sample(logits, uniforms, *parameters)
+
+
+def _sample_edited(
+    logits: Tensor, uniforms: Tensor, table: SamplingTable, kernels: Kernels | None
+) -> tuple[Tensor, Tensor]:
+    """All rows as if there were no edits, then those that have one again."""
     rows = to_device(torch.tensor(list(table.edits)), logits.device)
     full = logits.index_select(0, rows).to(_accumulate(logits.dtype))
     edits = zip(full.clone(), table.edits.values(), strict=True)
-    edited = torch.stack([edit(own) for own, edit in edits]).to(full)
+    edited = torch.stack([edit(row) for row, edit in edits]).to(full)
     top = edited.amax(-1)
-    tokens, log_probs = _sample(logits, uniforms, table, compiled)
+    tokens, log_probs = sample(logits, uniforms, replace(table, edits={}), kernels)
     special = table.rows(rows)
-    chosen, _ = _sample(edited, uniforms.index_select(0, rows), special, compiled)
+    if kernels is not None and full.dtype != logits.dtype:
+        kernels = compiled.kernels(full.dtype, full.device)
+    chosen, _ = sample(edited, uniforms.index_select(0, rows), special, kernels)
     # What an edit rules out belongs to the distribution that the log-prob is of.
     inverse = special.inverse_temperature.masked_fill(special.inverse_temperature == 0, 1.0)
     both = full.gather(1, torch.stack([chosen, tokens.index_select(0, rows)], 1)).double()
@@ -135,21 +183,12 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _sample(logits: Tensor, uniforms: Tensor, table: SamplingTable, compiled: bool) -> tuple[Tensor, Tensor]:
-    """`sample` without regard to edits."""
-    kernel = kernels(logits.dtype, logits.device) if compiled else None
-    if kernel is None:
-        return _sample_torch(logits.to(_accumulate(logits.dtype)), uniforms, table)
-    parameters = (table.inverse_temperature, table.top_k, table.top_p, table.min_p)
-    return kernel.sample(logits, uniforms, *parameters)
-
-
 def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """The same in torch operations; fp32 or fp64 logits are overwritten."""
     greedy = table.inverse_temperature == 0
-    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.ways)
+    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.flags)
     log_total = sums.double().sum(-1).log()
-    if table.ways.is_filtered:
+    if table.flags.is_filtered:
         # The log-prob below is of a kept token, whose weight stays as it is.
         _filter(weights, sums, table)
     tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))
@@ -157,7 +196,7 @@ def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tup
     return tokens, log_probs
 
 
-def _weights(logits: Tensor, inverse: Tensor, ways: SamplingFlags) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(logits: Tensor, inverse: Tensor, flags: SamplingFlags) -> tuple[Tensor, Tensor, Tensor]:
     """exp((x - max) / T) `[N, V]`, which overwrites the logits; its block sums `[N, B]`; greedy choices `[N]`."""
     rows, vocab = logits.shape
     sums = logits.new_empty(rows, -(-vocab // BLOCK))
@@ -167,10 +206,10 @@ def _weights(logits: Tensor, inverse: Tensor, ways: SamplingFlags) -> tuple[Tens
     for start in range(0, rows, piece):
         x = logits[start : start + piece]
         peak = x.amax(-1)
-        if ways.is_greedy:
+        if flags.is_greedy:
             best[start : start + piece] = x.argmax(-1)
         x.sub_(peak[:, None])
-        if ways.is_scaled:
+        if flags.is_scaled:
             x.mul_(inverse[start : start + piece])
         x.exp_()
         _block_sums(x, sums[start : start + piece])
@@ -187,19 +226,19 @@ def _block_sums(weights: Tensor, out: Tensor) -> None:
 def _filter(weights: Tensor, sums: Tensor, table: SamplingTable) -> None:
     """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p. Rows
     without a filter stay as they are."""
-    ways = table.ways
-    if ways.top_k:
+    flags = table.flags
+    if flags.top_k:
         weights *= weights >= _smallest_top_k(weights, table)[:, None]
-    if ways.has_top_p:
+    if flags.has_top_p:
         weights *= weights >= _smallest_top_p(weights, table)[:, None]
-    if ways.has_min_p:
+    if flags.has_min_p:
         weights *= weights >= table.min_p[:, None].to(weights.dtype)
     _block_sums(weights, sums)
 
 
 def _smallest_top_k(weights: Tensor, table: SamplingTable) -> Tensor:
     """The smallest weight `[N]` that top-k keeps (0 where it is off)."""
-    count = min(table.ways.top_k, weights.shape[1])
+    count = min(table.flags.top_k, weights.shape[1])
     largest = weights.topk(count, -1).values
     smallest = largest.gather(1, (table.top_k - 1).clamp(0, count - 1)[:, None])[:, 0]
     return smallest.masked_fill_((table.top_k == 0) | (table.top_k > weights.shape[1]), 0)

@@ -29,7 +29,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.rollout.base import Finish, NoWeightsError, Request, Sample, SamplingParams, check_new
 from verl.rollout.embedded.response import check_prompt
-from verl.rollout.randomness import stream_key
+from verl.rollout.embedded.sampler import stream_key
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.vllm.transport import DeviceTransport, FileTransport, Transport, places_of
 from verl.weights.shard import Shard, in_buckets, split_large
