@@ -124,8 +124,8 @@ class Critic(ModelHandle):
         sequences = as_sequences(sequences)
         alignment = self._alignment(sequences)
         if alignment is None:
-            return self.group.call("values", sequences)  # type: ignore[no-any-return]
-        values = self.group.call("values", alignment.batch(sequences))["values"]
+            return self.group.call(CriticWorker.values, sequences)
+        values = self.group.call(CriticWorker.values, alignment.batch(sequences))["values"]
         return Batch.from_columns({"values": alignment.to_actor(sequences, values)})
 
     def update(self, sequences: Batch, rewards: Any) -> dict[str, float]:
@@ -141,7 +141,7 @@ class Critic(ModelHandle):
         objective = algorithm.objective(role)
         if (alignment := self._alignment(prepared)) is not None:
             prepared = alignment.to_critic(prepared, objective.loss_columns)
-        return self.group.call("update", [UpdatePart(prepared, objective)], self.plan)  # type: ignore[no-any-return]
+        return self.group.call(CriticWorker.update, [UpdatePart(prepared, objective)], self.plan)
 
     def _alignment(self, sequences: Batch) -> CharacterAlignment | None:
         """How the sequences are re-encoded; None: the critic reads their tokens as they are."""
