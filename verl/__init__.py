@@ -56,39 +56,39 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
-    from verl.algorithms import BaseAlgorithm, register_algorithm
-    from verl.algorithms.loss_terms import Loss, LossInput
-    from verl.batch import Batch
-    from verl.cluster.controller import everywhere
-    from verl.cluster.placement import DeviceMesh, ResourcePool
-    from verl.data.offline import OfflineDatasetLoader
-    from verl.dataflow.expression import Controller
-    from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
-    from verl.dataflow.pipeline import RLDataPipeline
-    from verl.dataflow.stages import register_node
-    from verl.rewards.registry import register_reward
-    from verl.roles.actor import Actor
+    from verl.algorithms import BaseAlgorithm as BaseAlgorithm, register_algorithm as register_algorithm
+    from verl.algorithms.loss_terms import Loss as Loss, LossInput as LossInput
+    from verl.batch import Batch as Batch
+    from verl.cluster.controller import everywhere as everywhere
+    from verl.cluster.placement import DeviceMesh as DeviceMesh, ResourcePool as ResourcePool
+    from verl.data.offline import OfflineDatasetLoader as OfflineDatasetLoader
+    from verl.dataflow.expression import Controller as Controller
+    from verl.dataflow.nodes import RewardNode as RewardNode, RolloutNode as RolloutNode, UpdateNode as UpdateNode
+    from verl.dataflow.pipeline import RLDataPipeline as RLDataPipeline
+    from verl.dataflow.stages import register_node as register_node
+    from verl.rewards.registry import register_reward as register_reward
+    from verl.roles.actor import Actor as Actor
     from verl.roles.backends import (
-        ActorRolloutRefWorker,
-        HfModelAdapter,
-        HuggingFaceWorker,
-        VLLMActor,
-        VLLMActorModel,
-        vLLMAdapter,
-        vLLMWorker,
+        ActorRolloutRefWorker as ActorRolloutRefWorker,
+        HfModelAdapter as HfModelAdapter,
+        HuggingFaceWorker as HuggingFaceWorker,
+        VLLMActor as VLLMActor,
+        VLLMActorModel as VLLMActorModel,
+        vLLMAdapter as vLLMAdapter,
+        vLLMWorker as vLLMWorker,
     )
-    from verl.roles.critic import Critic
-    from verl.roles.group import WorkerGroup
-    from verl.roles.layouts import PPORoleUpdater
-    from verl.roles.reward import Reward
-    from verl.roles.updater import Updater
-    from verl.roles.workers import FSDPWorker, MegatronWorker
-    from verl.rollout.base import SamplingParams
-    from verl.tasks.task import Task
-    from verl.trainer.asynchronous import AsyncTrainer
-    from verl.trainer.interleaved import InterleavedTrainer
-    from verl.trainer.trainer import PPOTrainer, Trainer
-    from verl.weights.shard import Shard
+    from verl.roles.critic import Critic as Critic
+    from verl.roles.group import WorkerGroup as WorkerGroup
+    from verl.roles.layouts import PPORoleUpdater as PPORoleUpdater
+    from verl.roles.reward import Reward as Reward
+    from verl.roles.updater import Updater as Updater
+    from verl.roles.workers import FSDPWorker as FSDPWorker, MegatronWorker as MegatronWorker
+    from verl.rollout.base import SamplingParams as SamplingParams
+    from verl.tasks.task import Task as Task
+    from verl.trainer.asynchronous import AsyncTrainer as AsyncTrainer
+    from verl.trainer.interleaved import InterleavedTrainer as InterleavedTrainer
+    from verl.trainer.trainer import PPOTrainer as PPOTrainer, Trainer as Trainer
+    from verl.weights.shard import Shard as Shard
 
 
 def __getattr__(name: str) -> Any:
