@@ -1,8 +1,9 @@
-"""What a type checker says of user code: calls of workers are followed to their methods."""
+"""What type checkers know of the package: which method a call of a worker is, which keywords a handle takes."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -12,6 +13,11 @@ import pytest
 
 import verl
 from tests.package import modules
+from verl.models.options import ModelOptions
+from verl.roles.settings import KEYWORDS, ActorArguments, ActorKeywords, CriticKeywords, handle_keywords
+from verl.roles.workers import BuiltArguments, BuiltWorker
+from verl.rollout.options import RolloutOptions
+from verl.training.options import OptimConfig, TrainOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,6 +60,26 @@ def calls(actor: verl.Actor, critic: verl.Critic, handle: ModelHandle, mine: Wor
     mine.call(Mine.more, rows, factor="2")  # incompatible type "str"
     mine.call(ActorWorker.sync)
     verl.WorkerGroup(actor).call(ActorWorker.loss, rows)  # expected "UpdatePart"
+
+
+def handles() -> None:
+    verl.Actor("x", not_a_setting=1)  # Unexpected keyword argument "not_a_setting"
+    verl.Actor("x", lr="fast")  # expected "float"
+    verl.Actor("x", lr=1e-5, lora={"r": 8}, stop=".", gradient_checkpointing=True, optim={"weight_decay": 0.1})
+    verl.Critic("x", lr=1e-5, train={"epochs": 2}, dtype="bf16")
+    verl.Critic("x", max_new_tokens=3)  # Unexpected keyword argument "max_new_tokens"
+    actor: verl.Actor = verl.Actor.from_pretrained("x", lr=1e-5, algorithm="ppo")
+    verl.Actor.from_pretrained("x", learning_rate=1e-5)  # Unexpected keyword argument "learning_rate"
+    critic: verl.Critic = verl.Critic.from_pretrained("x", tokenizer="y", epochs=2)
+    verl.Critic.from_pretrained("x", epoch=2)  # Unexpected keyword argument "epoch"
+    engine: verl.VLLMActor = verl.VLLMActor.from_pretrained("x", tensor_parallel_size=2)
+    verl.VLLMActor("x", tensor_parallel=2)  # Unexpected keyword argument "tensor_parallel"
+    verl.FSDPWorker(model_name="x", fsdp_config={"sharding_strategy": "FULL_SHARD"}, optim_config={"lr": 1e-5})
+    verl.FSDPWorker("x", fsdp={})  # Unexpected keyword argument "fsdp"
+    verl.FSDPWorker.from_pretrained("x", optim_config={"lr": 1e-5}, use_amp=True)
+    verl.MegatronWorker("x", megatron_config={"tensor_model_parallel_size": 2}, train={"epochs": 2}, seed=1)
+    verl.MegatronWorker("x", megatron=1)  # Unexpected keyword argument "megatron"
+    verl.ActorRolloutRefWorker(model_path="x", max_batch_size=4, rollout_backend="hf", top_p=0.9)
 '''  # fmt: skip
 
 
@@ -71,6 +97,28 @@ def test_what_a_type_checker_refuses(tmp_path: Path) -> None:
     assert errors.keys() == wanted.keys(), said.stdout + said.stderr
     for number, text in wanted.items():
         assert text in errors[number]
+
+
+def test_typed_keywords_are_the_fields_of_the_records() -> None:
+    """Beside those that are named arguments: `optim` and `strategy`."""
+    aliases = {name for name, field in KEYWORDS.items() if field not in RolloutOptions.model_fields}
+    trained = aliases.union(*(record.model_fields for record in (ModelOptions, TrainOptions, OptimConfig)))
+    assert handle_keywords() - named(verl.Actor) == ActorKeywords.__optional_keys__
+    assert trained - named(verl.Critic) - {"path"} == CriticKeywords.__optional_keys__
+    passed_on = ActorArguments.__optional_keys__ - ActorKeywords.__optional_keys__
+    assert passed_on == named(verl.Actor) - {"model", "tokenizer"}
+    built = BuiltArguments.__optional_keys__ - ActorArguments.__optional_keys__
+    assert built == named(BuiltWorker) - {"model_path", "tokenizer"}
+
+
+@pytest.mark.parametrize("handle", [verl.Actor, verl.Critic])
+def test_a_handle_has_at_most_14_named_arguments(handle: type) -> None:
+    assert len(named(handle)) <= 14
+
+
+def named(call: type) -> set[str]:
+    parameters = inspect.signature(call).parameters.values()
+    return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
 
 
 def test_every_public_name_is_exported_to_type_checkers() -> None:

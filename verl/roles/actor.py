@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+from typing_extensions import Unpack
+
 from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
@@ -38,11 +40,7 @@ from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
-from verl.roles.settings import (
-    as_name,
-    sampler_options,
-    with_engine,
-)
+from verl.roles.settings import ActorKeywords, as_name, sampler_options, with_engine
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
@@ -122,7 +120,7 @@ class Actor(ModelHandle):
         fused_kernels: bool | str | None = None,
         head: Literal["lm", "score"] = "lm",
         seed: Seed = 0,
-        **settings: Any,
+        **settings: Unpack[ActorKeywords],
     ) -> None:
         follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
@@ -173,11 +171,6 @@ class Actor(ModelHandle):
             rollout=None if isinstance(rollout, str) else rollout,
             episode=None if isinstance(episode, str) else episode,
         )
-
-    @classmethod
-    def from_pretrained(cls, name: str, **options: Any) -> Actor:
-        """The actor over a model of transformers by name or directory; options are those of `Actor`."""
-        return cls(name, **options)
 
     @property
     def model(self) -> PreTrainedModel:

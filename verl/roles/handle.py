@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from verl.cluster.controller import Controller
 from verl.cluster.group import Workers
@@ -23,6 +23,9 @@ from verl.workers.trained import TrainedWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+P = ParamSpec("P")
+H = TypeVar("H", bound="ModelHandle")
 
 
 class ModelHandle:
@@ -46,6 +49,11 @@ class ModelHandle:
     #: Of an actor: those of its reference policy.
     _reference: Workers[ReferenceWorker] | None = None
     _outline: dict[str, Tensor] | None = None
+
+    @classmethod
+    def from_pretrained(cls: Callable[Concatenate[str, P], H], name: str, *args: P.args, **options: P.kwargs) -> H:
+        """The handle of a model of transformers by name or directory; options are those of its class."""
+        return cls(name, *args, **options)
 
     @property
     def group(self) -> Workers[TrainedWorker]:
@@ -128,7 +136,7 @@ class ModelHandle:
     def _read_settings(
         self,
         owner: str,
-        keywords: dict[str, Any],
+        keywords: Mapping[str, Any],
         model: Any,
         train: TrainOptions | Mapping[str, Any] | None,
         optim: Any,
@@ -138,9 +146,9 @@ class ModelHandle:
     ) -> list[Any]:
         """Settle `train_options`; the records of the model, of training, and `more`, with the keywords that are
         theirs."""
-        options = TrainOptions.of(train, "train")
-        optim = optimizer_settings(owner, keywords, options, optim)
-        loading, training, *others = with_keywords(owner, keywords, model_options(model, fused_kernels), options, *more)
+        options, rest = TrainOptions.of(train, "train"), dict(keywords)
+        optim = optimizer_settings(owner, rest, options, optim)
+        loading, training, *others = with_keywords(owner, rest, model_options(model, fused_kernels), options, *more)
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)
         return [loading, training, *others]
