@@ -94,11 +94,11 @@ def main() -> None:
     size = batch.nbytes + 4 * batch.select(["rollout_log_probs"]).nbytes
 
     def step() -> None:
-        samples = Batch.concat(group.call("generate", batch.select(["id", "prompt_tokens"])))
-        scores = [group.call("score", samples, name) for name in ("log_probs", "values")]
+        samples = Batch.concat(group.call(Idle.generate, batch.select(["id", "prompt_tokens"])))
+        scores = [group.call(Idle.score, samples, name) for name in ("log_probs", "values")]
         samples = samples.add(scores[0]).add(scores[1]).add(computed)
         for _ in ("actor", "critic"):
-            group.call("update", samples)
+            group.call(Idle.update, samples)
 
     taken = statistics.median(milliseconds(step, args.repeats))
     samples = f"{args.samples} samples of {args.tokens} tokens"
@@ -112,7 +112,7 @@ def main() -> None:
     source = memoryview(values).cast("B")
     copy = min(milliseconds(lambda: shared.buf.__setitem__(slice(len(source)), source), args.repeats))
     # A batch is sent once: each time it is another one.
-    move = min(milliseconds(lambda: one.call("update", Batch(large.table.slice(0))), args.repeats))
+    move = min(milliseconds(lambda: one.call(Idle.update, Batch(large.table.slice(0))), args.repeats))
     shared.close()
     shared.unlink()
     share = copy / move

@@ -55,44 +55,39 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
-if TYPE_CHECKING:  # `as` says to strict checkers of users' code that a name is public
-    from verl.algorithms import BaseAlgorithm as BaseAlgorithm
-    from verl.algorithms import register_algorithm as register_algorithm
-    from verl.algorithms.loss_terms import Loss as Loss
-    from verl.algorithms.loss_terms import LossInput as LossInput
+if TYPE_CHECKING:
+    from verl.algorithms import BaseAlgorithm as BaseAlgorithm, register_algorithm as register_algorithm
+    from verl.algorithms.loss_terms import Loss as Loss, LossInput as LossInput
     from verl.batch import Batch as Batch
     from verl.cluster.controller import everywhere as everywhere
-    from verl.cluster.placement import DeviceMesh as DeviceMesh
-    from verl.cluster.placement import ResourcePool as ResourcePool
+    from verl.cluster.placement import DeviceMesh as DeviceMesh, ResourcePool as ResourcePool
     from verl.data.offline import OfflineDatasetLoader as OfflineDatasetLoader
-    from verl.dataflow.nodes import RewardNode as RewardNode
-    from verl.dataflow.nodes import RolloutNode as RolloutNode
-    from verl.dataflow.nodes import UpdateNode as UpdateNode
+    from verl.dataflow.nodes import RewardNode as RewardNode, RolloutNode as RolloutNode, UpdateNode as UpdateNode
     from verl.dataflow.stages import register_node as register_node
     from verl.rewards.registry import register_reward as register_reward
     from verl.roles.actor import Actor as Actor
-    from verl.roles.backends import ActorRolloutRefWorker as ActorRolloutRefWorker
-    from verl.roles.backends import HfModelAdapter as HfModelAdapter
-    from verl.roles.backends import HuggingFaceWorker as HuggingFaceWorker
-    from verl.roles.backends import VLLMActor as VLLMActor
-    from verl.roles.backends import VLLMActorModel as VLLMActorModel
-    from verl.roles.backends import vLLMAdapter as vLLMAdapter
-    from verl.roles.backends import vLLMWorker as vLLMWorker
+    from verl.roles.backends import (
+        ActorRolloutRefWorker as ActorRolloutRefWorker,
+        HfModelAdapter as HfModelAdapter,
+        HuggingFaceWorker as HuggingFaceWorker,
+        VLLMActor as VLLMActor,
+        VLLMActorModel as VLLMActorModel,
+        vLLMAdapter as vLLMAdapter,
+        vLLMWorker as vLLMWorker,
+    )
     from verl.roles.critic import Critic as Critic
     from verl.roles.group import WorkerGroup as WorkerGroup
     from verl.roles.layouts import PPORoleUpdater as PPORoleUpdater
     from verl.roles.reward import Reward as Reward
     from verl.roles.updater import Updater as Updater
-    from verl.roles.workers import FSDPWorker as FSDPWorker
-    from verl.roles.workers import MegatronWorker as MegatronWorker
+    from verl.roles.workers import FSDPWorker as FSDPWorker, MegatronWorker as MegatronWorker
     from verl.rollout.base import SamplingParams as SamplingParams
     from verl.tasks.task import Task as Task
     from verl.trainer.asynchronous import AsyncTrainer as AsyncTrainer
     from verl.trainer.expression import Controller as Controller
     from verl.trainer.interleaved import InterleavedTrainer as InterleavedTrainer
     from verl.trainer.pipeline import RLDataPipeline as RLDataPipeline
-    from verl.trainer.trainer import PPOTrainer as PPOTrainer
-    from verl.trainer.trainer import Trainer as Trainer
+    from verl.trainer.trainer import PPOTrainer as PPOTrainer, Trainer as Trainer
     from verl.weights.shard import Shard as Shard
 
 

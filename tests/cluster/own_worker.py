@@ -17,7 +17,13 @@ from verl.batch import Batch
 from verl.cluster.place import ALONE, Place, dispatch
 
 
-class Mine:
+class Theirs:
+    @dispatch()
+    def name(self) -> str:
+        return "theirs"
+
+
+class Mine(Theirs):
     def __init__(self, *, place: Place = ALONE) -> None:
         self.place = place
 
@@ -37,24 +43,37 @@ class Mine:
     @dispatch("train", split="rows", collect="rows")
     def nothing(self, batch: Batch) -> None: ...
 
+    @dispatch()
+    def name(self) -> str:
+        return "mine"
+
     @dispatch("infer")
     def elsewhere(self) -> int:
         return 1
+
+
+class Other:
+    @dispatch()
+    def named(self) -> str:
+        return "other"
 
 
 def answers() -> dict[str, Any]:
     group: Any = verl.Controller().group("actor", partial(Mine))
     batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(5)])
     calls: dict[str, Callable[[], Any]] = {
-        "double": lambda: group.call("double", batch)["y"],
-        "double empty": lambda: str(group.call("double", batch.take([])).table.schema),
-        "each": lambda: sorted(x for part in group.call("each", batch) for x in part["x"]),
-        "each empty": lambda: list(group.call("each", batch.take([]))),
-        "short": lambda: group.call("short", batch),
-        "nothing": lambda: group.call("nothing", batch),
-        "by keyword": lambda: group.call("double", batch=batch),
-        "no batch": lambda: group.call("double", [{"x": 1}]),
-        "elsewhere": lambda: group.call("elsewhere"),
+        "double": lambda: group.call(Mine.double, batch)["y"],
+        "double empty": lambda: str(group.call(Mine.double, batch.take([])).table.schema),
+        "each": lambda: sorted(x for part in group.call(Mine.each, batch) for x in part["x"]),
+        "each empty": lambda: list(group.call(Mine.each, batch.take([]))),
+        "short": lambda: group.call(Mine.short, batch),
+        "nothing": lambda: group.call(Mine.nothing, batch),
+        "by keyword": lambda: group.call(Mine.double, batch=batch),
+        "no batch": lambda: group.call(Mine.double, [{"x": 1}]),
+        "elsewhere": lambda: group.call(Mine.elsewhere),
+        "overridden": lambda: group.call(Theirs.name),
+        "by name": lambda: group.call("name"),
+        "of another class": lambda: group.call(Other.named),
     }
     found: dict[str, Any] = {}
     for name, call in calls.items():

@@ -14,6 +14,8 @@ import torch
 import verl
 from verl.errors import ClusterError
 from verl.rollout.base import SamplingParams
+from verl.workers.actor import ActorWorker
+from verl.workers.critic import CriticWorker
 
 
 def refusal(call: Any) -> str:
@@ -33,17 +35,17 @@ if __name__ == "__main__":
     prompts = rows.select(["id", "group", "prompt_tokens"])
     params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
     found: dict[str, Any] = {}
-    stream = actor.group.call("generate", prompts, params)
+    stream = actor.group.call(ActorWorker.generate, prompts, params)
     first = [next(stream)]
     found["refused"] = [
-        refusal(lambda: actor.group.call("log_probs", rows)),
-        refusal(lambda: other.group.call("values", rows)),
-        refusal(lambda: next(actor.group.call("generate", prompts, params))),
+        refusal(lambda: actor.group.call(ActorWorker.log_probs, rows)),
+        refusal(lambda: other.group.call(CriticWorker.values, rows)),
+        refusal(lambda: next(actor.group.call(ActorWorker.generate, prompts, params))),
     ]
     found["rows"] = sum(map(len, [*first, *stream]))
-    found["log_probs after it"] = len(actor.group.call("log_probs", rows))
-    stream = actor.group.call("generate", prompts, params)
+    found["log_probs after it"] = len(actor.group.call(ActorWorker.log_probs, rows))
+    stream = actor.group.call(ActorWorker.generate, prompts, params)
     next(stream)
     stream.close()
-    found["log_probs after close"] = len(actor.group.call("log_probs", rows))
+    found["log_probs after close"] = len(actor.group.call(ActorWorker.log_probs, rows))
     sys.stdout.write(json.dumps(found) + "\n")

@@ -30,6 +30,10 @@ def test_answers_and_errors_are_those_of_one_process(tmp_path: Path) -> None:
         assert "'actor.nothing' collects rows" in found["nothing"] and "with NoneType" in found["nothing"]
     assert "its first argument, not by keyword, is a Batch; got none" in two["by keyword"]
     assert two["no batch"].endswith("got list")
+    assert two["overridden"] == two["by name"] == "mine"
+    assert two["of another class"] == (
+        "ConfigError: Mine has no method 'named' that a controller may call: did you mean 'name'?"
+    )
     assert "of mesh 'infer', which the role has not: known: role, rollout, train" in two["elsewhere"]
 
 

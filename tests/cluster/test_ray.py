@@ -139,43 +139,43 @@ def test_one_slot_rolls_out_and_one_trains(alone: tuple[Path, Path], tmp_path: P
 def test_data_travel_as_declared(job: Any) -> None:
     group = probe(job)
     batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(5)])
-    doubled = group.call("double", batch)
+    doubled = group.call(Probe.double, batch)
     assert doubled["y"] == [0, 2, 4, 6, 8]
     assert set(doubled["by"]) == {0, 1}
-    assert sorted(row["x"] for part in group.call("each", batch) for row in part) == list(range(5))
-    assert group.call("meet", "well") == 2.0
-    weights = {shard.name: shard.tensor.tolist() for shard in group.call("shards")}
+    assert sorted(row["x"] for part in group.call(Probe.each, batch) for row in part) == list(range(5))
+    assert group.call(Probe.meet, "well") == 2.0
+    weights = {shard.name: shard.tensor.tolist() for shard in group.call(Probe.shards)}
     assert weights == {"w0": [0.0, 0.0], "w1": [2.0, 2.0], "w2": [4.0, 4.0]}
-    next(iter(group.call("shards")))  # who stops listening leaves no rank behind
-    group.call("load", (shard for shard in group.call("shards")))
-    assert set(group.call("loaded", batch)["held"]) == {"w0=[0.0, 0.0],w1=[2.0, 2.0],w2=[4.0, 4.0]"}
+    next(iter(group.call(Probe.shards)))  # who stops listening leaves no rank behind
+    group.call(Probe.load, (shard for shard in group.call(Probe.shards)))
+    assert set(group.call(Probe.loaded, batch)["held"]) == {"w0=[0.0, 0.0],w1=[2.0, 2.0],w2=[4.0, 4.0]"}
     # A failure of a call that ranks do apart leaves them as they were.
     with pytest.raises(ZeroDivisionError, match="three") as caught:
-        group.call("picky", batch)
+        group.call(Probe.picky, batch)
     assert "in picky" in str(caught.value.__cause__) and "role 'probe'" in str(caught.value.__cause__)
-    assert group.call("meet", "well") == 2.0
+    assert group.call(Probe.meet, "well") == 2.0
 
 
 @pytest.mark.slow
 def test_what_is_added_to_a_batch_travels_alone(job: Any) -> None:
     group = probe(job)
     batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(3, 8)])
-    assert group.call("total", batch)["total"] == [3, 4, 5, 6, 7]
+    assert group.call(Probe.total, batch)["total"] == [3, 4, 5, 6, 7]
     grown = batch.add({"y": [10] * 5}).add({"z": [100 * x for x in range(5)]})
     for _ in range(2):
-        assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
+        assert group.call(Probe.total, grown)["total"] == [13, 114, 215, 316, 417]
         assert ray.get(job.sent(grown).reference).columns == ["y", "z"]
     # After a failure nobody knows what has come along.
     with pytest.raises(ZeroDivisionError):
-        group.call("picky", grown)
+        group.call(Probe.picky, grown)
     assert [part.at for part in job.sent(grown).parts()] == [set(), set()]
-    assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
+    assert group.call(Probe.total, grown)["total"] == [13, 114, 215, 316, 417]
     assert [part.at for part in job.sent(grown).parts()] == [{0, 1}, {0, 1}]
     # There is a bound to what is kept: more than that is sent anew.
     others = [Batch(batch.table.slice(0)) for _ in range(6)]
     for other in [*others, *others]:
-        assert group.call("total", other)["total"] == [3, 4, 5, 6, 7]
-    assert group.call("total", grown)["total"] == [13, 114, 215, 316, 417]
+        assert group.call(Probe.total, other)["total"] == [3, 4, 5, 6, 7]
+    assert group.call(Probe.total, grown)["total"] == [13, 114, 215, 316, 417]
     assert len(job.kept()) == 4
 
 
@@ -186,16 +186,16 @@ def test_what_is_added_to_a_batch_travels_alone(job: Any) -> None:
 ])  # fmt: skip
 def test_the_first_failure_ends_the_wait_and_the_slots(job: Any, how: str, kind: type, text: str) -> None:
     group = probe(job)
-    assert group.call("meet", "well") == 2.0
+    assert group.call(Probe.meet, "well") == 2.0
     began = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
-        group.call("meet", how)
+        group.call(Probe.meet, how)
     assert time.monotonic() - began < 20
     if how == "raise":
         trace = str(caught.value.__cause__)
         assert "raise ZeroDivisionError" in trace and "rank 1 of 2, host" in trace and "role 'probe'" in trace
     with pytest.raises(ClusterError, match="have been ended"):
-        group.call("meet", "well")
+        group.call(Probe.meet, "well")
 
 
 @pytest.mark.slow
@@ -206,13 +206,13 @@ def test_a_map_works_again_after_its_slots_have_ended(cluster: None) -> None:
         return controller.group("actor", partial(Probe))
 
     at_first = Controller.of("cpu:0-1")
-    assert Controller.of("cpu:0-1") is at_first and probe_of(at_first).call("meet", "well") == 2.0
+    assert Controller.of("cpu:0-1") is at_first and probe_of(at_first).call(Probe.meet, "well") == 2.0
     with pytest.raises(ClusterError, match="died in"):
-        probe_of(at_first).call("meet", "die")
+        probe_of(at_first).call(Probe.meet, "die")
     second = Controller.of("cpu:0-1")
-    assert probe_of(second).call("meet", "well") == 2.0
+    assert probe_of(second).call(Probe.meet, "well") == 2.0
     with pytest.raises(ClusterError, match="have been ended"):
-        probe_of(at_first).call("meet", "well")
+        probe_of(at_first).call(Probe.meet, "well")
     second.close()
     third = Controller.of("cpu:0-1")
     assert third not in (at_first, second) and third is Controller.of("cpu:0-1")
@@ -222,10 +222,10 @@ def test_a_map_works_again_after_its_slots_have_ended(cluster: None) -> None:
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(job: Any, caplog: pytest.LogCaptureFixture) -> None:
     group = probe(job)
-    assert group.call("meet", "well") == 2.0
+    assert group.call(Probe.meet, "well") == 2.0
     job.timeout = 3.0
     with pytest.raises(ClusterError, match=r"'probe.meet' did not end within 3 s: waited for .*device cpu:1"):
-        group.call("meet", "hang")
+        group.call(Probe.meet, "hang")
     assert "time.sleep(600)" in caplog.text and "all_reduce" in caplog.text
 
 

@@ -23,6 +23,7 @@ import verl
 from tests.exact import ExactRMSNorm, ExactRouter
 from verl.errors import ConfigError
 from verl.weights.tensor_files import files_of
+from verl.workers.trained import TrainedWorker
 
 PROMPTS = ["Once upon a time", "A", "And"]
 
@@ -82,7 +83,7 @@ def run(folder: Path, out: Path, cell: dict[str, Any]) -> str | None:
     weights = {shard.name: shard.tensor.cpu().clone() for shard in actor.shards()}
     (out / "checkpoint").mkdir(parents=True)
     meta = actor.save(str(out / "checkpoint"))
-    written = actor.group.call("saved")
+    written = actor.group.call(TrainedWorker.saved)
     assert written is not None
     actor.save_pretrained(str(out / "export"))
     after = actor.generate_sequences(PROMPTS, key="after")

@@ -22,6 +22,7 @@ import verl
 from verl.cluster.controller import Controller
 from verl.errors import VerlError
 from verl.ranks import rank_here
+from verl.workers.trained import TrainedWorker
 
 DEADLINE = 8.0
 #: Where a phase is on a rank: module, class, method, and the call of it in which the rank stops.
@@ -99,7 +100,7 @@ if __name__ == "__main__":
             if phase == "save":
                 Path(folder, "checkpoint").mkdir(exist_ok=True)
                 actor.save(str(Path(folder, "checkpoint")))
-                actor.group.call("saved")
+                actor.group.call(TrainedWorker.saved)
     except VerlError as error:
         texts, cause = [], error
         while cause is not None:

@@ -48,6 +48,8 @@ from verl.weights.meta import on_meta, take_weights
 from verl.weights.shard import names_digest
 from verl.weights.shards import model_shards, outline
 from verl.weights.tensor_files import is_finite
+from verl.workers.actor import ActorWorker
+from verl.workers.trained import TrainedWorker
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader
@@ -264,7 +266,7 @@ class RoleWriter:
 
     def end(self, wait: bool) -> dict[str, Any] | None:
         if self._files is None:
-            reports = self._handle.group.call("saved", wait)
+            reports = self._handle.group.call(TrainedWorker.saved, wait)
             if reports is None:
                 return None
             for rank in reports:
@@ -511,7 +513,6 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     from verl.models.portable import PortableModel
     from verl.rollout.options import SamplerOptions
     from verl.training.options import EngineOptions
-    from verl.workers.actor import ActorWorker
 
     noted = _read_probe(checkpoint)
     base = _read_state(checkpoint).roles["actor"].base if "trainer.json" in checkpoint else None
@@ -523,7 +524,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     beside = (shard for shard in model_shards(model) if shard.name not in weights)
     take_weights(model, chain(beside, checkpoint.shards("actor/weights")))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=noted.head)
-    probe = _probe(lambda method, batch: getattr(worker, method)(batch), model, noted.head)
+    probe = _probe(lambda method, batch: method(worker, batch), model, noted.head)
     gap = max(abs(a - b) for a, b in zip(probe["outputs"], noted.outputs, strict=True))
     if gap <= noted.tolerance:
         return model, None
@@ -586,7 +587,9 @@ def _read_probe(checkpoint: Checkpoint) -> _Probe:
     return probe
 
 
-def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[str, Any]:
+def _probe(
+    call: Callable[[Callable[[ActorWorker, Batch], Batch], Batch], Batch], model: Any, head: str
+) -> dict[str, Any]:
     """Log-probs (or the score) of a few fixed tokens under the live weights, by a call of an actor's workers."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = [token % vocabulary for token in _PROBE_TOKENS]
@@ -594,5 +597,8 @@ def _probe(call: Callable[[str, Batch], Batch], model: Any, head: str) -> dict[s
     backbone = getattr(model, "backbone", model)
     dtype = str(backbone.dtype).removeprefix("torch.")
     tolerance = {"float64": 1e-9, "float32": 1e-4}.get(dtype, 0.1)
-    outputs = call("scores", batch)["scores"] if head == "score" else call("log_probs", batch)["log_probs"][0]
+    if head == "score":
+        outputs = call(ActorWorker.scores, batch)["scores"]
+    else:
+        outputs = call(ActorWorker.log_probs, batch)["log_probs"][0]
     return {"dtype": dtype, "tolerance": tolerance, "head": head, "outputs": outputs}

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from verl.batch import Batch
-from verl.cluster.place import ROLE, Dispatch, dispatch_of
+from verl.cluster.place import ROLE, Dispatch, dispatch_of, name_of
 from verl.cluster.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
@@ -20,6 +20,8 @@ from verl.training.micro_batch import balanced
 logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
 W = TypeVar("W")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
@@ -35,8 +37,12 @@ class Workers(Protocol[W_co]):
     role: str
     size: int
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a call on the ranks of its mesh; data travel as the worker's method declares (`verl.cluster.place`).
+
+        Args:
+            method: of the worker's class or of a base: `group.call(ActorWorker.update, parts, plan)`. A worker whose
+                class overrides it runs its own.
 
         Raises:
             ClusterError: a worker died, or a deadline passed.
@@ -112,8 +118,9 @@ class RankGroup(Generic[W]):
         self._recipe = recipe
         self._key: int | None = None
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        spec, what = dispatch_of(self._recipe.func, method), f"{self.role}.{method}"  # type: ignore[arg-type]
+    def call(self, method: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        name = name_of(method)
+        spec, what = dispatch_of(self._recipe.func, name), f"{self.role}.{name}"  # type: ignore[arg-type]
         check_call(what, spec, self.meshes.meshes, args)
         if self._key is None:
             self._key = self.job.make(self._recipe, self.meshes)
@@ -126,7 +133,7 @@ class RankGroup(Generic[W]):
         call = Call(
             role=self._key,
             what=what,
-            method=method,
+            method=name,
             args=args,
             kwargs=kwargs,
             rows=rows,

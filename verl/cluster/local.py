@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from verl.cluster.group import check_answer, check_call, noted, timed
-from verl.cluster.place import Place, dispatch_of
+from verl.cluster.place import Place, dispatch_of, name_of
 from verl.device import claim
 
 W = TypeVar("W")
@@ -35,12 +35,14 @@ class LocalGroup(Generic[W]):
             self._worker = self._recipe(place=self._place)
         return self._worker
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the worker. An exception keeps its type and says in which role it arose."""
-        with noted(f"in role '{self.role}', call '{method}'"), timed(f"{self.role}.{method}"):
-            spec = dispatch_of(type(self.worker), method)
-            check_call(f"{self.role}.{method}", spec, self._meshes, args)
-            answer = getattr(self.worker, method)(*args, **kwargs)
+        name = name_of(method)
+        what = f"{self.role}.{name}"
+        with noted(f"in role '{self.role}', call '{name}'"), timed(what):
+            spec = dispatch_of(type(self.worker), name)
+            check_call(what, spec, self._meshes, args)
+            answer = getattr(self.worker, name)(*args, **kwargs)
             if spec.collect == "rows":
-                check_answer(f"{self.role}.{method}", 0, len(args[0]), answer)
+                check_answer(what, 0, len(args[0]), answer)
             return None if spec.collect == "none" else answer

@@ -98,6 +98,11 @@ def dispatch(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "fi
     return declare
 
 
+def name_of(method: Callable[..., Any] | str) -> str:
+    """The name by which a call travels to ranks, where the class of the worker says what it is."""
+    return method if isinstance(method, str) else method.__name__
+
+
 def dispatch_of(worker: type, name: str) -> Dispatch:
     """What a worker's method declares.
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+from typing_extensions import Unpack
+
 from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
@@ -38,11 +40,7 @@ from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
-from verl.roles.settings import (
-    as_name,
-    sampler_options,
-    with_engine,
-)
+from verl.roles.settings import ActorKeywords, as_name, sampler_options, with_engine
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
@@ -122,7 +120,7 @@ class Actor(ModelHandle):
         fused_kernels: bool | str | None = None,
         head: Literal["lm", "score"] = "lm",
         seed: Seed = 0,
-        **settings: Any,
+        **settings: Unpack[ActorKeywords],
     ) -> None:
         follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
@@ -174,11 +172,6 @@ class Actor(ModelHandle):
             episode=None if isinstance(episode, str) else episode,
         )
 
-    @classmethod
-    def from_pretrained(cls, name: str, **options: Any) -> Actor:
-        """The actor over a model of transformers by name or directory; options are those of `Actor`."""
-        return cls(name, **options)
-
     @property
     def model(self) -> PreTrainedModel:
         """The model: the one that is trained, where this process has it whole. Where ranks have parts of a model that
@@ -195,7 +188,7 @@ class Actor(ModelHandle):
 
     def peak_memory(self) -> int:
         """Most bytes so far that a rank which trains held at once on its device; on CPU, the memory of its process."""
-        return int(self.group.call("peak_memory"))
+        return self.group.call(ActorWorker.peak_memory)
 
     def resolve_engine(self) -> Any:
         """The engine that generates, a name or a factory. "auto" is settled now, by where the actor is and what it is
@@ -311,7 +304,7 @@ class Actor(ModelHandle):
                 wanted = params.max_new_tokens
                 end = f"responses to prompts of up to {longest} tokens end before max_new_tokens={wanted}"
                 logger.warning("%s: the model has %d positions%s", end, positions, reason)
-        for chunk in self.group.call("generate", rows, params, task):
+        for chunk in self.group.call(ActorWorker.generate, rows, params, task):
             samples = self.stamped(chunk)
             yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
 
@@ -337,21 +330,21 @@ class Actor(ModelHandle):
 
     def compute_log_probs(self, sequences: Batch) -> Batch:
         """Column `log_probs`: log-probs of the response tokens under the policy as it is now."""
-        return self.group.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
+        return self.group.call(ActorWorker.log_probs, sequences, self._temperature(sequences))
 
     def compute_ref_log_probs(self, sequences: Batch) -> Batch:
         """Column `ref_log_probs`: the same under the reference policy, the actor as it was when
         `make_reference` was called, or at the first use of this call; of an actor with adapters, without these."""
         self.make_reference()
         if self.reference_model is None:
-            return self.group.call("ref_log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
+            return self.group.call(ActorWorker.ref_log_probs, sequences, self._temperature(sequences))
         if self._reference is None:
             _ = self.reference_digest  # of the whole model: workers of this process may cut the one that was given
             source = self._reference_files or PortableModel(self.reference_model)
             recipe = partial(ReferenceWorker, source, self.train_options)
             frozen = self.train_options.frozen()
             self._reference = self.controller.group("reference", recipe, frozen, self.reference_model)
-        return self._reference.call("log_probs", sequences, self._temperature(sequences))  # type: ignore[no-any-return]
+        return self._reference.call(ReferenceWorker.log_probs, sequences, self._temperature(sequences))
 
     def _temperature(self, batch: Batch) -> float:
         """That of the policy which the batch is of.
@@ -458,7 +451,7 @@ class Actor(ModelHandle):
 
     def _rolls_out_exactly(self) -> bool:
         if self._exact_rollout is None:
-            self._exact_rollout = bool(self.group.call("exact_rollout"))
+            self._exact_rollout = self.group.call(ActorWorker.exact_rollout)
         return self._exact_rollout
 
     def _is_one_step(self, batch: Batch, samples: int | None = None) -> bool:
@@ -493,23 +486,22 @@ class Actor(ModelHandle):
     def train_parts(self, parts: Sequence[UpdatePart]) -> dict[str, float]:
         """Optimizer steps on the weighted sum of several losses, each of its own samples; see `run_updates`."""
         before, self.policy_id = self.policy_id, uuid4().hex  # an update that fails may have moved the weights
-        metrics: dict[str, float] = self.group.call("update", [*parts], self.plan)
+        metrics = self.group.call(ActorWorker.update, [*parts], self.plan)
         if "update/empty" in metrics:  # the weights are as they were, and those that are served are these
             self.policy_id = before
             return metrics
         self.policy_version += 1
-        served: dict[str, float] = self.group.call("sync")
-        return metrics | served
+        return metrics | self.group.call(ActorWorker.sync)
 
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
         prepared = self.prefixed(prepared, algorithm).drop(["rollout_log_probs"])
         part = UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared))
-        return self.group.call("loss", part)  # type: ignore[no-any-return]
+        return self.group.call(ActorWorker.loss, part)
 
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, under its names."""
-        return self.group.call("merged_shards") if has_adapters(self.modules) else self.shards()
+        return self.group.call(ActorWorker.merged_shards) if has_adapters(self.modules) else self.shards()
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace the weights, those that generate included; `policy_version` counts updates, and stays."""

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import Unpack
+
 from verl.batch import Batch
 from verl.checked import checked
 from verl.cluster.controller import Controller
@@ -23,7 +25,8 @@ from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.actor import Actor, expand
 from verl.roles.critic import Critic
-from verl.roles.workers import BuiltWorker
+from verl.roles.settings import ActorArguments
+from verl.roles.workers import BuiltArguments, BuiltWorker
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.episode import Turns, response_columns
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
@@ -44,8 +47,9 @@ class VLLMActor(Actor):
         **options: those of `Actor`, such as `tensor_parallel_size` and `max_num_seqs`.
     """
 
-    def __init__(self, model_name: Any, tokenizer: Any = None, **options: Any) -> None:
-        super().__init__(model_name, tokenizer, **{"rollout": "vllm", **options})
+    def __init__(self, model_name: Any, tokenizer: Any = None, **options: Unpack[ActorArguments]) -> None:
+        options.setdefault("rollout", "vllm")
+        super().__init__(model_name, tokenizer, **options)
 
 
 VLLMActorModel = VLLMActor
@@ -53,7 +57,7 @@ VLLMActorModel = VLLMActor
 
 @checked
 def get_actor_critic(
-    model_name: str, use_vllm: bool = False, device_map: Any = None, **options: Any
+    model_name: str, use_vllm: bool = False, device_map: Any = None, **options: Unpack[ActorArguments]
 ) -> tuple[Actor, Critic]:
     """A policy and a value model, both from the model of this name.
 
@@ -64,14 +68,17 @@ def get_actor_critic(
     """
     placement = None if device_map in (None, "auto") else Controller.of(device_map)
     make = VLLMActor if use_vllm else Actor
-    return make(model_name, placement=placement, **options), Critic(model_name, placement=placement)
+    # What is given twice Python refuses, as mypy does.
+    actor = make(model_name, placement=placement, **options)  # type: ignore[misc]
+    return actor, Critic(model_name, placement=placement)
 
 
 class HuggingFaceWorker(Actor):
     """An actor whose responses transformers' own forward and cache sample; options are those of `Actor`."""
 
-    def __init__(self, model_name: Any, tokenizer: Any = None, **options: Any) -> None:
-        super().__init__(model_name, tokenizer, **{"rollout": "hf", **options})
+    def __init__(self, model_name: Any, tokenizer: Any = None, **options: Unpack[ActorArguments]) -> None:
+        options.setdefault("rollout", "hf")
+        super().__init__(model_name, tokenizer, **options)
 
 
 class HfModelAdapter(HuggingFaceWorker):
@@ -82,7 +89,7 @@ class HfModelAdapter(HuggingFaceWorker):
         ModelError: `forward`, `generate` or `config` is missing, by name.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, **options: Unpack[ActorArguments]) -> None:
         missing = [name for name in ("forward", "generate", "config") if not hasattr(model, name)]
         if missing:
             raise ModelError(
@@ -110,9 +117,10 @@ class ActorRolloutRefWorker(BuiltWorker):
         *,
         max_batch_size: Count = 256,
         rollout_backend: Any = "vllm",
-        **options: Any,
+        **options: Unpack[BuiltArguments],
     ) -> None:
-        super().__init__(model_path, tokenizer, rollout=rollout_backend, max_num_seqs=max_batch_size, **options)
+        engine: Any = {"rollout": rollout_backend, "max_num_seqs": max_batch_size}
+        super().__init__(model_path, tokenizer, **engine, **options)
         self.make_reference()
 
 

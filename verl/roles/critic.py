@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate
+
+from typing_extensions import Unpack
 
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
@@ -25,8 +27,8 @@ from verl.models.wrapped import unwrapped
 from verl.ranks import registry
 from verl.record import Seed
 from verl.roles.columns import add_rewards, as_sequences
-from verl.roles.handle import ModelHandle
-from verl.roles.settings import as_name
+from verl.roles.handle import H, ModelHandle, P
+from verl.roles.settings import CriticKeywords, as_name
 from verl.training.options import OptimConfig, TrainOptions
 from verl.weights.shards import outline
 from verl.workers.critic import CriticWorker
@@ -73,7 +75,7 @@ class Critic(ModelHandle):
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         fused_kernels: bool | str | None = None,
         seed: Seed = 0,
-        **settings: Any,
+        **settings: Unpack[CriticKeywords],
     ) -> None:
         follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
@@ -92,10 +94,11 @@ class Critic(ModelHandle):
         registry.add("Critic", model=self.modules, algorithm=self.algorithm, optimizer=self.train_options.optimizer)
 
     @classmethod
-    def from_pretrained(cls, name: str, **options: Any) -> Critic:
+    def from_pretrained(cls: Callable[Concatenate[str, P], H], name: str, *args: P.args, **options: P.kwargs) -> H:
         """The critic over a model by name or directory, with that model's own tokenizer."""
-        options.setdefault("tokenizer", name)
-        return cls(name, **options)
+        if not args:
+            options.setdefault("tokenizer", name)
+        return cls(name, *args, **options)
 
     @property
     def model(self) -> ValueModel:
@@ -124,8 +127,8 @@ class Critic(ModelHandle):
         sequences = as_sequences(sequences)
         alignment = self._alignment(sequences)
         if alignment is None:
-            return self.group.call("values", sequences)  # type: ignore[no-any-return]
-        values = self.group.call("values", alignment.batch(sequences))["values"]
+            return self.group.call(CriticWorker.values, sequences)
+        values = self.group.call(CriticWorker.values, alignment.batch(sequences))["values"]
         return Batch.from_columns({"values": alignment.to_actor(sequences, values)})
 
     def update(self, sequences: Batch, rewards: Any) -> dict[str, float]:
@@ -141,7 +144,7 @@ class Critic(ModelHandle):
         objective = algorithm.objective(role)
         if (alignment := self._alignment(prepared)) is not None:
             prepared = alignment.to_critic(prepared, objective.loss_columns)
-        return self.group.call("update", [UpdatePart(prepared, objective)], self.plan)  # type: ignore[no-any-return]
+        return self.group.call(CriticWorker.update, [UpdatePart(prepared, objective)], self.plan)
 
     def _alignment(self, sequences: Batch) -> CharacterAlignment | None:
         """How the sequences are re-encoded; None: the critic reads their tokens as they are."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Concatenate
 
 from verl.algorithms import make_algorithm
+from verl.cluster.group import P, R
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
+from verl.workers.actor import ActorWorker
 
 
 class WorkerGroup:
@@ -55,6 +58,6 @@ class WorkerGroup:
         """Ranks of the actor."""
         return self.actor.group.size
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a call on the actor's ranks, see `verl.cluster.group.Workers`."""
+    def call(self, method: Callable[Concatenate[ActorWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a call on the actor's ranks, see `verl.cluster.group.Workers`: `call(ActorWorker.exact_rollout)`."""
         return self.actor.group.call(method, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from verl.cluster.controller import Controller
 from verl.cluster.group import Workers
@@ -18,9 +18,14 @@ from verl.roles.settings import changed_options, engine_options, model_options, 
 from verl.training.options import EngineOptions, TrainOptions
 from verl.weights.shard import Shard
 from verl.weights.shards import outline
+from verl.workers.actor import ReferenceWorker
+from verl.workers.trained import TrainedWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+P = ParamSpec("P")
+H = TypeVar("H", bound="ModelHandle")
 
 
 class ModelHandle:
@@ -42,11 +47,16 @@ class ModelHandle:
     base: LoraBase | None = None
     _group: Workers[Any] | None = None
     #: Of an actor: those of its reference policy.
-    _reference: Workers[Any] | None = None
+    _reference: Workers[ReferenceWorker] | None = None
     _outline: dict[str, Tensor] | None = None
 
+    @classmethod
+    def from_pretrained(cls: Callable[Concatenate[str, P], H], name: str, *args: P.args, **options: P.kwargs) -> H:
+        """The handle of a model of transformers by name or directory; options are those of its class."""
+        return cls(name, *args, **options)
+
     @property
-    def group(self) -> Workers[Any]:
+    def group(self) -> Workers[TrainedWorker]:
         """The workers; made when they are first needed."""
         raise NotImplementedError
 
@@ -82,12 +92,12 @@ class ModelHandle:
 
     def shards(self) -> Iterator[Shard]:
         """The weights, a value head included, as a stream of named shards."""
-        return self.group.call("shards")  # type: ignore[no-any-return]
+        return self.group.call(TrainedWorker.shards)
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace the weights, those that generate included."""
         self.base = None
-        self.group.call("load_shards", shards)
+        self.group.call(TrainedWorker.load_shards, shards)
 
     def save(self, folder: str, background: bool = False) -> dict[str, Any]:
         """Begin to write the weights, without their base, and the optimizer's state into a directory that all ranks
@@ -100,8 +110,9 @@ class ModelHandle:
             What `load` needs beside the files, as JSON.
         """
         if self.base is None or self.base.files.digest is None:
-            return self.group.call("save", folder, background)  # type: ignore[no-any-return]
-        return {**self.group.call("save", folder, background, self.base.trained), "base": self.base.saved()}
+            return self.group.call(TrainedWorker.save, folder, background)
+        meta = self.group.call(TrainedWorker.save, folder, background, self.base.trained)
+        return {**meta, "base": self.base.saved()}
 
     def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
         """Go on from what `save` wrote and returned, at any layout.
@@ -120,12 +131,12 @@ class ModelHandle:
             check_base(saved, self.base)
             assert self.base is not None
             names = self.base.trained
-        self.group.call("load", weights, optimizer, rest, names)
+        self.group.call(TrainedWorker.load, weights, optimizer, rest, names)
 
     def _read_settings(
         self,
         owner: str,
-        keywords: dict[str, Any],
+        keywords: Mapping[str, Any],
         model: Any,
         train: TrainOptions | Mapping[str, Any] | None,
         optim: Any,
@@ -135,9 +146,9 @@ class ModelHandle:
     ) -> list[Any]:
         """Settle `train_options`; the records of the model, of training, and `more`, with the keywords that are
         theirs."""
-        options = TrainOptions.of(train, "train")
-        optim = optimizer_settings(owner, keywords, options, optim)
-        loading, training, *others = with_keywords(owner, keywords, model_options(model, fused_kernels), options, *more)
+        options, rest = TrainOptions.of(train, "train"), dict(keywords)
+        optim = optimizer_settings(owner, rest, options, optim)
+        loading, training, *others = with_keywords(owner, rest, model_options(model, fused_kernels), options, *more)
         training = training if strategy is None else training.replace(strategy=strategy)
         self.train_options = engine_options(training, loading, optim)
         return [loading, training, *others]

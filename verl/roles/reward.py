@@ -213,4 +213,4 @@ class Reward:
 def _scores(group: Workers[RewardWorker], tokens: list[list[int]]) -> list[float]:
     """The scores of texts by the workers of a reward model."""
     rows = Batch.from_columns({"prompt_tokens": tokens, "response_tokens": [[] for _ in tokens]})
-    return list(group.call("scores", rows)["scores"])
+    return list(group.call(RewardWorker.scores, rows)["scores"])

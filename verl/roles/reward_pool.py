@@ -206,7 +206,7 @@ class RewardPool(Pool):
         for other in self.workers:
             if other.is_ready and not other.jobs:
                 other.is_ready = False
-                self._call(other, "ping", "ping")
+                self._call(other, "ping", Scorer.ping)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -227,7 +227,7 @@ class RewardPool(Pool):
                 if not job.future.cancelled():
                     job.until = time.monotonic() + job.timeout
                     worker.jobs[str(id(job))] = job
-                    self._call(worker, str(id(job)), "score", job.args, job.kwargs, job.rows)
+                    self._call(worker, str(id(job)), Scorer.score, job.args, job.kwargs, job.rows)
 
     def _give_up(self, error: Exception) -> None:
         jobs = [*self._queue, *(job for worker in self._workers for job in worker.jobs.values())]
@@ -239,7 +239,7 @@ class RewardPool(Pool):
                 job.answer(error)
 
     def _begin(self, worker: Worker) -> None:
-        self._call(worker, "load", "load", *self._function)
+        self._call(worker, "load", Scorer.load, *self._function)
 
     def _leave(self, worker: Worker) -> None:
         if not worker.jobs:

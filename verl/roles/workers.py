@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import Unpack
 
 from verl.errors import ConfigError, nearest
 from verl.ranks import local_ranks, registry, torchrun_ranks
 from verl.roles.actor import Actor
+from verl.roles.settings import ActorArguments
 from verl.training.options import FSDPConfig, OptimConfig, TrainOptions
 
 if TYPE_CHECKING:
@@ -33,12 +35,18 @@ _MEGATRON_SIZES = {
 }
 
 
+class BuiltArguments(ActorArguments, total=False):
+    """The arguments of `BuiltWorker` beside its model and tokenizer, for a class that passes them on."""
+
+    optim_config: OptimConfig | Mapping[str, Any] | None
+    override_model_config: Mapping[str, Any] | None
+
+
 class BuiltWorker(Actor):
     """An actor over the model that `_build_model_optimizer` makes; a subclass overrides it for a model of its own.
 
     Args:
         model_path: directory or hub name of the model.
-        fsdp_config: `FSDPConfig`, or a mapping of its fields.
         optim_config: `OptimConfig`, or a mapping of its fields; `optim` is the same.
         override_model_config: passed on to `_build_model_optimizer`.
         **options: those of `Actor`.
@@ -49,14 +57,12 @@ class BuiltWorker(Actor):
         model_path: Any,
         tokenizer: Any = None,
         *,
-        fsdp_config: FSDPConfig | Mapping[str, Any] | None = None,
         optim_config: OptimConfig | Mapping[str, Any] | None = None,
         override_model_config: Mapping[str, Any] | None = None,
-        train: TrainOptions | Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[ActorArguments],
     ) -> None:
-        training = TrainOptions.of(train, "train")
-        if fsdp_config is not None:
+        training = TrainOptions.of(options.pop("train", None), "train")
+        if (fsdp_config := options.pop("fsdp_config", None)) is not None:
             training = training.replace(fsdp_config=FSDPConfig.of(fsdp_config, "fsdp_config"))
         if optim_config is not None:
             training = training.replace(optim=OptimConfig.of(optim_config, "optim_config"))
@@ -74,7 +80,8 @@ class BuiltWorker(Actor):
             raise ConfigError("_build_model_optimizer gave a schedule without the optimizer that it is of")
         if tokenizer is None and model is not model_path and isinstance(model_path, str):
             tokenizer = model_path
-        super().__init__(model, tokenizer, train=training, **options)
+        options["train"] = training
+        super().__init__(model, tokenizer, **options)
         self.train_with(scheduler=scheduler)
         registry.add(type(self).__name__, scheduler=scheduler)
 
@@ -127,14 +134,8 @@ class FSDPWorker(BuiltWorker):
         ConfigError: there is no such sharding strategy, or on Ray HYBRID_SHARD without `fsdp_size`.
     """
 
-    def __init__(
-        self,
-        model_name: Any,
-        tokenizer: Any = None,
-        *,
-        fsdp_config: FSDPConfig | Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model_name: Any, tokenizer: Any = None, **options: Unpack[BuiltArguments]) -> None:
+        fsdp_config = options.get("fsdp_config")
         given = dict(fsdp_config) if isinstance(fsdp_config, Mapping) else {}
         sharding = given.pop("sharding_strategy", "FULL_SHARD")
         name = str(getattr(sharding, "name", sharding))
@@ -146,9 +147,9 @@ class FSDPWorker(BuiltWorker):
         self._lacks_size = "HYBRID" in name and "fsdp_size" not in given
         if self._lacks_size:
             given["fsdp_size"] = local_ranks()
-        config = fsdp_config if isinstance(fsdp_config, FSDPConfig) else given
-        strategy = "fsdp" if is_cut else "ddp"
-        super().__init__(model_name, tokenizer, **{"fsdp_config": config, "strategy": strategy, **options})
+        options["fsdp_config"] = fsdp_config if isinstance(fsdp_config, FSDPConfig) else given
+        options.setdefault("strategy", "fsdp" if is_cut else "ddp")
+        super().__init__(model_name, tokenizer, **options)
 
     def place(self, placement: Any) -> None:
         super().place(placement)
@@ -176,13 +177,13 @@ class MegatronWorker(BuiltWorker):
         tokenizer: Any = None,
         *,
         megatron_config: Mapping[str, Any] | None = None,
-        train: TrainOptions | Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[BuiltArguments],
     ) -> None:
         sizes = {}
         for name, size in (megatron_config or {}).items():
             if name not in _MEGATRON_SIZES:
                 raise ConfigError(f"megatron_config: there is no '{name}' here: {nearest(name, _MEGATRON_SIZES)}")
             sizes[_MEGATRON_SIZES[name]] = size
-        training = TrainOptions.of(train, "train").replace(**sizes)
-        super().__init__(model_name, tokenizer, **{"train": training, "strategy": "megatron", **options})
+        options["train"] = TrainOptions.of(options.get("train"), "train").replace(**sizes)
+        options.setdefault("strategy", "megatron")
+        super().__init__(model_name, tokenizer, **options)

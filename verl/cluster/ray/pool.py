@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -101,7 +101,7 @@ class Pool:
 
     role: ClassVar[str]
     #: The class of the actors, a `PooledWorker`.
-    worker_class: ClassVar[type]
+    worker_class: ClassVar[type[Any]]
     #: Of a failure of a worker's own code.
     error_class: ClassVar[type[Exception]]
     #: Threads of an actor beside the main one, by group.
@@ -196,12 +196,12 @@ class Pool:
         worker = Worker(self.role, self._next, actor.options(scheduling_strategy="SPREAD").remote())
         self._next += 1
         self._workers.append(worker)
-        self._call(worker, "start", "start", f"{self.role} worker {worker.index}", *_surroundings())
+        self._call(worker, "start", self.worker_class.start, f"{self.role} worker {worker.index}", *_surroundings())
         self._begin(worker)
 
-    def _call(self, worker: Worker, name: str, method: str, *args: Any) -> None:
+    def _call(self, worker: Worker, name: str, method: Callable[..., Any], *args: Any) -> None:
         """Begin a call of a worker's method; its end is an event."""
-        future = getattr(worker.actor, method).remote(*args).future()
+        future = getattr(worker.actor, method.__name__).remote(*args).future()
         future.add_done_callback(lambda done: self.events.put((worker, name, done.exception() or done.result())))
 
     def _has_started(self, worker: Worker, about: dict[str, Any]) -> None:
