@@ -88,29 +88,13 @@ class VLLMEngine:
         dtype = str(model.dtype).removeprefix("torch.")
         check({"vllm": "vllm", dtype: dtype})
         where = _device(device or model.device)
-        size = ModelSize.from_model(model)
-        config = model.config.get_text_config()
-        limits = (max_length, getattr(config, "max_position_embeddings", None))
-        longest = min((int(limit) for limit in limits if limit), default=_TYPICAL_LENGTH)
-        if kv_memory is None:
-            wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * size.kv_bytes_per_token
-            kv_memory = max(min(wanted, free_memory(where) // 4), 8 * _CPU_BLOCK * size.kv_bytes_per_token)
-        # vLLM allocates whole blocks, and reserves one.
-        blocks = kv_memory // (_CPU_BLOCK * size.kv_bytes_per_token) - 1
-        if blocks < 1:
-            raise ConfigError(
-                f"vLLM: a KV cache of {kv_memory} bytes holds no block besides the one that vLLM reserves"
-            )
-        self.max_length = min(longest, blocks * _CPU_BLOCK)
-        if self.max_length < longest:
-            text = "vLLM: prompt and response end at the %d tokens of the KV cache, the model has %d positions"
-            logger.warning(f"{text}: set more of rollout.kv_cache_gb for longer ones", self.max_length, longest)
+        kv_memory, self.max_length = _kv_cache(model, where, kv_memory, max_num_seqs, max_length)
         self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         #: None: the weights were dropped in sleep.
         self.policy_version = 0
         self.lacks_weights = False
-        self._vocab_size = int(config.vocab_size)
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._tied = tied_names(model)
         self._versions: dict[str, int] = {}
         self._ready: list[Sample] = []
@@ -126,15 +110,6 @@ class VLLMEngine:
         # If the trainer has a process group, vLLM creates its own in another process.
         apart = tensor_parallel_size > 1 or torch.distributed.is_initialized()
         self._transport = _transport(str(device or model.device), where, tensor_parallel_size) if apart else None
-        index = where.partition(":")[2]
-        if index and tensor_parallel_size == 1:  # this rank's own device, which vLLM counts among the visible ones
-            options = {"device_ids": [int(index)], **options}
-        if is_accelerator(where):
-            # Its memory is set below. But vLLM does not start where less is free than this part, 0.92 by default.
-            kind = where.partition(":")[0]
-            devices = [where] if tensor_parallel_size == 1 else [f"{kind}:{i}" for i in range(count(kind))]
-            share = min(map(free_share, devices[:tensor_parallel_size]))
-            options = {"gpu_memory_utilization": _GUARD * share, **options}
         self.llm = _start(
             model,
             tokenizer,
@@ -144,7 +119,7 @@ class VLLMEngine:
             max_model_len=self.max_length,
             kv_cache_memory_bytes=kv_memory,
             seed=seed & 0x7FFFFFFF,
-            **options,
+            **{**_device_options(where, tensor_parallel_size), **options},
         )
         self._scaled = all(answer["scaled"] for answer in self._call(self.llm.collective_rpc, "verl_prepare"))
         self._can_sleep = bool(self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
@@ -427,6 +402,44 @@ def _platform() -> Any:
             f"without a GPU (make vllm makes such an environment). The import failed: {error}"
         ) from error
     return current_platform
+
+
+def _kv_cache(
+    model: PreTrainedModel, where: str, kv_memory: int | None, max_num_seqs: int, max_length: int | None
+) -> tuple[int, int]:
+    """Bytes of the KV cache, and how long prompt and response together may be.
+
+    Raises:
+        ConfigError: the bytes hold no block.
+    """
+    token = ModelSize.from_model(model).kv_bytes_per_token
+    limits = (max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    longest = min((int(limit) for limit in limits if limit), default=_TYPICAL_LENGTH)
+    if kv_memory is None:
+        wanted = max_num_seqs * min(longest, _TYPICAL_LENGTH) * token
+        kv_memory = max(min(wanted, free_memory(where) // 4), 8 * _CPU_BLOCK * token)
+    # vLLM allocates whole blocks, and reserves one.
+    blocks = kv_memory // (_CPU_BLOCK * token) - 1
+    if blocks < 1:
+        raise ConfigError(f"vLLM: a KV cache of {kv_memory} bytes holds no block besides the one that vLLM reserves")
+    length = min(longest, blocks * _CPU_BLOCK)
+    if length < longest:
+        text = "vLLM: prompt and response end at the %d tokens of the KV cache, the model has %d positions"
+        logger.warning(f"{text}: set more of rollout.kv_cache_gb for longer ones", length, longest)
+    return kv_memory, length
+
+
+def _device_options(where: str, tensor_parallel_size: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that say on which device, and in how much of its memory."""
+    options: dict[str, Any] = {}
+    kind, _, index = where.partition(":")
+    if index and tensor_parallel_size == 1:  # this rank's own device, which vLLM counts among the visible ones
+        options["device_ids"] = [int(index)]
+    if is_accelerator(where):
+        # Its KV cache is set in bytes. But vLLM does not start where less is free than this part, 0.92 by default.
+        devices = [where] if tensor_parallel_size == 1 else [f"{kind}:{i}" for i in range(count(kind))]
+        options["gpu_memory_utilization"] = _GUARD * min(map(free_share, devices[:tensor_parallel_size]))
+    return options
 
 
 def _device(model: torch.device | str) -> str:
