@@ -14,7 +14,7 @@ import pytest
 import verl
 from tests.package import modules
 from verl.models.options import ModelOptions
-from verl.roles.settings import KEYWORDS, ActorArguments, ActorKeywords, CriticKeywords, handle_keywords
+from verl.roles.settings import KEYWORDS, ActorArguments, ActorKeywords, CriticKeywords
 from verl.roles.workers import BuiltArguments, BuiltWorker
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
@@ -41,7 +41,7 @@ class Mine(ActorWorker):
         return [factor * len(rows)]
 
 
-def calls(actor: verl.Actor, critic: verl.Critic, handle: ModelHandle, mine: Workers[Mine], rows: Batch) -> None:
+def calls(actor: verl.Actor, critic: verl.Critic, mine: Workers[Mine], rows: Batch) -> None:
     part = UpdatePart(rows, GRPO().objective("actor"))
     metrics: dict[str, float] = actor.group.call(ActorWorker.update, [part], UpdatePlan())
     actor.group.call(ActorWorker.update, [part])  # Missing positional argument "plan"
@@ -55,14 +55,15 @@ def calls(actor: verl.Actor, critic: verl.Critic, handle: ModelHandle, mine: Wor
     actor.group.call("update", [part], UpdatePlan())  # incompatible type "str"
     critic.group.call(CriticWorker.values, [rows])  # incompatible type "list[Batch]"
     critic.group.call(TrainedWorker.saved, wait=False)
-    handle.group.call(TrainedWorker.saved, wait="yes")  # incompatible type "str"
+    handles: list[ModelHandle[TrainedWorker]] = [actor, critic]
+    handles[0].group.call(TrainedWorker.saved, wait="yes")  # incompatible type "str"
     numbers: list[float] = mine.call(Mine.more, rows, factor=2.0)
     mine.call(Mine.more, rows, factor="2")  # incompatible type "str"
     mine.call(ActorWorker.sync)
     verl.WorkerGroup(actor).call(ActorWorker.loss, rows)  # expected "UpdatePart"
 
 
-def handles() -> None:
+def constructors() -> None:
     verl.Actor("x", not_a_setting=1)  # Unexpected keyword argument "not_a_setting"
     verl.Actor("x", lr="fast")  # expected "float"
     verl.Actor("x", lr=1e-5, lora={"r": 8}, stop=".", gradient_checkpointing=True, optim={"weight_decay": 0.1})
@@ -99,12 +100,17 @@ def test_what_a_type_checker_refuses(tmp_path: Path) -> None:
         assert text in errors[number]
 
 
+#: Fields that arguments of a handle or of a trainer stand for.
+ELSEWHERE = {"path", "name", "url", "n", "num_rollout_workers", "max_rollout_workers", "transport"}
+
+
 def test_typed_keywords_are_the_fields_of_the_records() -> None:
-    """Beside those that are named arguments: `optim` and `strategy`."""
+    """Beside those that are named arguments, such as `optim` and `strategy`."""
     aliases = {name for name, field in KEYWORDS.items() if field not in RolloutOptions.model_fields}
     trained = aliases.union(*(record.model_fields for record in (ModelOptions, TrainOptions, OptimConfig)))
-    assert handle_keywords() - named(verl.Actor) == ActorKeywords.__optional_keys__
-    assert trained - named(verl.Critic) - {"path"} == CriticKeywords.__optional_keys__
+    every = trained.union(KEYWORDS, RolloutOptions.model_fields)
+    assert every - ELSEWHERE - named(verl.Actor) == ActorKeywords.__optional_keys__
+    assert trained - ELSEWHERE - named(verl.Critic) == CriticKeywords.__optional_keys__
     passed_on = ActorArguments.__optional_keys__ - ActorKeywords.__optional_keys__
     assert passed_on == named(verl.Actor) - {"model", "tokenizer"}
     built = BuiltArguments.__optional_keys__ - ActorArguments.__optional_keys__
