@@ -11,18 +11,22 @@ import pytest
 import verl
 from tests.package import modules
 from verl.models.options import ModelOptions
-from verl.roles.settings import KEYWORDS, ActorArguments, ActorKeywords, CriticKeywords, handle_keywords
+from verl.roles.settings import KEYWORDS, ActorArguments, ActorKeywords, CriticKeywords
 from verl.roles.workers import BuiltArguments, BuiltWorker
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
 
+#: Fields that arguments of a handle or of a trainer stand for.
+ELSEWHERE = {"path", "name", "url", "n", "num_rollout_workers", "max_rollout_workers", "transport"}
+
 
 def test_typed_keywords_are_the_fields_of_the_records() -> None:
-    """Beside those that are named arguments: `optim` and `strategy`."""
+    """Beside those that are named arguments, such as `optim` and `strategy`."""
     aliases = {name for name, field in KEYWORDS.items() if field not in RolloutOptions.model_fields}
     trained = aliases.union(*(record.model_fields for record in (ModelOptions, TrainOptions, OptimConfig)))
-    assert handle_keywords() - named(verl.Actor) == ActorKeywords.__optional_keys__
-    assert trained - named(verl.Critic) - {"path"} == CriticKeywords.__optional_keys__
+    every = trained.union(KEYWORDS, RolloutOptions.model_fields)
+    assert every - ELSEWHERE - named(verl.Actor) == ActorKeywords.__optional_keys__
+    assert trained - ELSEWHERE - named(verl.Critic) == CriticKeywords.__optional_keys__
     passed_on = ActorArguments.__optional_keys__ - ActorKeywords.__optional_keys__
     assert passed_on == named(verl.Actor) - {"model", "tokenizer"}
     built = BuiltArguments.__optional_keys__ - ActorArguments.__optional_keys__

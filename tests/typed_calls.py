@@ -21,7 +21,7 @@ class Mine(ActorWorker):
         return [factor * len(rows)]
 
 
-def calls(actor: verl.Actor, critic: verl.Critic, handle: ModelHandle, mine: Workers[Mine], rows: Batch) -> None:
+def calls(actor: verl.Actor, critic: verl.Critic, mine: Workers[Mine], rows: Batch) -> None:
     part = UpdatePart(rows, GRPO().objective("actor"))
     metrics: dict[str, float] = actor.group.call(ActorWorker.update, [part], UpdatePlan())
     actor.group.call(ActorWorker.update, [part])  # type: ignore[call-arg]
@@ -35,7 +35,8 @@ def calls(actor: verl.Actor, critic: verl.Critic, handle: ModelHandle, mine: Wor
     actor.group.call("update", [part], UpdatePlan())  # type: ignore[arg-type]
     critic.group.call(CriticWorker.values, [rows])  # type: ignore[arg-type]
     critic.group.call(TrainedWorker.saved, wait=False)
-    handle.group.call(TrainedWorker.saved, wait="yes")  # type: ignore[arg-type]
+    handles: list[ModelHandle[TrainedWorker]] = [actor, critic]
+    handles[0].group.call(TrainedWorker.saved, wait="yes")  # type: ignore[arg-type]
     numbers: list[float] = mine.call(Mine.more, rows, factor=2.0)
     mine.call(Mine.more, rows, factor="2")  # type: ignore[arg-type]
     mine.call(ActorWorker.sync)

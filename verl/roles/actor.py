@@ -33,7 +33,7 @@ from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, empty_copy
 from verl.models.rope import original_length
 from verl.models.save import save_pretrained_dir
-from verl.models.source import ModelFiles
+from verl.models.source import ModelFiles, ModelSource
 from verl.models.wrapped import unwrapped
 from verl.ranks import registry
 from verl.record import Count, Seed
@@ -46,7 +46,7 @@ from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
 from verl.weights.shard import Shard, checksum
-from verl.weights.shards import load_model_shards, model_shards, outline
+from verl.weights.shards import load_model_shards, model_shards
 from verl.workers.actor import (
     ActorWorker,
     EngineFactory,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Actor(ModelHandle):
+class Actor(ModelHandle[ActorWorker]):
     """A policy: generates, scores and learns.
 
     Args:
@@ -204,28 +204,24 @@ class Actor(ModelHandle):
             logger.info("generation also stops at %s, with which the chat template ends a reply", turn_end)
         return ends
 
-    @property
-    def group(self) -> Workers[ActorWorker]:
-        """The workers; made when they are first needed."""
-        if self._group is None:
-            self.resolve_engine()
-            self._outline = outline(self.modules)
-            recipe = partial(
-                ActorWorker,
-                self.files or PortableModel(self.modules),
-                self.tokenizer,
-                self.ends,
-                self.train_options,
-                self.rollout_options,
-                head=self.head,
-            )
-            rollout = self.rollout_options if self.head == "lm" else None
-            self._group = self.controller.group("actor", recipe, self.train_options, self.modules, rollout)
-            layout = self.controller.meshes("actor", self.train_options).meshes["train"].layout
-            self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
-            if self.is_cut:
-                self.modules = empty_copy(self.modules, "meta")
-        return self._group
+    def _make_group(self, source: ModelSource) -> Workers[ActorWorker]:
+        self.resolve_engine()
+        recipe = partial(
+            ActorWorker,
+            source,
+            self.tokenizer,
+            self.ends,
+            self.train_options,
+            self.rollout_options,
+            head=self.head,
+        )
+        rollout = self.rollout_options if self.head == "lm" else None
+        group = self.controller.group(self.role, recipe, self.train_options, self.modules, rollout)
+        layout = self.controller.meshes(self.role, self.train_options).meshes["train"].layout
+        self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
+        if self.is_cut:
+            self.modules = empty_copy(self.modules, "meta")
+        return group
 
     def prompts(self, prompts: Any, key: str | None = None) -> Batch:
         """Prompts as a batch with `prompt_tokens`, `group` and `id`.

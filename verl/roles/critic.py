@@ -22,7 +22,6 @@ from verl.log import follow_log_level
 from verl.models.heads import ValueModel
 from verl.models.loading import as_tokenizer
 from verl.models.options import ModelOptions
-from verl.models.portable import PortableModel
 from verl.models.wrapped import unwrapped
 from verl.ranks import registry
 from verl.record import Seed
@@ -30,18 +29,17 @@ from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.handle import H, ModelHandle, P
 from verl.roles.settings import CriticKeywords, as_name
 from verl.training.options import OptimConfig, TrainOptions
-from verl.weights.shards import outline
 from verl.workers.critic import CriticWorker
 from verl.workers.update import UpdatePart, UpdatePlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from verl.models.source import ModelFiles
+    from verl.models.source import ModelFiles, ModelSource
     from verl.roles.actor import Actor
 
 
-class Critic(ModelHandle):
+class Critic(ModelHandle[CriticWorker]):
     """A value model: predicts the value of the state before each response token, and learns it.
 
     It may be smaller than the actor, of another architecture, or read another vocabulary. In the last case the text is
@@ -105,14 +103,9 @@ class Critic(ModelHandle):
         """The model; without weights where workers in other processes have it."""
         return self.modules  # type: ignore[no-any-return]
 
-    @property
-    def group(self) -> Workers[CriticWorker]:
-        """The workers; made when they are first needed."""
-        if self._group is None:
-            self._outline = outline(self.modules)
-            recipe = partial(CriticWorker, self.files or PortableModel(self.modules), self.train_options)
-            self._group = self.controller.group(self.role, recipe, self.train_options, self.modules)
-        return self._group
+    def _make_group(self, source: ModelSource) -> Workers[CriticWorker]:
+        recipe = partial(CriticWorker, source, self.train_options)
+        return self.controller.group(self.role, recipe, self.train_options, self.modules)
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Which tokenizer sequences are of that do not say it; trainers call this by themselves."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from verl.cluster.controller import Controller
 from verl.cluster.group import Workers
@@ -11,7 +11,8 @@ from verl.errors import ConfigError
 from verl.models.adapter_check import check_adapters
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
-from verl.models.source import Kind, ModelFiles
+from verl.models.portable import PortableModel
+from verl.models.source import Kind, ModelFiles, ModelSource
 from verl.record import Record
 from verl.roles.lora_base import LoraBase, check_base
 from verl.roles.settings import changed_options, engine_options, model_options, optimizer_settings, with_keywords
@@ -20,15 +21,17 @@ from verl.weights.shard import Shard
 from verl.weights.shards import outline
 from verl.workers.actor import ReferenceWorker
 from verl.workers.trained import TrainedWorker
+from verl.workers.update import UpdatePlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 P = ParamSpec("P")
-H = TypeVar("H", bound="ModelHandle")
+H = TypeVar("H", bound="ModelHandle[Any]")
+W_co = TypeVar("W_co", bound=TrainedWorker, covariant=True)
 
 
-class ModelHandle:
+class ModelHandle(Generic[W_co]):
     """A trained model: where it runs, how it is trained, its weights and state.
 
     Attributes:
@@ -37,15 +40,17 @@ class ModelHandle:
         files: what workers in other processes read the model from; it has no weights here then.
         base: what adapters were added to, if checkpoints need not hold it.
         train_options: how it is trained.
+        plan: how a batch becomes optimizer steps.
     """
 
     role = "actor"
     modules: Any
     controller: Controller
     train_options: EngineOptions
+    plan: UpdatePlan
     files: ModelFiles | None = None
     base: LoraBase | None = None
-    _group: Workers[Any] | None = None
+    _group: Workers[W_co] | None = None
     #: Of an actor: those of its reference policy.
     _reference: Workers[ReferenceWorker] | None = None
     _outline: dict[str, Tensor] | None = None
@@ -56,8 +61,15 @@ class ModelHandle:
         return cls(name, *args, **options)
 
     @property
-    def group(self) -> Workers[TrainedWorker]:
+    def group(self) -> Workers[W_co]:
         """The workers; made when they are first needed."""
+        if self._group is None:
+            self._outline = outline(self.modules)
+            self._group = self._make_group(self.files or PortableModel(self.modules))
+        return self._group
+
+    def _make_group(self, source: ModelSource) -> Workers[W_co]:
+        """The workers, each of which makes its model from `source`."""
         raise NotImplementedError
 
     @property

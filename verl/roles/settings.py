@@ -34,11 +34,6 @@ KEYWORDS = {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
 }
-#: Fields that arguments of a handle or of a trainer stand for.
-_ELSEWHERE = frozenset((
-    "path", "tokenizer", "name", "url", "episode", "seed", "n", "num_rollout_workers", "max_rollout_workers",
-    "transport",
-))  # fmt: skip
 
 
 class CriticKeywords(TypedDict, total=False):
@@ -113,12 +108,6 @@ class ActorArguments(ActorKeywords, total=False):
     seed: int
 
 
-def handle_keywords() -> set[str]:
-    """The settings that an actor takes as keywords, "optim" and "strategy" included."""
-    records = (ModelOptions, TrainOptions, RolloutOptions, OptimConfig)
-    return set(KEYWORDS).union(*(record.model_fields for record in records)) - _ELSEWHERE
-
-
 def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> list[Any]:
     """The records, with each keyword put into the one that has a field of its name.
 
@@ -126,12 +115,12 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         ConfigError: no record has such a field, or refuses the value.
     """
     changes: list[dict[str, Any]] = [{} for _ in records]
-    known = [type(record).model_fields.keys() - _ELSEWHERE for record in records]
+    known = [type(record).model_fields.keys() & ActorKeywords.__optional_keys__ for record in records]
     for keyword, value in keywords.items():
         spelt = (KEYWORDS.get(keyword, keyword), keyword)
         at, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
         if at is None:
-            every = KEYWORDS.keys() | OptimConfig.model_fields.keys() | set().union(*known)
+            every = {"optim", "strategy", *KEYWORDS, *OptimConfig.model_fields}.union(*known)
             raise ConfigError(f"{owner} has no setting '{keyword}': {takes(keyword) or nearest(keyword, every)}")
         changes[at][name] = value
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from verl.algorithms import algorithm_names, make_algorithm
 from verl.algorithms.keywords import AlgorithmKeywords
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.roles.settings import handle_keywords
+from verl.roles.settings import ActorKeywords
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.evaluation import HeldOut
 from verl.trainer.interleaved import InterleavedTrainer
@@ -20,7 +20,7 @@ from verl.trainer.trainer import Trainer
 def public_calls() -> Iterator[tuple[str, set[str]]]:
     """How each is shown, "fit({}=...)", and the names of its keywords."""
     yield "fit({}=...)", _parameters(Trainer.fit)
-    yield "Actor(MODEL, {}=...)", handle_keywords()
+    yield "Actor(MODEL, {}=...)", {"optim", "strategy", *ActorKeywords.__optional_keys__}
     keywords = {*TrainerArguments.__annotations__} - {*AlgorithmKeywords.__annotations__}
     for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
         yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | keywords

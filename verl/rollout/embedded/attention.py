@@ -65,9 +65,20 @@ class BatchTensors:
             tokens_, sequences_ = to_device(tokens_, device), to_device(sequences_, device)
         tokens, positions, in_flight, slots = tokens_
         max_q = max(end - begin for begin, end in zip([0, *batch.ends], batch.ends, strict=False))
-        *lists, block_table = sequences_.split(sizes)
-        lists.append(block_table.view(sequences, longest))
-        return cls(tokens, positions, in_flight, slots[:count], *lists, max_q, max(batch.used))
+        cu_seq_q, cu_seq_k, seqused_k, shared_blocks, block_table = sequences_.split(sizes)
+        return cls(
+            tokens,
+            positions,
+            in_flight,
+            slots[:count],
+            cu_seq_q,
+            cu_seq_k,
+            seqused_k,
+            shared_blocks,
+            block_table.view(sequences, longest),
+            max_q,
+            max(batch.used),
+        )
 
     def known_tokens(self, last: Tensor) -> Tensor:
         """The tokens `[T']`, those in flight from `last`, the draw before."""
