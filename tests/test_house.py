@@ -235,7 +235,7 @@ LARGE_FUNCTIONS = ("roles/actor.py:Actor.__init__",)
 MOST_IN_A_FILE, MOST_IN_A_FUNCTION = 500, 60
 
 
-def functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.AST]]:
+def functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Every function with its name, which begins with those of the classes and functions that it stands in."""
     for node in ast.iter_child_nodes(tree):
         name = f"{above}{getattr(node, 'name', '')}"
@@ -245,17 +245,16 @@ def functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.AST]]:
         yield from functions(node, f"{name}." if is_named else above)
 
 
-@cache
-def sizes() -> dict[str, int]:
-    """Lines of code of each file, and of each function from its `def` on: without docstrings, comments and blank
-    lines."""
-    lines_of: dict[str, int] = {}
+def sizes() -> Iterator[tuple[str, int, int]]:
+    """Name, lines of code and their bound, of each file and each function (from its `def` on) that has more lines of
+    any kind. Lines of code are those without docstrings, comments and blank lines."""
     for place, (text, tree) in modules().items():
-        lines = code_lines(text)
-        lines_of[place] = len(lines)
-        for name, node in functions(tree):
-            lines_of[f"{place}:{name}"] = len(lines & {*range(node.lineno, (node.end_lineno or 0) + 1)})
-    return lines_of
+        spans = {name: range(node.lineno, (node.end_lineno or 0) + 1) for name, node in functions(tree)}
+        long = {name: span for name, span in spans.items() if len(span) > MOST_IN_A_FUNCTION}
+        lines = code_lines(text) if long or text.count("\n") > MOST_IN_A_FILE else set[int]()
+        yield place, len(lines), MOST_IN_A_FILE
+        for name, span in long.items():
+            yield f"{place}:{name}", len(lines & {*span}), MOST_IN_A_FUNCTION
 
 
 def test_lines_are_counted_without_docstrings_and_comments() -> None:
@@ -265,6 +264,5 @@ def test_lines_are_counted_without_docstrings_and_comments() -> None:
 
 
 def test_no_file_and_no_function_is_too_long() -> None:
-    bounds = {True: MOST_IN_A_FUNCTION, False: MOST_IN_A_FILE}
-    large = sorted(name for name, size in sizes().items() if size > bounds[":" in name])
-    assert large == sorted([*LARGE_FILES, *LARGE_FUNCTIONS])
+    large = [name for name, size, most in sizes() if size > most]
+    assert sorted(large) == sorted([*LARGE_FILES, *LARGE_FUNCTIONS])

@@ -190,25 +190,25 @@ def _chart(name: str, groups: Sequence[Group]) -> str:
     low, high = min(p[2] for p in points), max(p[3] for p in points)
     across, up = (right - left) or 1.0, (high - low) or 1.0
 
-    def at(step: float, value: float) -> str:
+    def xy(step: float, value: float) -> str:
         x = _LEFT + (step - left) / across * (_WIDTH - _LEFT - 10)
         y = _TOP + (high - value) / up * (_HEIGHT - _TOP - _BOTTOM)
         return f"{x:.1f} {y:.1f}"
 
     drawn = [
-        f"<text x={_LEFT - 6} y={at(left, value).split()[1]} text-anchor=end>{value:.4g}</text>"
+        f"<text x={_LEFT - 6} y={xy(left, value).split()[1]} text-anchor=end>{value:.4g}</text>"
         for value in (low, high)
     ]
     drawn += [
-        f"<text x={at(step, low).split()[0]} y={_HEIGHT - 4} text-anchor={anchor}>{step:g}</text>"
+        f"<text x={xy(step, low).split()[0]} y={_HEIGHT - 4} text-anchor={anchor}>{step:g}</text>"
         for step, anchor in ((left, "start"), (right, "end"))
     ]
     for i, line in lines:
         if any(lowest < highest for _, _, lowest, highest in line):
-            edge = [at(step, highest) for step, _, _, highest in line]
-            edge += [at(step, lowest) for step, _, lowest, _ in reversed(line)]
+            edge = [xy(step, highest) for step, _, _, highest in line]
+            edge += [xy(step, lowest) for step, _, lowest, _ in reversed(line)]
             drawn.append(f"<path d='M{' L'.join(edge)}Z' fill='{_color(i)}' opacity=.15 />")
-        path = " L".join(at(step, mean) for step, mean, _, _ in line)
+        path = " L".join(xy(step, mean) for step, mean, _, _ in line)
         shape = f"<path d='M{path}' fill=none stroke='{_color(i)}' stroke-width=2 />"
         x, y = path.split()[:2]
         drawn.append(shape if len(line) > 1 else f"<circle cx={x} cy={y} r=4 fill='{_color(i)}' />")

@@ -276,12 +276,12 @@ def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: Path)
         settings = _settings_of(config, _text(config))
     except ConfigError:
         return
-    tasks = _at(settings, "tasks")
-    kinds = [str(_at(task, "type")) for task in tasks] if isinstance(tasks, list) else []
-    yield from dict.fromkeys(kinds or filter(None, [_at(settings, "algorithm", "name")]))
-    if isinstance(model := _at(settings, "actor_rollout_ref", "model", "path"), str):
+    tasks = _setting(settings, "tasks")
+    kinds = [str(_setting(task, "type")) for task in tasks] if isinstance(tasks, list) else []
+    yield from dict.fromkeys(kinds or filter(None, [_setting(settings, "algorithm", "name")]))
+    if isinstance(model := _setting(settings, "actor_rollout_ref", "model", "path"), str):
         yield model.rstrip("/").rsplit("/", 1)[-1]
-    if (seed := _at(settings, "trainer", "seed")) is not None:
+    if (seed := _setting(settings, "trainer", "seed")) is not None:
         yield f"seed {seed}"
 
 
@@ -291,7 +291,7 @@ def _settings_of(config: Path, text: str) -> dict[str, Any]:
     return read_settings(config)
 
 
-def _at(settings: Any, *path: str) -> Any:
+def _setting(settings: Any, *path: str) -> Any:
     """A setting by its path; None where there is none."""
     for name in path:
         settings = settings.get(name) if isinstance(settings, dict) else None
