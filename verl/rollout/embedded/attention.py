@@ -51,6 +51,7 @@ class BatchTensors:
     def of(cls, batch: ScheduledBatch, device: torch.device, rows: int | None = None) -> BatchTensors:
         """`rows`: tokens with padding."""
         count, sequences, longest = len(batch.tokens), len(batch.ends), max(map(len, batch.blocks))
+        # One array of what each token has and one of what each sequence has: two copies to the device.
         per_token = np.zeros((4, rows or count), np.int64)
         per_token[2, count:] = -1
         per_token[:, :count] = batch.tokens, batch.positions, batch.in_flight, batch.slots
@@ -65,20 +66,9 @@ class BatchTensors:
             tokens_, sequences_ = to_device(tokens_, device), to_device(sequences_, device)
         tokens, positions, in_flight, slots = tokens_
         max_q = max(end - begin for begin, end in zip([0, *batch.ends], batch.ends, strict=False))
-        cu_seq_q, cu_seq_k, seqused_k, shared_blocks, block_table = sequences_.split(sizes)
-        return cls(
-            tokens,
-            positions,
-            in_flight,
-            slots[:count],
-            cu_seq_q,
-            cu_seq_k,
-            seqused_k,
-            shared_blocks,
-            block_table.view(sequences, longest),
-            max_q,
-            max(batch.used),
-        )
+        cu_seq_q, cu_seq_k, seqused_k, shared_, block_table = sequences_.split(sizes)
+        lists = (cu_seq_q, cu_seq_k, seqused_k, shared_, block_table.view(sequences, longest))
+        return cls(tokens, positions, in_flight, slots[:count], *lists, max_q=max_q, max_k=max(batch.used))
 
     def known_tokens(self, last: Tensor) -> Tensor:
         """The tokens `[T']`, those in flight from `last`, the draw before."""
