@@ -107,10 +107,6 @@ def test_no_import_goes_up() -> None:
     assert sorted(upward) == []
 
 
-#: Folders with a circle of modules that is still to be broken.
-CIRCLES = ("roles",)
-
-
 def circles(edges: Mapping[str, frozenset[str]]) -> list[list[str]]:
     """Groups of modules that import each other, directly or through others (strongly connected components)."""
     reached = {module: set(targets & edges.keys()) for module, targets in edges.items()}
@@ -128,8 +124,7 @@ def test_the_search_finds_circles() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Not even inside functions; imports for types alone are apart."""
-    by_folder = {room(group[0]): group for group in circles(graph())}
-    assert sorted(by_folder) == [*CIRCLES], by_folder
+    assert not circles(graph())
 
 
 @pytest.mark.parametrize("folder", sorted({place.rpartition("/")[0] for place in modules()} - {""}))
@@ -229,9 +224,7 @@ def test_no_code_is_there_twice() -> None:
     assert clones({place: tree for place, (_, tree) in modules().items()}) == []
 
 
-#: What is still larger than a reader can take in at once: to be made smaller, never to be made longer.
-LARGE_FILES = ()
-LARGE_FUNCTIONS = ("roles/actor.py:Actor.__init__",)
+#: Lines of code that a reader can take in at once.
 MOST_IN_A_FILE, MOST_IN_A_FUNCTION = 500, 60
 
 
@@ -265,4 +258,4 @@ def test_lines_are_counted_without_docstrings_and_comments() -> None:
 
 def test_no_file_and_no_function_is_too_long() -> None:
     large = [name for name, size, most in sizes() if size > most]
-    assert sorted(large) == sorted([*LARGE_FILES, *LARGE_FUNCTIONS])
+    assert not large

@@ -35,8 +35,8 @@ _NAMES = {
     "verl.dataflow.stages": "register_node",
     "verl.rewards.registry": "register_reward",
     "verl.roles.actor": "Actor",
-    "verl.roles.backends": "ActorRolloutRefWorker HfModelAdapter HuggingFaceWorker VLLMActor VLLMActorModel "
-    "vLLMAdapter vLLMWorker",
+    "verl.roles.backends": "ActorRolloutRefWorker HfModelAdapter HuggingFaceWorker VLLMActor VLLMActorModel",
+    "verl.roles.servers": "vLLMAdapter vLLMWorker",
     "verl.roles.critic": "Critic",
     "verl.roles.group": "WorkerGroup",
     "verl.roles.layouts": "PPORoleUpdater",
@@ -72,13 +72,12 @@ if TYPE_CHECKING:
         HuggingFaceWorker as HuggingFaceWorker,
         VLLMActor as VLLMActor,
         VLLMActorModel as VLLMActorModel,
-        vLLMAdapter as vLLMAdapter,
-        vLLMWorker as vLLMWorker,
     )
     from verl.roles.critic import Critic as Critic
     from verl.roles.group import WorkerGroup as WorkerGroup
     from verl.roles.layouts import PPORoleUpdater as PPORoleUpdater
     from verl.roles.reward import Reward as Reward
+    from verl.roles.servers import vLLMAdapter as vLLMAdapter, vLLMWorker as vLLMWorker
     from verl.roles.updater import Updater as Updater
     from verl.roles.workers import FSDPWorker as FSDPWorker, MegatronWorker as MegatronWorker
     from verl.rollout.base import SamplingParams as SamplingParams

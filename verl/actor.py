@@ -1,6 +1,7 @@
-"""The import path `verl.actor`; the homes are `verl.roles.actor` and `verl.roles.backends`."""
+"""The import path `verl.actor`; the homes are in `verl.roles`."""
 
 from verl.roles.actor import Actor
-from verl.roles.backends import HfModelAdapter, VLLMActor, VLLMActorModel, vLLMAdapter
+from verl.roles.backends import HfModelAdapter, VLLMActor, VLLMActorModel
+from verl.roles.servers import vLLMAdapter
 
 __all__ = ["Actor", "HfModelAdapter", "VLLMActor", "VLLMActorModel", "vLLMAdapter"]

@@ -11,7 +11,7 @@ import pytest
 
 import verl
 from tests.conftest import CHAT, byte_tokenizer
-from verl.roles.actor import expand
+from verl.roles.columns import expand
 from verl.workers.standalone import EngineRecipe, StandaloneWorker
 
 

@@ -16,7 +16,8 @@ from verl.dataflow.graph import ANY, OPTIONAL, Node
 from verl.errors import ConfigError
 from verl.record import Count
 from verl.rewards.source import columns_read
-from verl.roles.actor import Actor, expand
+from verl.roles.actor import Actor
+from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.reads import VALUES, Read, reference
 from verl.roles.reward import Reward

@@ -37,7 +37,7 @@ from verl.models.source import ModelFiles, ModelSource
 from verl.models.wrapped import unwrapped
 from verl.ranks import registry
 from verl.record import Count, Seed
-from verl.roles.columns import add_rewards, aligned, as_sequences
+from verl.roles.columns import add_rewards, aligned, as_sequences, expand
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import ActorKeywords, as_name, sampler_options, with_engine
@@ -146,12 +146,7 @@ class Actor(ModelHandle[ActorWorker]):
         names = [name for name in (tokenizer, loading.tokenizer, loading.path) if name is not None]
         self.tokenizer = as_tokenizer(names[0]) if names else find_tokenizer(self.modules)
         _check_vocabulary(self.modules, self.tokenizer)
-        played = load_episode(self.rollout_options.episode)
-        #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
-        self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
-        self.masks = bool(getattr(played, "masks", False))
-        if (check := getattr(played, "check_tokenizer", None)) is not None:
-            check(self.tokenizer)
+        self._read_episode()
         self.reference_model: PreTrainedModel | None = None
         self._reference_files: ModelFiles | None = None
         first = [Shard.whole(*item) for item in self._first.items()]
@@ -171,6 +166,15 @@ class Actor(ModelHandle[ActorWorker]):
             rollout=None if isinstance(rollout, str) else rollout,
             episode=None if isinstance(episode, str) else episode,
         )
+
+    def _read_episode(self) -> None:
+        """Note what the episode of all prompts has besides its turns."""
+        played = load_episode(self.rollout_options.episode)
+        #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
+        self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
+        self.masks = bool(getattr(played, "masks", False))
+        if (check := getattr(played, "check_tokenizer", None)) is not None:
+            check(self.tokenizer)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -528,17 +532,6 @@ class Actor(ModelHandle[ActorWorker]):
         model = empty_copy(self.modules, "cpu") if self.is_cut or self.files is not None else self.modules
         load_model_shards(model, self.shards())
         return model
-
-
-def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
-    """One row a sample to be drawn: `n` for each prompt, with `greedy_baseline` also a greedy one (`baseline` true)."""
-    numbers: Sequence[int | str] = [*range(n), *(["greedy"] if greedy_baseline else [])]
-    rows = prompts.take([row for row in range(len(prompts)) for _ in numbers])
-    ids = [f"{group}/{number}" for group in prompts["group"] for number in numbers]
-    columns: dict[str, Any] = {"id": ids}
-    if greedy_baseline:
-        columns["baseline"] = [number == "greedy" for _ in range(len(prompts)) for number in numbers]
-    return rows.drop(["id"]).add(columns)
 
 
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,6 +11,17 @@ from verl.errors import DataError
 from verl.rewards.scores import is_usable
 
 
+def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
+    """One row a sample to be drawn: `n` for each prompt, with `greedy_baseline` also a greedy one (`baseline` true)."""
+    numbers: Sequence[int | str] = [*range(n), *(["greedy"] if greedy_baseline else [])]
+    rows = prompts.take([row for row in range(len(prompts)) for _ in numbers])
+    ids = [f"{group}/{number}" for group in prompts["group"] for number in numbers]
+    columns: dict[str, Any] = {"id": ids}
+    if greedy_baseline:
+        columns["baseline"] = [number == "greedy" for _ in range(len(prompts)) for number in numbers]
+    return rows.drop(["id"]).add(columns)
+
+
 def as_sequences(given: Any) -> Batch:
     """What is given, if it is a batch.
 

@@ -29,7 +29,8 @@ from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
 from verl.record import Count, Processes, Staleness
 from verl.report.timeline import Span
-from verl.roles.actor import Actor, expand
+from verl.roles.actor import Actor
+from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.standalone import RolloutPool
 from verl.trainer.guard import SafetyGuard
