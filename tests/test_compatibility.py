@@ -1,6 +1,6 @@
 """What versions of before have written is read; what a newer one has written is refused by name, and left as it is.
 
-`records/before` was written by the commit before schema versions: a run of two steps by `verl train recipe.yaml
+`run_of_before` was written by the commit before schema versions: a run of two steps by `verl train recipe.yaml
 trainer.total_steps=2`, and the metrics of two more.
 """
 
@@ -33,7 +33,7 @@ from verl.run.folder import open_run
 from verl.run.train import train
 from verl.schemas import CHECKPOINT, RUN, SETTINGS, Schema
 
-BEFORE = Path(__file__).parent / "records" / "before"
+BEFORE = Path(__file__).parent / "run_of_before"
 
 
 @pytest.fixture
