@@ -206,7 +206,7 @@ def test_what_is_written_says_its_version(tmp_path: Path) -> None:
 def test_the_page_has_the_versions_and_the_modules_with_former_names() -> None:
     rows = {
         tuple(cell.strip() for cell in line.strip("|").split("|"))
-        for line in (BEFORE.parents[2] / "docs" / "compatibility.md").read_text().splitlines()
+        for line in (BEFORE.parents[1] / "docs" / "compatibility.md").read_text().splitlines()
         if line.startswith("|")
     }
     for what, schema in (("checkpoint", CHECKPOINT), ("run directory", RUN), ("settings in YAML", SETTINGS)):
