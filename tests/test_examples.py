@@ -115,7 +115,7 @@ def test_ppo_simple_with_ranks_that_roll_out_and_ranks_that_update(tmp_path: Pat
         ("both", [], "cpu:1  1/2    1/2      1/2     1/2"),
     ):
         errors, found = run(2, name, *placement)
-        assert picture in errors
+        assert picture in "\n".join(map(str.strip, errors.splitlines())), "further lines of a message are indented"
         assert found == alone
 
 
