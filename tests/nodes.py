@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.leaks import mounts
 from tests.ranks import ENV
 
 #: The interface of each node.
 _CABLE = "verl0"
 #: Seconds for one command about namespaces.
 _SOON = 30
+#: Where `ip` keeps the network namespaces that have a name.
+NAMESPACES = Path("/run/netns")
 #: Where Ray notes which node a machine is: in a namespace of files of its own, a directory of the node's.
 _OWN_RAY = 'mkdir -p /tmp/ray && mount --bind "$1" /tmp/ray && shift && exec "$@"'
 
@@ -62,6 +65,9 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
     finally:
         for node in nodes:
             _end(node)
+        # `ip netns add` mounts this folder over itself, once a machine. The last nodes in it take that back.
+        if str(NAMESPACES) in mounts() and not any(NAMESPACES.iterdir()):
+            subprocess.run(["umount", NAMESPACES], capture_output=True, timeout=_SOON, check=False)
 
 
 def _make(nodes: list[Node]) -> None:

@@ -217,7 +217,7 @@ def test_a_lost_node_of_rollout_workers_loses_no_sample(tiny: Path, connected: A
         actor, algorithm="grpo", reward_fn=low_bytes, n=2, batch_size=2, max_staleness=2, rollout_workers=4,
         deadline=60, log_dir=False,
     )  # fmt: skip
-    prompts, steps, over = Prompts(), 0, time.monotonic() + 120
+    prompts, steps, over = Prompts(), 0, time.monotonic() + 240
     try:
         loss = Loss(connected, lambda: trainer.group)
         while steps < 12 or not loss.is_mended():
