@@ -4,7 +4,8 @@
 
 `make test` and `make docs` as a whole. The slow tests, vLLM's among them, and what needs an environment of its own take
 turns: six successive commits run each once. The turn is the number of commits up to this one, or, where history is
-shallow, the hash of this one, modulo 6. Whatever the time was too short for is a failure.
+shallow, the hash of this one, modulo 6. Whatever the time was too short for is a failure. On a machine so slow that a
+share would not fit, known by what `make test` took, a turn does half of its share, and the other half the next time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 TURNS = 6
 BUDGET_SECONDS = 2700.0
+#: `make test` takes about 550 s where a whole share fits. Where it takes longer than this, half a share does.
+SLOW_MACHINE_SECONDS = 700.0
 #: By turn: what is tried in an environment of its own (scripts/environments.py).
 ENVIRONMENTS = (
     ("python3.10", "no-compiler"), ("python3.11", "read-only-home"), ("python3.12",), ("python3.13",),
@@ -122,13 +125,27 @@ def git(root: Path, *words: str) -> str:
     return subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout.strip()
 
 
-def turn(root: Path) -> tuple[int, str]:
-    """This commit's turn, and why it is that one."""
+def commits(root: Path) -> tuple[int, str]:
+    """The number that decides the turn, and which one that is."""
     if git(root, "rev-parse", "--is-shallow-repository") == "true":
         commit = git(root, "rev-parse", "HEAD")
-        return int(commit, 16) % TURNS, f"by the hash {commit}: history is shallow, so that commits cannot be counted"
+        return int(commit, 16), f"by the hash {commit}: history is shallow, so that commits cannot be counted"
     count = int(git(root, "rev-list", "--count", "HEAD"))
-    return count % TURNS, f"by the number of commits, {count}"
+    return count, f"by the number of commits, {count}"
+
+
+def turn(root: Path) -> tuple[int, str]:
+    """This commit's turn, and why it is that one."""
+    number, why = commits(root)
+    return number % TURNS, why
+
+
+def halve(every: list[Part], half: int) -> None:
+    """Have the parts that take turns do this half of their share."""
+    for part in every:
+        if any(word.startswith("TURN=") for word in part.command):
+            part.command.append(f"HALF={half}")
+    print(f"\nThis machine is slow: half {half} of this turn's share; the other half the next time", flush=True)
 
 
 def parts(number: int) -> list[Part]:
@@ -152,6 +169,8 @@ def main() -> None:
     for part in every:
         if time.monotonic() < until:
             part.run(until)
+        if part is every[0] and part.seconds > SLOW_MACHINE_SECONDS:
+            halve(every, commits(ROOT)[0] // TURNS % 2)
     print(f"\n{'#' * 8} turn {number} of {TURNS}, {why}: {time.monotonic() - begun:.0f} of {budget:.0f} s")
     print("The ten slowest:")
     for seconds, name in sorted((pair for part in every for pair in part.durations), reverse=True)[:10]:

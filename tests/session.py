@@ -24,6 +24,7 @@ MEASURED = pytest.StashKey[dict[str, float]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--turn", type=int, choices=range(TURNS), help=f"of the slow tests, this share of {TURNS} alone")
+    parser.addoption("--half", type=int, choices=range(2), help="of that share, this half alone")
     parser.addoption("--record-seconds", type=Path, metavar="FILE", help="write the CPU seconds of each test to a file")
     parser.addoption("--device", help="where the tests marked `gpu` run (the accelerator of this machine)")
 
@@ -59,6 +60,18 @@ def shares(tests: Iterable[str], record: Mapping[str, float]) -> list[list[str]]
     return dealt
 
 
+def halves(share: Iterable[str], record: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """A share in two that cost about the same, for machines on which the whole does not fit the time."""
+    names = sorted(
+        {name_of(test, record) for test in share}, key=lambda name: (-record.get(name, UNKNOWN_SECONDS), name)
+    )
+    first = {*names[::2]}
+    dealt: tuple[list[str], list[str]] = ([], [])
+    for test in share:
+        dealt[name_of(test, record) not in first].append(test)
+    return dealt
+
+
 def seconds(tests: Iterable[str], record: Mapping[str, float]) -> float:
     return sum(record.get(name, UNKNOWN_SECONDS) for name in {name_of(test, record) for test in tests})
 
@@ -87,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if stale := gone(record, config.stash[SLOW], config.rootpath):
         raise pytest.UsageError(f"{RECORD.name} names no slow test that is there: take out {', '.join(stale)}")
     share = set(shares(config.stash[SLOW], record)[turn])
+    if (half := config.getoption("--half")) is not None:
+        share = set(halves(share, record)[half])
     others = [item for item in items if is_slow(item) and item.nodeid not in share]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if not is_slow(item) or item.nodeid in share]
@@ -94,10 +109,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """What this turn does, and what it leaves to the others."""
+    half = config.getoption("--half")
     if (turn := config.getoption("--turn")) is None:
         return []
     record, lines = read_record(RECORD), []
     for number, share in enumerate(shares(config.stash[SLOW], record)):
+        if number == turn and half is not None:
+            dealt = halves(share, record)
+            lines.append(f"left to turn {number}, the next time: {', '.join(sorted(dealt[1 - half]))}")
+            share = dealt[half]
         text = f"{len(share)} of {len(config.stash[SLOW])} slow tests, {seconds(share, record):.0f} CPU s by the record"
         if unknown := sum(name_of(test, record) not in record for test in share):
             text += f" ({unknown} without one, {UNKNOWN_SECONDS:.0f} s each)"

@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.session import RECORD, SLOW, TURNS, UNKNOWN_SECONDS, CpuClock, gone, name_of, read_record, seconds, shares
+from tests.session import (
+    RECORD,
+    SLOW,
+    TURNS,
+    UNKNOWN_SECONDS,
+    CpuClock,
+    gone,
+    halves,
+    name_of,
+    read_record,
+    seconds,
+    shares,
+)
 
 ROOT = Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("ci", ROOT / "scripts" / "ci.py")
@@ -82,6 +94,15 @@ def test_recorded_shares_are_alike_and_leave_half_of_the_budget() -> None:
     totals = [seconds(share, record) for share in shares(record, record)]
     assert max(totals) < 1.1 * min(totals)
     assert max(totals) < SHARE_SECONDS
+
+
+def test_two_halves_are_a_share_and_cost_about_the_same() -> None:
+    record = read_record(RECORD)
+    for share in shares(record, record):
+        first, second = halves(share, record)
+        assert sorted([*first, *second]) == sorted(share)
+        costs = [seconds(half, record) for half in (first, second)]
+        assert max(costs) < 1.5 * min(costs)
 
 
 def test_an_unknown_test_is_dealt_and_moves_no_other() -> None:
@@ -210,6 +231,18 @@ def test_ci_fails_with_a_part_and_runs_the_rest(
 ) -> None:
     status, said = run_ci(monkeypatch, capfd, [part(f"raise SystemExit({code})"), part("print('the rest')")])
     assert status == 1 and f"FAILED with exit status {code}" in said and "\nthe rest\n" in said
+
+
+def test_on_a_slow_machine_a_turn_does_half_of_its_share(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for most, is_halved in ((0.0, True), (60.0, False)):
+        monkeypatch.setattr(ci, "SLOW_MACHINE_SECONDS", most)
+        echo = "import sys; print(*sys.argv[1:])"
+        share = ci.Part([sys.executable, "-c", echo, "TURN=3"])
+        status, said = run_ci(monkeypatch, capfd, [part("print('quick')"), share, part("print('other')")])
+        half = ci.commits(ci.ROOT)[0] // ci.TURNS % 2
+        assert status == 0 and (f"\nTURN=3 HALF={half}\n" in said) == is_halved == ("This machine is slow" in said)
 
 
 def test_ci_fails_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

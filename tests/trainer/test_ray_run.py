@@ -94,6 +94,7 @@ def environment(cluster: Any) -> dict[str, str]:
     return {**os.environ, **ENV, "RAY_ADDRESS": cluster.address}
 
 
+@pytest.mark.timeout(600)  # two runs, and Ray takes a while to see that a node is gone
 def test_a_lost_node_ends_the_run_and_the_same_command_resumes(tmp_path: Path, tiny: Path, cluster: Any) -> None:
     env = environment(cluster)
     whole(tmp_path / "whole", tiny, "cpu:0-1", env)
