@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import MARK
+from tests.leaks import LEFT_BEHIND, MARK
 
 ROOT = Path(__file__).parent.parent
 CONFTEST = "from tests.leaks import pytest_configure, pytest_sessionfinish\n"
@@ -48,7 +48,7 @@ def test_a_process_that_listens_is_named_with_its_test(tmp_path: Path, options: 
     status, output = session(tmp_path, test, *options)
     pid, port = (tmp_path / "told").read_text().split()
     os.kill(int(pid), 9)
-    assert status == 1
+    assert status == LEFT_BEHIND
     assert f"process {pid}, which listens on {port}: " in output
     assert "(started by test_it.py::test_one)" in output
 
@@ -69,5 +69,5 @@ def test_shared_memory_and_mounts_are_named(tmp_path: Path, wrong: str) -> None:
     finally:
         Path(name).unlink(missing_ok=True)
         subprocess.run(["umount", str(place)], check=False)
-    assert status == 1
+    assert status == LEFT_BEHIND
     assert f"{name} in shared memory" in output and f"a mount on {place}" in output
