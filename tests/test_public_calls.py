@@ -34,6 +34,7 @@ from tests.algorithms import test_options
 from tests.algorithms.support import OFFLINE, ONLINE
 from tests.conftest import Plain, byte_tokenizer, config_of, save_tiny
 from verl.algorithms import make_algorithm
+from verl.algorithms.keywords import AlgorithmKeywords
 from verl.batch import Batch
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import get_dataloader
@@ -47,6 +48,14 @@ from verl.rollout.tools import ToolEpisode, tool
 from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.evaluation import HeldOut, binomial_interval, paired_bootstrap
 from verl.trainer.guard import SafetyGuard
+from verl.trainer.options import (
+    BufferOptions,
+    CheckpointOptions,
+    LimitOptions,
+    LoggingOptions,
+    PlacementOptions,
+    TrainerKeywords,
+)
 from verl.utils.batching import DynamicBatchSampler
 
 ODD: tuple[Any, ...] = (
@@ -236,9 +245,27 @@ def served_rewards(server: str) -> Iterator[Target]:
     yield Target(verl.Reward, {"url": f"{server}/score"}, served, service)
 
 
+def with_record(trainer: dict[str, Any], name: str, record: Any) -> Any:
+    """A step of a trainer that is given one of its records."""
+    if name == "logging":  # which says where by itself
+        trainer = {key: value for key, value in trainer.items() if key != "log_dir"}
+    return step(verl.Trainer(**trainer, **{name: record}))
+
+
 def trainers(actor: verl.Actor) -> Iterator[Target]:
     trainer = {"actor": actor, "reward_fn": letters, "log_dir": False, "n": 2}
-    yield Target(verl.Trainer, trainer, step, ("clip_ratio", "kl_coef", "gamma"))
+    # What signatures say no more by name: `**keywords`.
+    flat = sorted(TrainerKeywords.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys())
+    yield Target(verl.Trainer, trainer, step, (*flat, "clip_ratio", "kl_coef", "gamma"))
+    for name, record in (
+        ("placement", PlacementOptions),
+        ("buffer", BufferOptions),
+        ("checkpoints", CheckpointOptions),
+        ("logging", LoggingOptions),
+        ("limits", LimitOptions),
+    ):
+        quiet = {"log_dir": False} if name == "logging" else {}
+        yield Target(record, quiet, partial(with_record, trainer, name))
     yield Target(
         verl.AsyncTrainer,
         {**trainer, "batch_size": 2},

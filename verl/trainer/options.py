@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, InstanceOf
 
 from verl.algorithms import BaseAlgorithm
 from verl.algorithms.keywords import AlgorithmKeywords
+from verl.checked import validated
 from verl.data.buffers import Buffer
 from verl.errors import ConfigError
 from verl.keywords import takes
@@ -120,6 +121,25 @@ class PlacementOptions(_Options):
     use_amp: bool | None = cost(default=None, description="of actor and critic, see Actor (None: as they say)")
 
 
+#: Keywords that are no field of a record, and what they must be.
+_OTHERS: dict[str, Any] = {
+    "reward_fn": Any,
+    "cost": Any,
+    "config_path": str | Path | None,
+    "dataloader": InstanceOf[Iterable[Any]] | None,
+    "permute_rewards": bool,
+}
+
+
+def others(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that are no field of a record, which are taken out of `keywords`.
+
+    Raises:
+        SettingsError: a value is wrong.
+    """
+    return validated("Trainer", _OTHERS, {name: keywords.pop(name) for name in _OTHERS if name in keywords})
+
+
 class TrainerKeywords(AlgorithmKeywords, total=False):
     """Further keywords of a trainer: fields of its records by their own names, and options of the algorithm."""
 
@@ -195,9 +215,12 @@ class TrainerOptions:
 
 
 def tasks_of(
-    keywords: dict[str, Any],
+    keywords: Mapping[str, Any],
     *,
     reward: Any,
+    reward_fn: Any = None,
+    cost: Any = None,
+    config_path: str | Path | None = None,
     algorithm: str | BaseAlgorithm | None,
     tasks: Sequence[Task] | None,
     **of_one: Any,
@@ -205,21 +228,21 @@ def tasks_of(
     """The tasks of a trainer: those that are given, those of a file, or the only one, made of arguments of the trainer.
 
     Args:
-        keywords: `reward_fn`, `cost`, `config_path`, and options of the algorithm; all are taken out.
+        keywords: options of the algorithm.
+        reward_fn, cost, config_path: as of `Trainer`.
         of_one: n, sampling and nodes, as of `Task`.
 
     Raises:
         ConfigError: tasks are given twice, or beside what each of them has; an option that no algorithm has.
     """
-    if reward is not None and keywords.get("reward_fn") is not None:
+    if reward is not None and reward_fn is not None:
         raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
-    reward_fn, cost, path = (keywords.pop(name, None) for name in ("reward_fn", "cost", "config_path"))
     sources = {"reward": reward_fn if reward is None else reward, "cost": cost}
     sources = {role: source for role, source in sources.items() if source is not None}
-    if path is not None:
+    if config_path is not None:
         if tasks is not None:
             raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
-        tasks = read_tasks(path)
+        tasks = read_tasks(config_path)
     if tasks is None:
         known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
         only = algorithm_beside(known, algorithm, keywords)

@@ -19,11 +19,12 @@ from typing_extensions import Unpack
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.checked import checked, validated
+from verl.checked import checked
 from verl.checkpoint import state
 from verl.checkpoint.automatic import AutomaticCheckpoints
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
+from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
@@ -54,11 +55,13 @@ from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics,
 from verl.trainer.guard import Guards, SafetyGuard
 from verl.trainer.mixture import Mixture, TaskScheduler
 from verl.trainer.options import (
+    BufferOptions,
     CheckpointOptions,
     LimitOptions,
     LoggingOptions,
     TrainerKeywords,
     TrainerOptions,
+    others,
     tasks_of,
 )
 from verl.trainer.outcome import check_finite, check_learned
@@ -71,10 +74,6 @@ from verl.trainer.update_phase import UpdatePhase, of_task, skipped_roles
 from verl.weights.layout import Mesh
 
 logger = logging.getLogger(__name__)
-
-
-def _flag(keywords: dict[str, Any], name: str) -> bool:
-    return bool(validated("Trainer", {name: bool}, {name: keywords.pop(name, False)})[name])
 
 
 def _of_the_task(name: str) -> Any:
@@ -137,7 +136,7 @@ class Trainer:
         nodes: Mapping[str, Any] | Iterable[str] = (),
         held_out: HeldOut | None = None,
         placement: Any = None,
-        buffer: Any = "memory",
+        buffer: str | Buffer | BufferOptions = "memory",
         checkpoints: CheckpointOptions | Mapping[str, Any] | None = None,
         logging: LoggingOptions | Mapping[str, Any] | None = None,
         limits: LimitOptions | Mapping[str, Any] | None = None,
@@ -147,11 +146,13 @@ class Trainer:
         options = TrainerOptions.spread(
             rest, placement=placement, buffer=buffer, checkpoints=checkpoints, logging=logging, limits=limits
         )
+        of_tasks = others(rest)
         #: What `train` goes over.
-        self.dataloader: Iterable[Any] | None = rest.pop("dataloader", None)
-        permute_rewards = _flag(rest, "permute_rewards")
+        self.dataloader: Iterable[Any] | None = of_tasks.pop("dataloader", None)
+        permute_rewards = of_tasks.pop("permute_rewards", False)
         tasks = tasks_of(
             rest,
+            **of_tasks,
             reward=reward,
             algorithm=algorithm or self.algorithm_name,
             tasks=tasks,
