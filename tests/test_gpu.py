@@ -72,7 +72,7 @@ def test_recorded_steps_ahead_give_the_tokens_of_steps_in_turn(tiny: Path, kind:
     requests = [Request(str(i), [5 + i, 6, 7], params) for i in range(11)]
     samples = []
     for ahead in (False, True):
-        engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=0, max_length=64, compiled=False, ahead=ahead)
+        engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=0, max_length=64, compiled=False, look_ahead=ahead)
         samples.append({sample.id: sample for sample in generate(engine, requests)})
     assert engine.runner.decoder is not None and engine.runner.decoder._steps
     if kind == "cuda" and varlen.flash_attention(engine.cache.values, paged=True) is not None:

@@ -35,7 +35,7 @@ def make_engine(
         max_length=MAX_LENGTH,
         step_tokens=64,
         compiled=not ahead,
-        ahead=ahead,
+        look_ahead=ahead,
     )
 
 

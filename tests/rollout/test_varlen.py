@@ -91,9 +91,9 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(
         kv_memory=blocks * size,
         step_tokens=step_tokens,
         compiled=False,
-        ahead=ahead,
+        look_ahead=ahead,
     )
-    assert engine.cache.block == 16 and engine.ahead == (ahead is None)
+    assert engine.cache.block == 16 and engine.look_ahead == (ahead is None)
     samples = run(engine, requests)
     assert calls
     assert engine.cache.available == engine.cache.num_blocks == blocks
@@ -293,7 +293,7 @@ def test_new_weights_in_the_same_memory_are_used_by_recorded_steps(
             weight.mul_(-0.7).add_(0.01)
     second = answer(engine)
     assert second != first and len(made) == count
-    assert second == answer(EmbeddedEngine(packed, ahead=False, **settings))
+    assert second == answer(EmbeddedEngine(packed, look_ahead=False, **settings))
     count = len(made)
     engine.sleep()
     engine.wake()  # the cache is elsewhere

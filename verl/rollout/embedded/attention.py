@@ -37,7 +37,7 @@ class BatchTensors:
 
     tokens: Tensor  # [T'] int64
     positions: Tensor  # [T'] int64
-    in_flight: Tensor  # [T'] int64
+    draw_rows: Tensor  # [T'] int64
     slots: Tensor  # [T] or [T'] int64
     cu_seq_q: Tensor  # [N + 1] int32
     cu_seq_k: Tensor  # [N + 1] int32, sums of `seqused_k`
@@ -54,7 +54,7 @@ class BatchTensors:
         # One array of what each token has and one of what each sequence has: two copies to the device.
         per_token = np.zeros((4, rows or count), np.int64)
         per_token[2, count:] = -1
-        per_token[:, :count] = batch.tokens, batch.positions, batch.in_flight, batch.slots
+        per_token[:, :count] = batch.tokens, batch.positions, batch.draw_rows, batch.slots
         sizes = (sequences + 1, sequences + 1, sequences, sequences, sequences * longest)
         per_sequence = np.zeros(sum(sizes), np.int32)
         ends_q, ends_k, used, shared, table = np.split(per_sequence, np.cumsum(sizes)[:-1])
@@ -64,16 +64,16 @@ class BatchTensors:
         tokens_, sequences_ = torch.from_numpy(per_token), torch.from_numpy(per_sequence)
         if device.type != "cpu":
             tokens_, sequences_ = to_device(tokens_, device), to_device(sequences_, device)
-        tokens, positions, in_flight, slots = tokens_
+        tokens, positions, draw_rows, slots = tokens_
         max_q = max(end - begin for begin, end in zip([0, *batch.ends], batch.ends, strict=False))
         cu_seq_q, cu_seq_k, seqused_k, shared_, block_table = sequences_.split(sizes)
         lists = (cu_seq_q, cu_seq_k, seqused_k, shared_, block_table.view(sequences, longest))
-        return cls(tokens, positions, in_flight, slots[:count], *lists, max_q=max_q, max_k=max(batch.used))
+        return cls(tokens, positions, draw_rows, slots[:count], *lists, max_q=max_q, max_k=max(batch.used))
 
-    def known_tokens(self, last: Tensor) -> Tensor:
-        """The tokens `[T']`, those in flight from `last`, the draw before."""
-        drawn = last.index_select(0, self.in_flight.clamp(min=0))
-        return torch.where(self.in_flight < 0, self.tokens, drawn)
+    def known_tokens(self, last_draw: Tensor) -> Tensor:
+        """The tokens `[T']`, those in flight taken from the last draw."""
+        drawn = last_draw.index_select(0, self.draw_rows.clamp(min=0))
+        return torch.where(self.draw_rows < 0, self.tokens, drawn)
 
 
 def copy_blocks(cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:

@@ -31,12 +31,12 @@ class Decoder:
     """Runs decode steps.
 
     Args:
-        last: `[max_batch]` int64, the tokens of the step before, which those of each step replace.
+        last_draw: `[max_batch]` int64, the tokens of the step before, which those of each step replace.
         max_length: of prompt and response together.
     """
 
-    def __init__(self, packed: PackedModel, cache: KVCache, last: torch.Tensor, *, max_length: int) -> None:
-        self.packed, self.cache, self.last = packed, cache, last
+    def __init__(self, packed: PackedModel, cache: KVCache, last_draw: torch.Tensor, *, max_length: int) -> None:
+        self.packed, self.cache, self.last_draw = packed, cache, last_draw
         self.width = cache.blocks_for(max_length)
         self.forget()
 
@@ -60,7 +60,7 @@ class Decoder:
             drawn = draw(responses, step.logits, policy_version)
         else:
             drawn = PendingTokens(responses, step.tokens, step.log_probs, policy_version, step.logits.dtype)
-        self.last[:rows].copy_(drawn.tokens)
+        self.last_draw[:rows].copy_(drawn.tokens)
         return drawn
 
 
@@ -75,8 +75,8 @@ class _Step:
 
     def __init__(self, owner: Decoder, rows: int, flags: SamplingFlags | None) -> None:
         self._owner, self._flags, self._cache = owner, flags, owner.cache
-        self.numbers = torch.zeros(_TABLE + owner.width, rows, dtype=torch.int64, device=owner.last.device)
-        self._begins = torch.arange(rows + 1, dtype=torch.int32, device=owner.last.device)
+        self.numbers = torch.zeros(_TABLE + owner.width, rows, dtype=torch.int64, device=owner.last_draw.device)
+        self._begins = torch.arange(rows + 1, dtype=torch.int32, device=owner.last_draw.device)
         self._recorded: Callable[[], None] | None = None
         self._is_new = True
 
@@ -88,7 +88,7 @@ class _Step:
         numbers[_SLOT] = self._cache.spare * self._cache.block
         numbers[_USED] = 1
         numbers[_TABLE] = self._cache.spare
-        numbers[:_UNIFORM, :count] = batch.tokens, batch.positions, batch.in_flight, batch.slots, batch.used
+        numbers[:_UNIFORM, :count] = batch.tokens, batch.positions, batch.draw_rows, batch.slots, batch.used
         numbers[_UNIFORM:_TABLE] = np.array([uniforms, *sampling], np.float64).view(np.int64).reshape(-1, rows)
         for row, blocks in enumerate(batch.blocks):
             numbers[_TABLE : _TABLE + len(blocks), row] = blocks
@@ -110,7 +110,7 @@ class _Step:
     def _compute(self, longest: int) -> None:
         # Recording calls it more than once: what it reads stays as it is.
         packed, tensors = self._owner.packed, self._tensors(longest)
-        tokens = tensors.known_tokens(self._owner.last)
+        tokens = tensors.known_tokens(self._owner.last_draw)
         hidden = packed.hidden(tokens, tensors.positions, PagedAttention(self._cache, tensors))
         self.logits = packed.logits(hidden)
         if self._flags is None:
@@ -120,8 +120,8 @@ class _Step:
         self.tokens, self.log_probs = sample(self.logits, uniforms, table)
 
     def _tensors(self, longest: int) -> BatchTensors:
-        tokens, positions, in_flight, slots, used = self.numbers[:_UNIFORM]
+        tokens, positions, draw_rows, slots, used = self.numbers[:_UNIFORM]
         used, table = used.int(), self.numbers[_TABLE:].t().int().contiguous()
         ends = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
         lists = (self._begins, ends, used, used, table)
-        return BatchTensors(tokens, positions, in_flight, slots, *lists, max_q=1, max_k=longest)
+        return BatchTensors(tokens, positions, draw_rows, slots, *lists, max_q=1, max_k=longest)

@@ -4,8 +4,8 @@ A step is three calls: `Scheduler.schedule` decides what to compute, `ModelRunne
 tokens, `PendingTokens.take` reads them and appends them to their responses. What is recomputed after a preemption gets
 the same random numbers, and so the same tokens.
 
-On an accelerator a step is launched before the tokens of the one before are read (`ahead`), so that the device does not
-wait for the host. A response whose end is found that way has had one token computed too many, which is dropped.
+On an accelerator a step is launched before the tokens of the one before are read (`look_ahead`), so that the device
+does not wait for the host. Of a response whose end is found that way one more token was computed, which is dropped.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class EmbeddedEngine:
         batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same beside any
             other responses and after any preemption, at the price of speed.
         compiled: on CPU use the compiled kernels where they can be built.
-        ahead: launch a step before the tokens of the one before are read, decode steps from memory that stays where it
-            is; None: on an accelerator. Not where ranks share the model.
+        look_ahead: launch a step before the tokens of the one before are read, decode steps from fixed buffers; None:
+            on an accelerator. Not where ranks share the model.
 
     Raises:
         ModelError: the model has no packed forward, or its layers have keys and values of different shapes.
@@ -78,7 +78,7 @@ class EmbeddedEngine:
         step_tokens: int = 2048,
         batch_invariant: bool = False,
         compiled: bool = True,
-        ahead: bool | None = None,
+        look_ahead: bool | None = None,
     ) -> None:
         if not packed.supports_paged:
             lack = "keys and values of one shape, once a layer," if packed.supports_packed else "packed forward"
@@ -90,7 +90,8 @@ class EmbeddedEngine:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_length = _max_length(packed, max_length)
-        self.ahead = (not is_host(packed.device) if ahead is None else ahead) and packed.tensor_group is None
+        on_device = not is_host(packed.device)
+        self.look_ahead = (on_device if look_ahead is None else look_ahead) and packed.tensor_group is None
         self.policy_version = 0
         self.stats = EngineStats()
         self.cache = _make_cache(packed, kv_memory, max_batch, self.max_length, compiled)
@@ -102,7 +103,7 @@ class EmbeddedEngine:
             max_length=self.max_length,
             batch_invariant=batch_invariant,
             compiled=compiled,
-            ahead=self.ahead,
+            look_ahead=self.look_ahead,
         )
         self._model_state: list[tuple[int, int]] = []
         #: What the last step drew, while it is in flight.
@@ -158,7 +159,7 @@ class EmbeddedEngine:
             before, self._drawn = self._drawn, self.runner.run(batch, self.policy_version, self.stats)
             # Ahead, a step is on the device by now while the tokens of the one before are read here.
             self._take(before)
-            if not self.ahead:
+            if not self.look_ahead:
                 self._take(self._drawn)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.

@@ -1,8 +1,8 @@
 """The model's side of a step: `ModelRunner.run` computes a `ScheduledBatch` and draws the next tokens.
 
-What it returns are `PendingTokens`: drawn, and on their way to the host. The engine reads them (`PendingTokens.take`,
-`Response.append`) at once, or where it looks ahead after it has launched the next step; that step finds them in `last`,
-on the device. Blocks of the cache are not this file's affair: the scheduler takes and frees them, a batch says which.
+It returns `PendingTokens`: drawn, and in flight until the engine reads them (`PendingTokens.take`, `Response.append`).
+It reads them at once; or, where it looks ahead, after it has launched the next step, which finds them in `last_draw` on
+the device. Blocks of the cache are the scheduler's affair: the batch says which.
 
 By tensor parallelism ranks compute one forward together, each with its heads and its part of the KV cache. One of them,
 the first, has the requests: it decides what is computed, samples, and sends the others what they need to follow it. So
@@ -48,13 +48,12 @@ class ModelRunner:
         max_length: of prompt and response together.
         batch_invariant: all products have `FIXED_ROWS` rows.
         compiled: on CPU use the compiled kernels where they can be built.
-        ahead: steps are run before the tokens of the one before are read.
+        look_ahead: a step is run before the tokens of the one before are read; not with tensor parallelism.
 
     Attributes:
         leads: whether this rank decides.
-        last: `[max_batch]` or more, int64: the tokens of the last draw by row; None where all are read before the next
-            step.
-        decoder: runs decode steps in memory that stays where it is, where steps are run ahead without our kernels.
+        last_draw: `[max_batch]` or more, int64: the tokens of the last draw by row; None without looking ahead.
+        decoder: runs decode steps in fixed buffers, which a CUDA graph needs; where it looks ahead without our kernels.
     """
 
     def __init__(
@@ -66,21 +65,21 @@ class ModelRunner:
         max_length: int,
         batch_invariant: bool = False,
         compiled: bool = True,
-        ahead: bool = False,
+        look_ahead: bool = False,
     ) -> None:
         self.packed, self.cache, self.group = packed, cache, packed.tensor_group
         self._rows = FIXED_ROWS if batch_invariant else None
         self._first = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
         self.leads = self.group is None or dist.get_rank() == self._first
         self._max_batch = max_batch
-        self.last: Tensor | None = None
+        self.last_draw: Tensor | None = None
         self.decoder: Decoder | None = None
-        if ahead:
-            self.last = torch.zeros(max(max_batch, self.filled(max_batch)), dtype=torch.int64, device=cache.device)
+        if look_ahead:
+            self.last_draw = torch.zeros(max(max_batch, self.filled(max_batch)), dtype=torch.int64, device=cache.device)
             if cache.kernels is None and not batch_invariant:
-                self.decoder = Decoder(packed, cache, self.last, max_length=max_length)
-        # What the host has at once needs no copy to it.
-        self._is_read_later = ahead or not is_host(cache.device)
+                self.decoder = Decoder(packed, cache, self.last_draw, max_length=max_length)
+        # Tokens that lie on the host and are read at once need no asynchronous copy.
+        self._is_read_later = look_ahead or not is_host(cache.device)
         has_kernels = compiled and self.group is None and kernels(packed.dtype, cache.device) is not None
         self._plain_head = has_kernels and _head_is_plain(packed)
         precise = torch.promote_types(packed.dtype, torch.float32)
@@ -98,8 +97,8 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch, policy_version: int, stats: EngineStats) -> list[PendingTokens]:
         """Compute the tokens of the batch, and draw one for each of its `samples`.
 
-        A decode step is such a batch: the last token of each response, whose keys and values go to its slot; the final
-        state of each gives the logits from which its next token is drawn.
+        In a decode step (`ScheduledBatch.is_decode`) these are the last token of each response. Its keys and values go
+        to its slot; the logits of its hidden state are what the next token is drawn from.
         """
         started, model = time.perf_counter(), self.packed.model
         if self.group is not None and (batch.tokens or batch.copies):
@@ -109,7 +108,7 @@ class ModelRunner:
             copy_blocks(self.cache, batch.copies)
         stats.steps += bool(batch.tokens)
         with evaluating(model) if model.training else nullcontext():
-            # The same computation in memory that stays where it is, which a CUDA graph needs.
+            # The same forward and draw in fixed buffers; it fills `last_draw` itself.
             if self.decoder is not None and batch.is_decode and self.packed.ready is None:
                 drawn = [self.decoder.step(batch, self.filled(len(batch.samples)), policy_version)]
                 stats.forward_seconds += time.perf_counter() - started
@@ -179,7 +178,7 @@ class ModelRunner:
         for part in [batch] if self._rows is None else batch.split(self._rows):
             count = len(part.tokens)
             tensors = BatchTensors.of(part, self.cache.device, self.filled(count))
-            tokens = tensors.tokens if self.last is None else tensors.known_tokens(self.last)
+            tokens = tensors.tokens if self.last_draw is None else tensors.known_tokens(self.last_draw)
             hidden = forward(tokens, tensors.positions, PagedAttention(self.cache, tensors, self._rows))
             states.append(hidden[:count])
         return states[0] if len(states) == 1 else torch.cat(states)
@@ -189,7 +188,7 @@ class ModelRunner:
     ) -> list[PendingTokens]:
         """Draw a token for each of `samples`, given the states `[T, d]` of the step."""
         first = [s.prompt.hidden for s, index in samples if index < 0 and s.prompt and s.prompt.hidden is not None]
-        # States of prompts, for responses without a token, follow those of this step.
+        # The states of prompts, for responses without a token, are behind those of this step's tokens.
         states = torch.cat([hidden, torch.stack(first)]) if first else hidden
         fresh = iter(range(len(hidden), len(states)))
         rows = [next(fresh) if index < 0 else index for _, index in samples]
@@ -202,9 +201,9 @@ class ModelRunner:
             logits = self.logits(states.index_select(0, index if states.is_cpu else to_device(index, states.device)))
             responses = [state.response for state, _ in samples[start : start + size]]
             drawn.append(draw(responses, logits, policy_version, self._kernels, self._is_read_later))
-        if self.last is not None:  # from now on they are in flight
+        if self.last_draw is not None:  # where the next step, scheduled before these are read, finds them
             tokens = torch.cat([pending.tokens[: len(pending.responses)] for pending in drawn])
-            self.last[: len(tokens)].copy_(tokens)
+            self.last_draw[: len(tokens)].copy_(tokens)
         return drawn
 
     def logits(self, states: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
 """What each step of generation computes: `Scheduler.schedule` makes a `ScheduledBatch`, `ModelRunner.run` computes it.
 
-A step computes the last token of every running response, and a chunk of the prompts that are not in the cache yet. From
-the final state of its last token a response's next one is drawn; its first one from the last state of its prompt.
+A step computes the last token of every running response, and a chunk of the prompts that are not in the cache yet. A
+response's first token is drawn from the hidden state of its prompt's last token, each later one from that of the token
+before it.
 
-**Tokens in flight.** Where the engine looks ahead, a step is scheduled before the host has read the tokens that the
-step before drew. These are in flight: `Response.in_flight` counts them, at most one a response when a step is
-scheduled. The batch has 0 in the place of such a token's id, and in `in_flight` its row of that draw, by which the
-device finds it.
+**Tokens in flight** are drawn and not yet read by the host. `PendingTokens` counts them in `Response.in_flight`: up
+when they are drawn, down when the host reads them. Where the engine looks ahead, a step is scheduled before the tokens
+of the step before are read, so one token a response is in flight then. Its id is not known: `ScheduledBatch.tokens` has
+0 in its place, and `draw_rows` its row in `ModelRunner.last_draw`, where the device finds it. A response that is
+preempted keeps such a token (it is read later); `put_all_back` forgets it, and it is drawn again.
 
-**Blocks.** A response takes blocks of the cache when it is admitted, and one more when its next token needs it. They
-are freed when it leaves: it has ended, which is seen when a token is read; it is aborted; or it is put back, because
-the cache is full (preemption) or its contents no longer hold. The blocks of a prompt are freed with the last response
-to it. A step launched ahead of the end of a response still writes a token of it to blocks that are free by then; the
-response that gets them next writes in a later step, so after it.
+**Blocks** of the cache are taken in `_admit`, and one more in `_make_room` when a response's next token needs it. They
+are freed in `_leave`: a response has ended or was aborted (`end`), is preempted because the cache is full
+(`_make_room`), or is recomputed because what the cache holds is out of date (`put_all_back`). A prompt's blocks are
+freed with its last running response. Looking ahead, a step may have been launched before the host saw that a response
+ended, and writes one more token of it to blocks that are free by then. That is harmless: the response or prompt that
+gets them next writes in a later step, and reads nothing there that it has not written.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class PromptState:
     """A prompt with running responses, which share its blocks.
 
     Attributes:
-        computed: its first tokens, whose keys and values are in the cache after the steps scheduled so far.
+        computed: number of its leading tokens whose keys and values are in the cache after the steps scheduled so far.
         hidden: `[d]`, the final state of its last token, once that is computed.
     """
 
@@ -64,7 +67,8 @@ class ResponseState:
         prompt: None while it waits.
         tail: tokens of the prompt after its last full block; they are copied into the response's first block.
         blocks: its own, of `block` tokens.
-        computed: its first tokens, whose keys and values are in the cache after the steps scheduled so far.
+        computed: number of its leading tokens whose keys and values are in the cache after the steps scheduled so far;
+            a token in flight counts.
         row: its row in the last draw.
     """
 
@@ -79,17 +83,17 @@ class ResponseState:
         self.row = 0
 
     def chunk(self, most: int) -> tuple[list[int], int]:
-        """Its next tokens to compute, at most so many; and if the last of them is in flight, its row of the last draw,
-        else -1."""
+        """`(tokens, draw_row)`: its next tokens to compute, at most `most`; if the last of them is in flight, its row
+        in the last draw, else -1."""
         response = self.response
         tokens = response.tokens[self.computed : self.computed + most]
-        if response.in_flight and len(tokens) < most:
+        if response.in_flight and len(tokens) < most:  # room is left behind all known tokens: that in flight is next
             return [*tokens, 0], self.row
         return tokens, -1
 
     @property
     def needed(self) -> int:
-        """Blocks for its tokens and the next one."""
+        """Blocks for its tokens, those in flight too, and the next one."""
         tokens = min(self.response.drawn + 1, self.response.max_new_tokens)
         return -(-(self.tail + tokens) // self.block)
 
@@ -99,23 +103,23 @@ class ScheduledBatch:
 
     Attributes:
         tokens, positions: of each token.
-        in_flight: of each token its row of the last draw, where the host has not read it yet; else -1.
+        draw_rows: of each token in flight its row in the last draw; -1 for the others.
         slots: where each token's keys and values go: block times tokens of a block plus row.
         ends: of each sequence's tokens.
-        used: tokens of each sequence that are in the cache then, the new ones included.
+        used: length of each sequence after this step, the new tokens included.
         blocks: of each sequence, up to its last token.
-        shared: how many of them may be shared with neighbouring sequences: those of a prompt, its responses' parent.
+        shared: how many of a sequence's leading blocks neighbouring sequences may share: those that its prompt fills.
         copies: blocks to copy first, from and to.
         completed: prompts whose last token is computed here, with its index in `tokens`.
-        samples: responses to draw a token for, with the index of the token whose state it is drawn from; -1: it is the
-            prompt's last one, of this step or of one before.
+        samples: responses to draw a token for, with the index in `tokens` of the token whose hidden state it is drawn
+            from; -1: the state is `PromptState.hidden`, set in this step or in one before.
     """
 
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.in_flight: list[int] = []
+        self.draw_rows: list[int] = []
         self.slots: list[int] = []
         self.ends: list[int] = []
         self.used: list[int] = []
@@ -125,19 +129,19 @@ class ScheduledBatch:
         self.completed: list[tuple[PromptState, int]] = []
         self.samples: list[tuple[ResponseState, int]] = []
 
-    def add(self, tokens: Sequence[int], start: int, blocks: Sequence[int], shared: int, row: int = -1) -> int:
+    def add(self, tokens: Sequence[int], start: int, blocks: Sequence[int], shared: int, draw_row: int = -1) -> int:
         """Add new tokens of a sequence, at positions `start, start + 1, ...`. Returns the index of the last one.
 
         Args:
             blocks: the sequence's blocks, up to these tokens at least.
             shared: how many of the first blocks may be shared with neighbouring sequences. The result of a sequence
                 depends on this number, but not on whether others do share them.
-            row: of the last draw, where the last of the tokens is in flight; else -1.
+            draw_row: if the last of the tokens is in flight, its row in the last draw; else -1.
         """
         size, used = self.block, start + len(tokens)
         self.tokens.extend(tokens)
         self.positions.extend(range(start, used))
-        self.in_flight.extend([-1] * (len(tokens) - 1) + [row])
+        self.draw_rows.extend([-1] * (len(tokens) - 1) + [draw_row])
         self.slots.extend(blocks[place // size] * size + place % size for place in range(start, used))
         self.ends.append(len(self.tokens))
         self.used.append(used)
@@ -147,7 +151,7 @@ class ScheduledBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one token of each of some responses, and each of them draws the next."""
+        """Whether each sequence is one token of a response, which draws its next one."""
         return bool(self.samples) and len(self.tokens) == len(self.samples) == len(self.ends) and not self.completed
 
     def to_json(self) -> bytes:
@@ -169,12 +173,12 @@ class ScheduledBatch:
                 if not parts or len(parts[-1].tokens) == size:
                     parts.append(ScheduledBatch(self.block))
                 stop = min(end, begin + size - len(parts[-1].tokens))
-                parts[-1].add(self.tokens[begin:stop], used - (end - begin), blocks, shared, self.in_flight[stop - 1])
+                parts[-1].add(self.tokens[begin:stop], used - (end - begin), blocks, shared, self.draw_rows[stop - 1])
                 begin = stop
         return parts
 
 
-_COMPUTED = ("tokens", "positions", "in_flight", "slots", "ends", "used", "blocks", "shared", "copies")
+_COMPUTED = ("tokens", "positions", "draw_rows", "slots", "ends", "used", "blocks", "shared", "copies")
 
 
 class Scheduler:
@@ -211,7 +215,7 @@ class Scheduler:
         return batch
 
     def end(self, state: ResponseState) -> None:
-        """Forget a response that has ended, and free its blocks."""
+        """Forget a response that has ended or was aborted, and free its blocks."""
         if state.prompt is None:
             self.waiting.remove(state)
         else:
@@ -285,17 +289,19 @@ class Scheduler:
             prompt.computed += size
 
     def _plan_responses(self, batch: ScheduledBatch, stats: EngineStats) -> None:
-        """Plan the tokens of responses whose prompts are computed: the last one, or after a preemption a chunk."""
+        """Plan the tokens of responses whose prompts are computed: the last token, or after a preemption a chunk of
+        what is computed again."""
         budget = max(0, self.step_tokens - len(batch.tokens))
         for prompt in self.prompts.values():
             if prompt.computed < len(prompt.tokens):
                 continue
             for state in prompt.running:
-                if state.response.is_full:  # its last token is on its way
+                if state.response.is_full:  # its last token is in flight: nothing more is drawn
                     continue
-                chunk, row = state.chunk(max(1, budget))
+                chunk, draw_row = state.chunk(max(1, budget))
                 index = -1
-                if chunk and prompt.hidden is None:  # computed in this step: there is nothing to copy yet
+                if chunk and prompt.hidden is None:
+                    # Preempted with its prompt, which is filled in this very step: there is no block to copy from yet.
                     continue
                 if chunk:
                     # The block that the prompt fills in part goes on with the response: each has a copy of its own.
@@ -303,7 +309,7 @@ class Scheduler:
                         batch.copies.append((prompt.blocks[-1], state.blocks[0]))
                     shared = len(prompt.tokens) // self.cache.block
                     start = len(prompt.tokens) + state.computed
-                    index = batch.add(chunk, start, prompt.blocks[:shared] + state.blocks, shared, row)
+                    index = batch.add(chunk, start, prompt.blocks[:shared] + state.blocks, shared, draw_row)
                     state.computed += len(chunk)
                     budget -= len(chunk) - 1
                     stats.recomputed_tokens += len(chunk) - 1
