@@ -108,6 +108,8 @@ class Groups:
     async def _run(self, node: Node) -> None:
         """All calls of a node. What it waits for as a whole has begun: no node waits for one of a later part."""
         before = self.graph.needs[node.name] if node.kind == "batch" else node.after
+        # A node that works on rows waits for the columns it reads, group by group (`_work`). As a whole it waits only
+        # for nodes that it is to follow without reading what they write (`after`).
         await asyncio.gather(*(asyncio.shield(self._tasks[name]) for name in before if name in self._tasks))
         if node.kind == "source":
             return await self._sample(node)
@@ -118,6 +120,8 @@ class Groups:
 
     async def _work(self, node: Node, groups: range) -> None:
         """One call of a node: wait for what it reads, run it, deliver what it wrote."""
+        # In this order: a node that held its slot while it waits for columns would keep out the very node of the same
+        # slot that writes them.
         rows, columns = await self._read(node, groups)
         if not rows and node.inputs:
             if node.kind == "batch" and not node.skip_empty:
@@ -130,7 +134,7 @@ class Groups:
         self._columns.deliver(node.name, groups, [rows[index] for index in kept], new)
 
     async def _read(self, node: Node, groups: range) -> tuple[list[int], Batch]:
-        """The rows a call works on, and the columns it reads. `id` goes along, to tell the rows of its result."""
+        """The rows a call works on, and the columns it reads; also `id`, by which rows of its result are matched."""
         writers = {column: self.graph.writers.get(column, self._base) for column in node.reads}
         # "*" is every column of the samples and of all nodes before.
         whole = {self._base, *self.graph.before[node.name]} if ANY in node.inputs else set()
@@ -224,6 +228,11 @@ def _check_inputs(graph: Graph, batch: Batch) -> None:
 
 
 def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
+    """The samples of each group: the id of each, and the row of the batch that it comes from.
+
+    A source may say which samples it will make of each prompt; else each row is one sample, and neighbours of one
+    `group` are a group.
+    """
     if source is not None and source.samples is not None:
         planned = source.samples(batch)
         if len(planned) != len(batch):

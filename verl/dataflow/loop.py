@@ -101,6 +101,8 @@ class _Threads:
             job.run()
             if self.running is job:
                 self.running = None
+            # Until the next job comes this frame would keep the last one's arguments and result alive: whole batches,
+            # or tensors that `sleep` and `release` are to free.
             del job
 
     def abandon(self, job: Job) -> None:

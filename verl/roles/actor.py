@@ -475,11 +475,14 @@ class Actor(ModelHandle[ActorWorker]):
         `samples` as of `needs_old_log_probs`."""
         prepared = self.prefixed(prepared, algorithm)
         first = self._is_one_step(prepared, samples)
+        # The only step on the policy's own samples takes the detached log-probs of its own forward for the old ones
+        # (`MiniBatch`), so that the ratio is exactly 1: with those of `prepare`, or of the engine, it would be off by
+        # rounding. A column that is left out here is what tells the loss so.
         if first and not algorithm.needs_log_probs:
-            # The engine's rounding is not a step of the policy: the ratio of a first step is 1.
             prepared = prepared.drop(["old_log_probs"])
+        # The engine's log-probs are measured against the trainer's of the same weights: in such a step those of its
+        # forward; else `prepare` has done it, with the log-probs from before the update.
         if not first or "log_probs" in prepared:
-            # Else this step's forward measures the engine against the trainer.
             prepared = prepared.drop(["rollout_log_probs"])
         return UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared), weight, name)
 

@@ -104,7 +104,9 @@ class AsyncTrainer(Trainer):
         self._starting = threading.RLock()
         self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
         self._tokens = 0  # that have come in this step
-        self._refused: ConfigError | None = None  # for a batch of prompts that was taken ahead
+        # Prompts are taken ahead of their step. A batch that is refused then must not end the steps whose prompts are
+        # here already: the error is kept, and raised by the step that lacks those prompts.
+        self._refused: ConfigError | None = None
 
     @property
     def group(self) -> RolloutPool:

@@ -69,6 +69,8 @@ class OptimizerSteps:
         metrics, grad_norm, lr = self._runner.metrics(losses), self._grad_norm(), self.optimizer.lr
         if not gradients.any():
             raise TrainingError(NO_GRADIENT)
+        # Loss and norm are those of all ranks, equal on each. So either all of them step or none does; a rank that
+        # judged by its own gradient would leave the others with other weights.
         skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if skipped:
             gradients.rejected()

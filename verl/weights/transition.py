@@ -178,6 +178,8 @@ class HybridWeights:
                 self._resize(item.name, self._sizes[item.name])
 
     def _end(self, number: int) -> None:
+        # A training piece may go once nothing reads it any more, after the last bucket with a part of its weight, and
+        # if all of it lies in this rank's buffer: what lies elsewhere could not be given back from here (`release`).
         for item in self.plan.buckets[number]:
             is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._lent
             if is_due and self.engine.release_weight(item.name):
@@ -186,6 +188,8 @@ class HybridWeights:
             self._arrived[number].set_result(None)
 
     def _resize(self, name: str, size: int) -> None:
+        # The storage is resized, and no tensor is made anew: the generation model's parameters, recorded graphs and
+        # views of parts hold these very tensors, and must see the memory come and go.
         storage = self.buffers[name].untyped_storage()
         if storage.nbytes() != size:  # resizing moves the memory even to the same size
             storage.resize_(size)

@@ -41,6 +41,9 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
         for name, shape, offset, size, dtype in held:
             outline = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
             holders.setdefault(name, []).append((rank, Shard(name, tuple(shape), tuple(offset), outline)))
+    # Every rank goes through the weights in the order of the gathered outlines, which is equal on all of them, whatever
+    # order its own pieces come in: a broadcast matches the call that its peers make at the same time, not a name. Of
+    # equal pieces the rank listed first sends.
     drawn = _Drawn(shards)
     for name, held_by in holders.items():
         whole = [(rank, piece) for rank, piece in held_by if piece.is_whole]

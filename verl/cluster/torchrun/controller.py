@@ -121,6 +121,8 @@ class TorchrunJob:
         return split_rows(batch, parts)
 
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
+        # A generator: rank 0 begins its own part when `_Running` draws it, after the others have their messages. Called
+        # at once, a collective in it would wait for ranks that know of nothing.
         worker, key = self.worker, next(self._keys)
         messages = dict.fromkeys(self._links, Message.of("make", body=(key, recipe, role)))
         own = (make(key, recipe, role) for make in (worker.make,))

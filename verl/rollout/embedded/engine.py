@@ -151,6 +151,9 @@ class EmbeddedEngine:
         """
         if self.cache.asleep and self.scheduler.waiting:
             raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
+        # Ahead, the tokens of the step before are unread while the next one is planned. A grammar's mask, or a caller's
+        # edit of the logits, is made of these tokens: where a response has one, they are read first, and nothing
+        # overlaps.
         try:
             if any(state.response.reads_tokens for state in self.scheduler.running):
                 self._take(self._drawn)

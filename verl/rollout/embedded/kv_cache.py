@@ -186,6 +186,8 @@ class KVCache:
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Remove one user of these blocks."""
+        # From the end: idle blocks are evicted in the order in which they come here, and a prefix is of use only as far
+        # as its first block that is gone.
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] < 0:

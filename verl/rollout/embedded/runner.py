@@ -197,6 +197,8 @@ class ModelRunner:
         drawn = []
         for start in range(0, len(rows), size):
             some = rows[start : start + size]
+            # Padded by copies of a row that is there, so that no row's numbers depend on how many there are; what is
+            # drawn for a copy has no response, and is dropped.
             some += some[:1] * (self.filled(len(some)) - len(some))
             index = torch.tensor(some)
             logits = self.logits(states.index_select(0, index if states.is_cpu else to_device(index, states.device)))

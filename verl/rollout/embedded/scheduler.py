@@ -268,6 +268,8 @@ class Scheduler:
             start, end = prompt.computed, min(prompt.computed + budget, len(prompt.tokens))
             index = batch.add(prompt.tokens[start:end], start, prompt.blocks, len(prompt.blocks))
             budget -= end - start
+            # From the plan on, not from when they are computed: another prompt of this very step may then skip them.
+            # All keys and values of a layer are written before any token attends to them.
             for block in prompt.blocks[start // size : end // size]:
                 self.cache.filled[block] = True
             prompt.computed = end
