@@ -335,7 +335,7 @@ def _cgroups() -> Iterator[tuple[int, int]]:
     except OSError:
         return
     for line in lines:
-        _, controllers, place = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
         if controllers == "":
             root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -344,7 +344,7 @@ def _cgroups() -> Iterator[tuple[int, int]]:
         else:
             continue
         # In a container the path may be the host's: then only the root of the mount is there.
-        group = root / place.strip("/")
+        group = root / path.strip("/")
         for directory in (group, *group.parents):
             if directory == root.parent:
                 break

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from verl.cluster.place import dispatch
+from verl.cluster.rank_context import dispatch
 from verl.errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("own_worker.py")

@@ -171,7 +171,7 @@ class ModelFiles:
 def _shard(source: WeightSource, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
     if source.expert is None:
         return Shard.whole(name, tensor)
-    offset = (source.expert, source.place * len(tensor), *(0,) * (tensor.dim() - 1))
+    offset = (source.expert, source.part * len(tensor), *(0,) * (tensor.dim() - 1))
     return Shard(name, weight.shape, offset, tensor[None])
 
 

@@ -204,7 +204,7 @@ class Trainer:
         }
         for active in self.tasks.values():
             for role, source in active.sources.items():
-                source.place(self.actor.controller, role)
+                source.set_placement(self.actor.controller, role)
         for controller in {handle.controller for handle in self.roles.values()}:
             controller.wait(limits.deadline)
         if len(tasks) > 1:  # samples of another temperature say so

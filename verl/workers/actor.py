@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from verl.batch import Batch
-from verl.cluster.place import ALONE, ROLE, WEIGHTS, Place, dispatch
+from verl.cluster.rank_context import ALONE, ROLE, WEIGHTS, RankContext, dispatch
 from verl.combinations import check
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
@@ -29,10 +29,10 @@ from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.user_functions import load_function
 from verl.weights.shard import Shard, Stream
-from verl.workers.generation import GenerationModel, rollout_place
+from verl.workers.generation import GenerationModel, rollout_context
 from verl.workers.streams import broadcast_shards, broadcast_weights
 from verl.workers.sync import ROWS, SyncCheck
-from verl.workers.trained import TrainedWorker, placed, train_engine
+from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
@@ -117,16 +117,16 @@ class ActorWorker(TrainedWorker):
         rollout: SamplerOptions,
         *,
         head: Head = "lm",
-        place: Place = ALONE,
+        context: RankContext = ALONE,
     ) -> None:
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
-        self.rollout, self.head, self.place = rollout, head, place
+        self.rollout, self.head, self.context = rollout, head, context
         self.policy_version = 0
-        live, weights = placed(model, place)
-        trains, generates = ("train" in place.meshes), head == "lm" and "rollout" in place.meshes
-        self.train = train if trains else train.generating(place.meshes["rollout"].layout)
-        here = place if trains else rollout_place(place)
-        apart = WEIGHTS in place.groups and head == "lm"
+        live, weights = model_of_rank(model, context)
+        trains, generates = ("train" in context.meshes), head == "lm" and "rollout" in context.meshes
+        self.train = train if trains else train.generating(context.meshes["rollout"].layout)
+        here = context if trains else rollout_context(context)
+        apart = WEIGHTS in context.groups and head == "lm"
         # Three ways in which weights reach the rollout engine:
         # - one layout (`_blank` is None): it computes with the live training tensors, or is sent them at `sync`;
         # - two layouts (`_blank`): each rollout fills a `GenerationModel` from the trained weights and frees it at its
@@ -158,7 +158,7 @@ class ActorWorker(TrainedWorker):
     def _generation_model(self) -> GenerationModel:
         assert self._blank is not None
         if self._generation is None:
-            self._generation = GenerationModel(self._blank, self.train, self.place, self.engine)
+            self._generation = GenerationModel(self._blank, self.train, self.context, self.engine)
         return self._generation
 
     @property
@@ -254,8 +254,8 @@ class ActorWorker(TrainedWorker):
     def sync(self) -> dict[str, float]:
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
-        if self.place.is_apart:
-            broadcast_weights(self.engine, self.place)
+        if self.context.is_apart:
+            broadcast_weights(self.engine, self.context)
         return self._hand_over()
 
     @dispatch("rollout", collect="shards")
@@ -266,7 +266,7 @@ class ActorWorker(TrainedWorker):
             return
         whole = self._generation_model()
         if whole.packed.tensor_group is not None:  # adapters are merged into whole weights
-            whole = GenerationModel(self._blank, self.train, self.place, self.engine, whole=True)
+            whole = GenerationModel(self._blank, self.train, self.context, self.engine, whole=True)
         with whole.filled() as engine:
             yield from engine.merged_shards()
 
@@ -287,7 +287,7 @@ class ActorWorker(TrainedWorker):
         engine = self.rollout_engine
         dropped = getattr(engine, "lacks_weights", False)
         if self._is_fed:  # all ranks send together
-            dropped = any(gather_json(dropped, self.place.groups[ROLE]))
+            dropped = any(gather_json(dropped, self.context.groups[ROLE]))
         if dropped:
             engine.load_shards(self._served(weights), self.policy_version)
 
@@ -295,30 +295,30 @@ class ActorWorker(TrainedWorker):
         """What an engine that is fed is made from: the model without weights."""
         if self._blank is None or not self._is_fed:
             return None
-        return PackedModel(self._blank, device=self.place.device or "cpu")
+        return PackedModel(self._blank, device=self.context.device or "cpu")
 
     def _served(self, weights: TrainEngine) -> Iterator[Shard]:
         """The weights for the engine: the live ones, where it computes with them; else without adapters, merged; or
         all pieces, where it takes these."""
         if self._is_fed:
-            return broadcast_shards(Stream(weights.shards), self.place.groups[ROLE])
+            return broadcast_shards(Stream(weights.shards), self.context.groups[ROLE])
         return weights.shards() if getattr(self._rollout_engine, "is_live", False) else weights.merged_shards()
 
     def _measure(self, weights: TrainEngine) -> dict[str, float]:
         if self._is_fed:  # ranks that share the trained model predict the same samples
-            own = self._sync.probe
-            columns = own and {name: list(own[name]) for name in ("prompt_tokens", "response_tokens")}
-            found = next(filter(None, gather_json(columns, self.place.groups[ROLE])), None)
-            self._sync.probe = found and Batch.from_columns(found)
+            probe = self._sync.probe
+            columns = probe and {name: list(probe[name]) for name in ("prompt_tokens", "response_tokens")}
+            probed = next(filter(None, gather_json(columns, self.context.groups[ROLE])), None)
+            self._sync.probe = probed and Batch.from_columns(probed)
         return self._sync.measure(self._rollout_engine, weights)
 
 
 class ReferenceWorker:
     """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
 
-    def __init__(self, model: ModelSource, train: EngineOptions, *, place: Place = ALONE) -> None:
-        live, weights = placed(model, place)
-        self.engine = train_engine(live.requires_grad_(False), train.frozen(), "lm", place, weights=weights)
+    def __init__(self, model: ModelSource, train: EngineOptions, *, context: RankContext = ALONE) -> None:
+        live, weights = model_of_rank(model, context)
+        self.engine = train_engine(live.requires_grad_(False), train.frozen(), "lm", context, weights=weights)
 
     @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:

@@ -130,8 +130,8 @@ class EmbeddedEngine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
         )
-        own = len(response.prompt) % self.cache.block + response.max_new_tokens
-        needed = self.cache.blocks_for(len(response.prompt)) + self.cache.blocks_for(own)
+        response_tokens = len(response.prompt) % self.cache.block + response.max_new_tokens
+        needed = self.cache.blocks_for(len(response.prompt)) + self.cache.blocks_for(response_tokens)
         if needed > self.cache.num_blocks:
             raise RolloutError(
                 f"request '{request.id}' may need {needed * self.cache.block} tokens of KV cache, there is room for "

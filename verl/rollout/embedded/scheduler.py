@@ -138,7 +138,7 @@ class ScheduledBatch:
         self.tokens.extend(tokens)
         self.positions.extend(range(start, used))
         self.in_flight.extend([-1] * (len(tokens) - 1) + [row])
-        self.slots.extend(blocks[place // size] * size + place % size for place in range(start, used))
+        self.slots.extend(blocks[position // size] * size + position % size for position in range(start, used))
         self.ends.append(len(self.tokens))
         self.used.append(used)
         self.blocks.append(list(blocks[: -(-used // size)]))

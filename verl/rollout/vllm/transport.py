@@ -35,7 +35,7 @@ class Transport(Protocol):
 
     on_host: bool
 
-    def lend(self, shards: Sequence[Shard]) -> AbstractContextManager[dict[str, Any]]:
+    def publish(self, shards: Sequence[Shard]) -> AbstractContextManager[dict[str, Any]]:
         """A message, JSON but for tuples, from which `received` makes the shards until the end of the block."""
 
 
@@ -45,7 +45,7 @@ class FileTransport:
     on_host = True
 
     @contextmanager
-    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
         """`path`, `places` and `checksum`."""
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
@@ -70,7 +70,7 @@ class DeviceTransport:
         self._device, self._ranks = torch.device(device), ranks
 
     @contextmanager
-    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
         """`memory`, `handles` (one a rank), `pieces_at` (dtype, shape and first byte of each), `places`, `checksum`."""
         sizes = [math.ceil(shard.nbytes / _ALIGNED) * _ALIGNED for shard in shards]
         begins = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -155,8 +155,8 @@ def _from_device(message: Mapping[str, Any], rank: int, device: torch.device) ->
     lent = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     # A copy, since vLLM may keep pieces until a layer is whole, and the sender uses its memory again.
     buffer = lent.to(device, copy=True)
-    found = device_checksum(buffer)  # which waits for the copy
-    if found != message["checksum"]:
+    checksum = device_checksum(buffer)  # which waits for the copy
+    if checksum != message["checksum"]:
         raise ValueError("the weights in device memory are not those that were sent")
     return _pieces(buffer, message["pieces_at"])
 
@@ -182,12 +182,12 @@ def _shards(places: Sequence[Sequence[Any]], pieces: Sequence[Tensor]) -> list[S
 
 def _pieces(buffer: Tensor, pieces_at: Sequence[Sequence[Any]]) -> list[Tensor]:
     """Views of the parts of a buffer `[bytes]`."""
-    found = []
+    tensors = []
     for name, shape, begin in pieces_at:
         dtype: torch.dtype = getattr(torch, name)
         end = begin + math.prod(shape) * dtype.itemsize
-        found.append(buffer[begin:end].view(dtype).view(tuple(shape)))
-    return found
+        tensors.append(buffer[begin:end].view(dtype).view(tuple(shape)))
+    return tensors
 
 
 def _as_plain(handle: Sequence[Any]) -> list[Any]:
