@@ -1,5 +1,5 @@
-"""What a controller holds of a role: its worker group. How a call's rows are split and answers put together, on
-ranks that torchrun or Ray started."""
+"""The worker group of a role, as a controller holds it: how the rows of a call are split over ranks that torchrun or
+Ray has started, and how their answers are put together."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Groups:
         self.graph, self.batch = graph, batch
         self._base = graph.source.name if graph.source else ""
         _check_inputs(graph, batch)
-        #: Of each group its samples to come: id, and row of the batch.
+        #: The samples that each group will have: the id, and the row of the batch it comes from.
         self._samples = _plan(graph.source, batch)
         self._slots: dict[str, Slot] = defaultdict(Slot, slots or {})
         self._calls = Calls(graph, deadline)
@@ -76,7 +76,7 @@ class Groups:
             self._columns.deliver("", range(len(self._samples)), range(len(batch)), batch)
 
     def start(self, phase: Phase) -> Groups:
-        """Begin the nodes of a part of the step; those of earlier parts have begun."""
+        """Start the nodes of a phase of the step. Phases are started in their order."""
         for node in self.graph.phases[phase]:
             self._tasks[node.name] = asyncio.create_task(self._run(node))
         return self
@@ -106,7 +106,7 @@ class Groups:
         return metrics
 
     async def _run(self, node: Node) -> None:
-        """All calls of a node. What it waits for as a whole has begun: no node waits for one of a later part."""
+        """Make all calls of a node. The nodes it waits for have been started: none of them is of a later phase."""
         before = self.graph.needs[node.name] if node.kind == "batch" else node.after
         # A node that works on rows waits for the columns it reads, group by group (`_work`). As a whole it waits only
         # for nodes that it is to follow without reading what they write (`after`).
@@ -152,7 +152,7 @@ class Groups:
         return rows, Batch.from_columns(columns)
 
     def _accept(self, node: Node, value: Any, rows: int | None = None) -> Batch:
-        """The columns a node returned; its metrics are put aside."""
+        """The columns a node returned; keeps its metrics for the result."""
         columns, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
         columns = Batch.from_columns({}) if columns is None else columns
         if not isinstance(columns, Batch) or not isinstance(metrics, dict):

@@ -90,7 +90,7 @@ class ModelFiles:
         return model
 
     def why_whole(self, model: Any) -> str | None:
-        """Why the weights of a blank `model` cannot be read from the files one by one; None: they can."""
+        """Why the weights of a `model` on the meta device cannot be read from the files one by one; None: they can."""
         backbone = getattr(model, "backbone", model)
         if resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) is None:
             return "their dtype is known when they are read"
@@ -105,7 +105,7 @@ class ModelFiles:
         return next((f"the files have no '{name}'" for name in lacking), None)
 
     def plan(self, model: Any) -> WeightSources:
-        """Where the weights of a blank model come from, tied ones under every name."""
+        """Where the weights of a model on the meta device come from, tied ones under every name."""
         sources, weights = weight_sources(model, weight_files(self.path)), model_weights(model)
         stored = {name: names for names in tied(weights) for name in names}
         by_name: WeightSources = {}
@@ -116,11 +116,11 @@ class ModelFiles:
         return by_name
 
     def shards(self, model: Any, plan: WeightSources) -> Iterator[Shard]:
-        """The weights of `model` (a blank one, or what is here of it once it is laid out) from the files: views of
-        these where the dtype is theirs, so that reading a part touches no more.
+        """The weights of `model` (on the meta device, or what is here of it once it is laid out) from the files: views
+        of these where the dtype is theirs, so that reading a part touches no more.
 
         Args:
-            plan: of the blank model.
+            plan: of the model on the meta device.
         """
         files, opened = weight_files(self.path), {}
         head = dict(self._head(model)) if isinstance(model, ValueModel) else {}

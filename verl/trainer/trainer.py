@@ -539,7 +539,7 @@ class Trainer:
     @property
     def position(self) -> dict[str, Any] | None:
         """Where the loader of `fit` is in its data; of a checkpoint that was loaded: where the next one goes on."""
-        return self._position if self._loader is None else self._place_of(self._loader)
+        return self._position if self._loader is None else self._position_of(self._loader)
 
     @position.setter
     def position(self, position: dict[str, Any] | None) -> None:
@@ -552,7 +552,7 @@ class Trainer:
             return loader
         return loader if self.mixture.scheduler is not None else Prefetch(loader)
 
-    def _place_of(self, loader: Loader) -> dict[str, Any]:
+    def _position_of(self, loader: Loader) -> dict[str, Any]:
         return loader.state_dict()
 
     def _open(self, prompts: Iterable[Any]) -> Iterator[Any]:

@@ -188,7 +188,7 @@ class TrainEngine(ABC):
         return self.weights.release(name)
 
     def restore_weights(self, name: str, shards: Iterable[Shard]) -> None:
-        """Put a lent weight, all pieces of it, back to where it was.
+        """Put a released weight, all shards of it, back to where it was.
 
         Raises:
             CheckpointError: a piece did not come whole.

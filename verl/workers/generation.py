@@ -24,7 +24,7 @@ class GenerationModel:
     before a rollout, and freed after it. All ranks that share the trained model call each method together.
 
     Args:
-        blank: the model without weights.
+        meta_model: the model without weights.
         options: of the trained model.
         context: where the worker stands.
         trained: the engine of the trained model. While the weights for generation are there, it has none to train.
@@ -37,7 +37,7 @@ class GenerationModel:
 
     def __init__(
         self,
-        blank: Any,
+        meta_model: Any,
         options: EngineOptions,
         context: RankContext,
         trained: TrainEngine,
@@ -47,7 +47,7 @@ class GenerationModel:
         mesh = generation_mesh(trained.mesh) if whole else context.meshes["rollout"]
         frozen, device = options.generating(mesh.layout), context.device or "cpu"
         is_cut = mesh.layout.tp > 1
-        model = empty_copy(blank, "meta" if is_cut else device)
+        model = empty_copy(meta_model, "meta" if is_cut else device)
         if is_cut:
             self.packed = PackedModel(model, fused_kernels=options.fused_kernels, device=device)
             group = context.groups.get("rollout")

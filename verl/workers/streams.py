@@ -60,7 +60,7 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
 
 
 class _ShardsOnDemand:
-    """Pieces by name and place, drawn when they are wanted: some are made then."""
+    """Shards of an iterator by name and offset. It is advanced only as far as it must be: some are made on the way."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._coming = iter(shards)
@@ -100,7 +100,7 @@ def broadcast_weights(engine: TrainEngine, context: RankContext) -> None:
 
 
 def _spread(shards: Iterable[Shard] | None, context: RankContext, load: Callable[[Iterable[Shard]], None]) -> None:
-    """Let the pieces of those ranks of a role that have some travel, and `load` them on the others."""
+    """Broadcast the shards of the ranks of a role that have some, and `load` them on the others."""
     stream = broadcast_shards(shards or (), context.groups[ROLE])
     if shards is None:
         load(stream)

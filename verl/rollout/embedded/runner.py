@@ -90,7 +90,7 @@ class ModelRunner:
         self.look_at_model()
 
     def look_at_model(self) -> None:
-        """Its modules may have changed."""
+        """Choose the forward and find the head again: the model's modules may have changed."""
         self._model_forward = self.packed.choose_forward()
         self._head: Any = self.packed.output_layer()
 
@@ -138,7 +138,7 @@ class ModelRunner:
             self._order(_END, 0)
 
     def forget_steps(self) -> None:
-        """Weights or keys and values are elsewhere now, so what is recorded of decode steps is of no use."""
+        """Drop recorded decode steps: weights or KV cache have moved in memory."""
         if self.decoder is not None:
             self.decoder.forget()
 
