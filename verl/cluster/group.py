@@ -215,13 +215,13 @@ def check_call(what: str, spec: Dispatch, meshes: Iterable[str], args: Sequence[
         meshes: those of the role.
 
     Raises:
-        ConfigError: the call is of a mesh that the role has not.
+        ConfigError: the role has no mesh of that name.
         DataError: it is split by rows, and its first argument is no batch.
     """
     known = (ROLE, *meshes)
     if spec.mesh not in known:
         raise ConfigError(
-            f"'{what}' is a call of mesh '{spec.mesh}', which the role has not: {nearest(spec.mesh, known)}"
+            f"'{what}' is a call of mesh '{spec.mesh}', and this role has no such mesh: {nearest(spec.mesh, known)}"
         )
     if spec.split == "rows" and not (args and isinstance(args[0], Batch)):
         got = type(args[0]).__name__ if args else "none"
@@ -229,7 +229,7 @@ def check_call(what: str, spec: Dispatch, meshes: Iterable[str], args: Sequence[
 
 
 def check_answer(what: str, rank: int, rows: int, answer: Any) -> None:
-    """Of a call that collects rows.
+    """Check a rank's answer to a call that collects rows.
 
     Raises:
         DataError: a rank's answer is not one row for each that it got.

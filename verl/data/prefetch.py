@@ -22,7 +22,7 @@ class Loader(Protocol):
 
 
 def ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches, each read while the one before is used."""
+    """The batches of an iterator, each read while the one before is used."""
     coming = beside(next, batches, _END, name="prefetch")
     while (batch := coming.result()) is not _END:
         coming = beside(next, batches, _END, name="prefetch")
@@ -60,7 +60,7 @@ class Prefetch:
         self._position = state
 
     def close(self) -> None:
-        """Put the loader where this has come to: the batch that was read ahead is its next one again."""
+        """Set the loader back to the position reached here: the batch that was read ahead is its next one again."""
         if self._ahead is not None:
             self.load_state_dict(self._position)
 

@@ -72,7 +72,7 @@ class Fit:
         return cls(sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), reshaped)
 
     def without(self, spare: Callable[[], Iterable[str]]) -> Fit:
-        """The same, if tensors of these names are no fault."""
+        """This fit, with tensors of these names counted as no fault."""
         names = {*spare()} if self.unexpected else set[str]()
         return Fit(self.missing, [name for name in self.unexpected if name not in names], self.reshaped)
 

@@ -55,7 +55,7 @@ class ModelFiles:
 
     @classmethod
     def of(cls, options: ModelOptions, kind: Kind, seed: int = 0) -> ModelFiles:
-        """Those of settings that name a path; a directory is found from any working directory."""
+        """The files that settings name; a directory is made absolute, to be found from any working directory."""
         path = str(options.path)
         path = os.path.abspath(path) if os.path.isdir(path) else path
         return cls(path, kind, options.dtype, options.trust_remote_code, options.lora, seed)

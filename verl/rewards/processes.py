@@ -60,7 +60,7 @@ class _Process(Host):
         threading.Thread(target=self._write, args=(number, *request), daemon=True).start()
 
     def end(self) -> None:
-        """With all that it started."""
+        """Kill the process and all that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

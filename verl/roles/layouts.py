@@ -123,7 +123,7 @@ def _best_size(actor: Actor) -> int:
 
 
 def _possible_sizes(actor: Actor, ranks: int) -> list[int]:
-    """Those that divide the ranks, the layout of training and the model's heads."""
+    """The tensor-parallel sizes that divide the ranks, the layout of training and the model's heads."""
     shape, possible = ModelShape.of(actor.modules.config), []
     for size in range(1, ranks + 1):
         try:

@@ -143,13 +143,13 @@ class Reward:
         return (await self.score_and_count(sequences))[0]
 
     async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
-        """The same, and metrics of failures, retries and workers."""
+        """`score`, and metrics of failures, retries and workers."""
         result = await score_finished(self.source, sequences)
         names = {what: "workers/max" if what == "workers" else f"{what}/count" for what in result.counts}
         return result.as_batch(), {names[what]: float(count) for what, count in result.counts.items()}
 
     def get_reward(self, sequences: Any) -> Batch:
-        """The same for synchronous code, and for plain texts or (prompt, response) pairs in the place of sequences.
+        """`score` for synchronous code, also of plain texts or (prompt, response) pairs instead of sequences.
 
         Raises:
             DataError: it is none of these.

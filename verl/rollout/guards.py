@@ -108,7 +108,7 @@ class GuardModel:
         self._one_at_a_time = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """As it was made: the model is loaded where it is used."""
+        """The settings alone: the model is loaded in the process that uses it."""
         kept = ("model_name", "max_new_tokens", "template", "refuses", "minimum", "device", "dtype")
         return {name: getattr(self, name) for name in kept}
 

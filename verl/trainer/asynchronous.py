@@ -2,7 +2,7 @@
 
 The second driver over the calls of `verl.trainer.step`: its groups have been sampled when they are scored. A step
 begins as many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands
-the new weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A
+the new weights to the workers, which take them between two tokens: unfinished responses go on under the new weights. A
 sample carries the version that wrote its first token; importance weights correct for what has changed since.
 
 Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), and episodes.

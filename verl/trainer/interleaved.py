@@ -122,7 +122,7 @@ class InterleavedTrainer(Trainer):
         super().rollback(step, skip_data=skip_data)
 
     def _position_of(self, loader: Loader) -> dict[str, Any]:
-        """With the prompts that are on their way still to come."""
+        """The loader's position, with the prompts that are being sampled still to come."""
         position = loader.state_dict()
         return {
             **position,

@@ -88,7 +88,7 @@ class UpdatePhase:
 
     @property
     def _total_samples(self) -> int:
-        """Of all tasks: what `mini_batch_size` divides, and so the number of optimizer steps."""
+        """Samples of all tasks, from which `mini_batch_size` makes the number of optimizer steps."""
         return sum(map(len, self._samples.values()))
 
     def _prepare(self, name: str, _: Batch) -> Columns:

@@ -101,7 +101,7 @@ class TrainEngine(ABC):
 
     @property
     def precision(self) -> torch.dtype:
-        """Of losses and predictions: fp32, or fp64 for an fp64 model."""
+        """The dtype of losses and predictions: fp32, or fp64 for an fp64 model."""
         return self.runner.precision
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ class LocalWeights(ABC):
         return (Shard.whole(name, tensor) for name, tensor in tensors)
 
     def local_state(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """The other way round: of each shard, what is here."""
+        """The inverse of `state_shards`: what of each shard belongs to this rank."""
         return iter(shards)
 
     # A back end whose weights share memory with what its library has flattened releases none.
@@ -83,7 +83,8 @@ class WholeModel:
         self.dtypes = {name: weight.dtype for name, weight in named_weights(model)}
 
     def specs(self, here: Mapping[str, Described], ranks: Ranks) -> dict[str, WeightSpec]:
-        """Of the weights here and on other pipeline stages, in the order of the model. All stages come here together.
+        """The specs of all weights, on this pipeline stage and the others, in the order of the model. All stages call
+        it together.
 
         Args:
             here: of the weights that this rank has parts of, the dtype and how they are cut.

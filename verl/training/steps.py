@@ -79,7 +79,7 @@ class OptimizerSteps:
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
 
     def _grad_norm(self) -> float:
-        """Of the gradient over all ranks' pieces, each element counted once."""
+        """The norm of the gradient over the shards of all ranks; each element counts once."""
         norm = self.optimizer.gradients.norm(self._runner.parallel.copies)
         if not self._runner.parallel.cut_dims:
             return norm

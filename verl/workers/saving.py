@@ -76,8 +76,8 @@ class RankFiles:
 
 
 def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set[str]]:
-    """Of the pieces that the ranks of a group hold, those that this rank writes: each piece is written once, by the
-    rank of its holders that has least to write. And the names of all."""
+    """The shards that this rank writes of those that the ranks of a group hold, and the names of all. Each is written
+    once, by the one of its holders that has least to write."""
     held = map(_entry, shards)  # which keeps none of them
     of_all = gather_json([entry for entry in held if entry is not None], group)
     holders: dict[tuple[str, tuple[int, ...], int], list[int]] = {}

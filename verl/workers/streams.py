@@ -74,7 +74,7 @@ class _ShardsOnDemand:
 
 
 def gathered(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
-    """The same, each weight whole.
+    """`broadcast_shards`, with each weight whole.
 
     Args:
         shards, group: see `broadcast_shards`.

@@ -140,7 +140,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _model_parts(value: PortableModel) -> Any:
-    """Those of a new model; or the model itself, which all ranks know."""
+    """The parts of a new model; or the model itself, if all ranks know it."""
     return value.parts() if registry.number(value.model) is None else value.model
 
 

@@ -189,8 +189,8 @@ class TorchrunJob:
             for stream, busy in self._shared.values():
                 if not busy.isdisjoint(messages):
                     raise ClusterError(
-                        f"'{what}' was called while the stream of '{stream}' is open, whose ranks compute together and "
-                        "can do nothing else meanwhile: draw it to its end first, or close() it"
+                        f"'{what}' was called while the stream of '{stream}' is open: its ranks are busy until it "
+                        "ends. Exhaust the iterator or close() it first"
                     )
             inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
             self._inboxes[serial] = inbox

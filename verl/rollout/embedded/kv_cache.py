@@ -44,7 +44,7 @@ def blocks_for(tokens: int, size: int = BLOCK) -> int:
 
 
 def _block_shapes(head_dim: int, dtype: torch.dtype, size: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Of a block of keys and one of values, of one layer and head."""
+    """The shapes of a block of keys and of a block of values, of one layer and head."""
     pair = 2 if dtype == torch.bfloat16 else 1
     return (-(-head_dim // pair), size, pair), (size // pair, -(-head_dim // _WIDTH) * _WIDTH, pair)
 

@@ -79,8 +79,8 @@ class ResponseState:
         self.row = 0
 
     def chunk(self, most: int) -> tuple[list[int], int]:
-        """Its next tokens to compute, at most so many; and if the last of them is in flight, its row of the last draw,
-        else -1."""
+        """The next tokens to compute, at most `most`; and the response's row of the last draw if the last of them is in
+        flight, else -1."""
         response = self.response
         tokens = response.tokens[self.computed : self.computed + most]
         if response.in_flight and len(tokens) < most:

@@ -162,7 +162,7 @@ def _from_device(message: Mapping[str, Any], rank: int, device: torch.device) ->
 
 
 def places_of(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Of each shard the name and shape of the weight, and where the piece begins."""
+    """For each shard the name and shape of its weight, and its offset there."""
     return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
 
 

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """Of a weight: the names of vLLM's parameters that it loads (None: it did not say), the modules that have them, and
+    """How a weight is loaded: the names of vLLM's parameters that it fills (None: it did not say), their modules, and
     its places (None: not known)."""
 
     loads: frozenset[str] | None

@@ -106,7 +106,7 @@ class ZeroAdamW(torch.optim.AdamW):
         self.completed_steps += 1
 
     def _norm(self) -> float:
-        """Of the gradient over all ranks' pieces."""
+        """The norm of the gradient over the shards of all ranks."""
         squares = [
             torch.linalg.vector_norm(part.of(part.flat.grad), dtype=torch.float64).square().cpu()
             for part in self.ranges
