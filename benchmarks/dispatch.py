@@ -23,8 +23,8 @@ import pyarrow as pa
 
 from verl.batch import Batch
 from verl.cluster.group import RankGroup
-from verl.cluster.place import ALONE, Place, dispatch
 from verl.cluster.placement import DeviceMesh
+from verl.cluster.rank_context import ALONE, RankContext, dispatch
 from verl.cluster.ray.controller import RayJob
 from verl.cluster.world import RoleMeshes
 from verl.weights.layout import Mesh
@@ -38,7 +38,7 @@ WARMING = 5.0
 class Idle:
     """A worker that has its answers ready."""
 
-    def __init__(self, samples: int, tokens: int, *, place: Place = ALONE) -> None:
+    def __init__(self, samples: int, tokens: int, *, context: RankContext = ALONE) -> None:
         self.samples = experience(samples, tokens)
 
     @dispatch("train", split="rows", collect="batches")

@@ -67,8 +67,8 @@ def train_recipe(args: argparse.Namespace, placement: dict[str, int] | None) -> 
     from verl.run.train import train
 
     file = args.config_path if args.config_path.exists() else Path(__file__).parent / args.config_path
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    changes = [f"{key}={value}" for name, value in given.items() for key in OPTIONS[name][0]]
+    options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    changes = [f"{key}={value}" for name, value in options.items() for key in OPTIONS[name][0]]
     changes += [f"trainer.placement.{role}={count}" for role, count in (placement or {}).items()]
     train(load_config(file, [*changes, *args.overrides]))
 

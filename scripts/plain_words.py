@@ -7,6 +7,7 @@ To add one, write it into WORDS with what to use instead. A word also counts as 
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -27,10 +28,24 @@ WORDS = {
     "verbs?": "call, or the method's name",
     "slots? (?:on|of) (?:the|a) (?:GPU|Ray|cluster|rank)": "device, rank",
     "map of placement": "placement",
+    "lend(?:s|ing)?": "publish, share, release_weight",
+    "spread_weights": "broadcast_shards",
+    "settle_engine": "resolve_engine",
+}
+#: Names of variables that say nothing of what they hold, which the package does not have. (Tests may.)
+NAMES = {
+    "found": "what it is: rewards, matches, by_rank",
+    "given": "what it is: settings, arguments, handles",
+    "own": "local, this rank's, the policy's",
+    "at": "offset, index, position",
+    "made": "what it is: actor_class, record, guard",
+    "place": "context, position, offset, address",
 }
 ANY_WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(WORDS)})(?![a-z])", re.IGNORECASE)
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("verl", "docs", "examples")
+#: Packages whose variables keep such names so far.
+WITH_NAMES = ("verl/algorithms", "verl/attention", "verl/models")
 SUFFIXES = (".py", ".cpp", ".h", ".md", ".yaml")
 #: The history is left as it was written.
 LEFT_OUT = ("docs/log.md",)
@@ -46,6 +61,16 @@ def faults(text: str) -> Iterator[tuple[int, str, str]]:
                 yield number, match[0], better
 
 
+def named_faults(source: str) -> Iterator[tuple[int, str, str]]:
+    """The same of each variable, parameter or field of a Python file that is called one of `NAMES`."""
+    for node in ast.walk(ast.parse(source)):
+        name = node.arg if isinstance(node, ast.arg) else None
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        if name in NAMES:
+            yield node.lineno, name, NAMES[name]  # type: ignore[attr-defined]
+
+
 def files() -> Iterator[Path]:
     yield from (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
     for folder in FOLDERS:
@@ -57,8 +82,10 @@ def files() -> Iterator[Path]:
 def main() -> None:
     count = 0
     for file in [Path(name).resolve() for name in sys.argv[1:]] or files():
-        for number, word, better in faults(file.read_text(encoding="utf-8")):
-            shown = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+        text = file.read_text(encoding="utf-8")
+        shown = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
+        has_names = file.suffix == ".py" and not shown.startswith(WITH_NAMES)
+        for number, word, better in (*faults(text), *(named_faults(text) if has_names else ())):
             print(f"{shown}:{number}: '{word}': write {better}")
             count += 1
     if count:

@@ -7,7 +7,7 @@ import verl
 from verl.algorithms.grpo import GRPO
 from verl.batch import Batch
 from verl.cluster.group import Workers
-from verl.cluster.place import dispatch
+from verl.cluster.rank_context import dispatch
 from verl.roles.handle import ModelHandle
 from verl.workers.actor import ActorWorker, ReferenceWorker
 from verl.workers.critic import CriticWorker

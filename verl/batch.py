@@ -158,9 +158,9 @@ class Batch:
         names = dict.fromkeys(name for table in tables for name in table.column_names)
         for name in names.keys() - SCHEMA.keys() - WRITTEN:
             having = [i for i, table in enumerate(tables) if name in table.column_names]
-            pieces = [tables[i].column(name) for i in having]
-            for i, given, column in zip(having, pieces, unified(pieces), strict=True):
-                if column is not given:
+            chunks = [tables[i].column(name) for i in having]
+            for i, before, column in zip(having, chunks, unified(chunks), strict=True):
+                if column is not before:
                     tables[i] = tables[i].set_column(tables[i].column_names.index(name), name, column)
         try:
             return cls(pa.concat_tables(tables, promote_options="permissive").combine_chunks())

@@ -46,8 +46,8 @@ def accelerator() -> str | None:
 
 def default_kind() -> str:
     """Where models run unless a placement says otherwise: the accelerator where there is one, else "cpu"."""
-    found = accelerator()
-    return "cpu" if found is None or found in _NOT_BY_DEFAULT else found
+    kind = accelerator()
+    return "cpu" if kind is None or kind in _NOT_BY_DEFAULT else kind
 
 
 def count(kind: str) -> int:
@@ -86,7 +86,7 @@ def synchronize() -> None:
 
 
 def initialize() -> None:
-    """Have this process see the accelerators that it sees now for as long as it lives."""
+    """Start the accelerators' runtime, so that changes of `CUDA_VISIBLE_DEVICES` have no effect on this process."""
     kind = accelerator()
     if kind is not None and hasattr(_module(kind), "init"):
         _module(kind).init()
@@ -229,7 +229,8 @@ def free_memory(device: torch.device | str) -> int:
     name = str(device)
     if _is_host(name):
         return _free_on_host()
-    api = _memory(name)  # what torch holds and has not given to a tensor is free for the next one
+    # The driver counts all that torch has reserved as taken; what of it no tensor has is free for the next one.
+    api = _memory(name)
     return int(_info(name)[0]) + int(api.memory_reserved(name)) - int(api.memory_allocated(name))
 
 
@@ -256,7 +257,7 @@ def _total(api: Any, device: str) -> int:
 
 
 def peak_memory(device: torch.device | str) -> int:
-    """Most bytes so far that this process held at once: tensors on a device, resident memory on the host ("cpu").
+    """The most bytes that this process has held at once: of tensors on a device, resident on the host ("cpu").
 
     Raises:
         ConfigError: there is no device of that kind here.
@@ -277,7 +278,11 @@ def is_accelerator(device: str) -> bool:
 
 
 def _is_host(device: str) -> bool:
-    """The host's memory stands for no device that is not here."""
+    """Whether a device's memory is the host's.
+
+    Raises:
+        ConfigError: it is a device of a kind that is not here, of which the host's memory says nothing.
+    """
     if not is_here(device):
         raise ConfigError(f"there is no device '{device}' here, so nothing is known of its memory")
     return not is_accelerator(device)
@@ -330,7 +335,7 @@ def _cgroups() -> Iterator[tuple[int, int]]:
     except OSError:
         return
     for line in lines:
-        _, controllers, place = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
         if controllers == "":
             root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -339,7 +344,7 @@ def _cgroups() -> Iterator[tuple[int, int]]:
         else:
             continue
         # In a container the path may be the host's: then only the root of the mount is there.
-        group = root / place.strip("/")
+        group = root / path.strip("/")
         for directory in (group, *group.parents):
             if directory == root.parent:
                 break

@@ -237,10 +237,10 @@ def seal_all(paths: Iterable[Path], root: Path) -> dict[str, dict[str, Any]]:
 def digest(descriptor: int) -> str:
     """SHA-256 of a file from its beginning."""
     sha = hashlib.sha256()
-    at = 0
-    while block := os.pread(descriptor, 1 << 20, at):
+    offset = 0
+    while block := os.pread(descriptor, 1 << 20, offset):
         sha.update(block)
-        at += len(block)
+        offset += len(block)
     return sha.hexdigest()
 
 
@@ -317,8 +317,8 @@ def _whole_lines(file: IO[bytes]) -> int:
 
 
 def _marked(path: Path, kind: str) -> Path:
-    own = Process.current()
-    return path.with_name(f".{kind}-{own.host}~{own.pid}~{own.started}~{path.name}")
+    process = Process.current()
+    return path.with_name(f".{kind}-{process.host}~{process.pid}~{process.started}~{path.name}")
 
 
 def _started(pid: int) -> str:

@@ -95,12 +95,12 @@ def _as_json(values: Sequence[Any]) -> pa.Array:
     return pa.ExtensionArray.from_storage(ExactType(), pa.array(texts, pa.string()))
 
 
-def _same(found: Any, given: Any) -> bool:
-    if isinstance(given, dict):
-        keyed = isinstance(found, dict) and found.keys() == given.keys()
-        return keyed and all(_same(found[key], item) for key, item in given.items())
-    if isinstance(given, list | tuple):
-        return isinstance(found, list) and len(found) == len(given) and all(map(_same, found, given))
-    if isinstance(given, float) and math.isnan(given):
-        return isinstance(found, float) and math.isnan(found)
-    return isinstance(found, float) == isinstance(given, float) and bool(found == given)
+def _same(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        keyed = isinstance(actual, dict) and actual.keys() == expected.keys()
+        return keyed and all(_same(actual[key], item) for key, item in expected.items())
+    if isinstance(expected, list | tuple):
+        return isinstance(actual, list) and len(actual) == len(expected) and all(map(_same, actual, expected))
+    if isinstance(expected, float) and math.isnan(expected):
+        return isinstance(actual, float) and math.isnan(actual)
+    return isinstance(actual, float) == isinstance(expected, float) and bool(actual == expected)

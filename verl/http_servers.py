@@ -114,9 +114,9 @@ class ServerPool:
         api_key: str | None = None,
         kind: str = "server",
     ) -> None:
-        given = [urlsplit(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
-        paths = {url.path for url in given}
-        if not given or any(url.scheme not in ("http", "https") or not url.netloc for url in given) or len(paths) > 1:
+        parsed = [urlsplit(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
+        paths = {url.path for url in parsed}
+        if not parsed or any(url.scheme not in ("http", "https") or not url.netloc for url in parsed) or len(paths) > 1:
             raise ConfigError(f"servers are addresses like http://host:8000, all with the same path, not {urls!r}")
         if timeout <= 0 or retries < 0:
             raise ConfigError(f"servers: timeout must be above 0 and retries at least 0, not {timeout} and {retries}")
@@ -124,7 +124,7 @@ class ServerPool:
         known = _MODEL_PATH.search(path)
         #: The path of a protocol; what precedes it belongs to every address.
         self.path = known[0] if known else path
-        self.servers = [Server(f"{url.scheme}://{url.netloc}{path.removesuffix(self.path)}") for url in given]
+        self.servers = [Server(f"{url.scheme}://{url.netloc}{path.removesuffix(self.path)}") for url in parsed]
         self.timeout, self.retries, self.kind = timeout, retries, kind
         #: Called before each use of a server; if it raises, the server has failed.
         self.prepare: Callable[[Server], Coroutine[Any, Any, None]] | None = None

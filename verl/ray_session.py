@@ -84,9 +84,9 @@ def connect() -> Any:
             _own = ray.get_runtime_context().gcs_address
         elif not ray.is_initialized():
             _join(ray, address)
-        if (found := ray.get_runtime_context().gcs_address) not in (_own, _checked):
-            check(found)
-            _checked = found
+        if (gcs_address := ray.get_runtime_context().gcs_address) not in (_own, _checked):
+            check(gcs_address)
+            _checked = gcs_address
         return ray
 
 
@@ -310,8 +310,8 @@ def _make_token() -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     staging = staging_of(file)
     try:
-        with open(staging, "x", opener=partial(os.open, mode=0o600)) as made:
-            made.write(secrets.token_hex(32))
+        with open(staging, "x", opener=partial(os.open, mode=0o600)) as opened:
+            opened.write(secrets.token_hex(32))
         with suppress(FileExistsError):  # another process was faster
             os.link(staging, file)
     finally:

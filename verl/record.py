@@ -157,14 +157,14 @@ class Record(BaseModel):
         return self
 
     @classmethod
-    def of(cls, given: Any, name: str) -> Self:
+    def of(cls, settings: Any, name: str) -> Self:
         """The argument `name`: a record as it is, one made of a mapping of its fields, or the defaults for None."""
-        if isinstance(given, cls):
-            return given
-        if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(f"{name} is a {cls.__name__} or a mapping of its fields, not {given!r}")
+        if isinstance(settings, cls):
+            return settings
+        if settings is not None and not isinstance(settings, Mapping):
+            raise ConfigError(f"{name} is a {cls.__name__} or a mapping of its fields, not {settings!r}")
         try:
-            return cls(**{str(key): value for key, value in (given or {}).items()})
+            return cls(**{str(key): value for key, value in (settings or {}).items()})
         except SettingsError as error:
             raise SettingsError(name, error.problems) from None
 
@@ -203,16 +203,18 @@ def section(annotation: Any) -> type[BaseModel] | None:
 
 def problems_of(kind: Any, error: ValidationError) -> list[Problem]:
     """What is wrong with a value of this type, one entry a setting: of the branches of a union only the first."""
-    found: dict[tuple[str, ...], tuple[str, ErrorDetails]] = {}
+    problems: dict[tuple[str, ...], tuple[str, ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         path, annotation = _path(kind, details)
         inner = details.get("ctx", {}).get("error")
         if isinstance(inner, SettingsError):  # a record within this one
             for below, text, more in inner.problems:
-                found.setdefault((*path, *below), (text, more))
-        elif path not in found or len(details["loc"]) > len(found[path][1]["loc"]):  # of a branch that fits further
-            found[path] = (_text(kind, details, annotation), details)
-    return [(path, *rest) for path, rest in found.items()]
+                problems.setdefault((*path, *below), (text, more))
+        elif path not in problems or len(details["loc"]) > len(
+            problems[path][1]["loc"]
+        ):  # of a branch that fits further
+            problems[path] = (_text(kind, details, annotation), details)
+    return [(path, *rest) for path, rest in problems.items()]
 
 
 def _path(here: Any, details: ErrorDetails) -> tuple[tuple[str, ...], Any]:
@@ -248,14 +250,14 @@ def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
         return str(context["message"])
     if kind == "value_error":
         return details["msg"].removeprefix("Value error, ")
-    given = _shown(details["input"])
+    shown = _shown(details["input"])
     if kind == "too_short":
         least = context["min_length"]
-        return f"must have at least {least} item{'s' if least > 1 else ''}, not {given}"
+        return f"must have at least {least} item{'s' if least > 1 else ''}, not {shown}"
     if kind in _LIMITS:
-        return f"must be {_LIMITS[kind].format(**context)}, not {given}"
+        return f"must be {_LIMITS[kind].format(**context)}, not {shown}"
     said = details["msg"].removeprefix("Input should be ")
-    text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {given}"
+    text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {shown}"
     close = difflib.get_close_matches(str(details["input"]), map(str, typing.get_args(annotation)), n=1)
     return f"{text}: did you mean '{close[0]}'?" if kind == "literal_error" and close else text
 

@@ -28,8 +28,8 @@ _lock = threading.Lock()
 
 def describe(error: BaseException) -> str:
     """The type and text of an error, and the innermost line of the user's own files; never raises."""
-    place = _place(error.__traceback__)
-    name, where = type(error).__name__, f" ({place})" if place else ""
+    where_raised = _innermost_line(error.__traceback__)
+    name, where = type(error).__name__, f" ({where_raised})" if where_raised else ""
     try:
         text = str(error)[: max(_TEXT, _MESSAGE - len(name) - len(where))]
     except Exception:  # the text of an exception may raise
@@ -56,7 +56,7 @@ def show_once(logger: logging.Logger, what: str, text: str | None) -> None:
     logger.warning("%s: the traceback, shown once:\n%s", what, text.rstrip(), extra={DETAIL: True})
 
 
-def _place(frames: TracebackType | None) -> str | None:
+def _innermost_line(frames: TracebackType | None) -> str | None:
     """The innermost line that is neither this package's nor an installed library's."""
     for frame in reversed(traceback.extract_tb(frames)):
         if not frame.filename.startswith(("<frozen", *_NOT_THE_USERS)):

@@ -25,22 +25,22 @@ def problems(count: int, seed: int) -> list[tuple[str, str, str]]:
     ]
 
 
-def rows(kind: str, found: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+def rows(kind: str, sums: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
     if kind == "pairs":
-        return [{"prompt": q, "chosen": right, "rejected": wrong} for q, right, wrong in found]
+        return [{"prompt": q, "chosen": right, "rejected": wrong} for q, right, wrong in sums]
     if kind == "labels":
         return [
             {"prompt": q, "completion": wrong if i % 2 else right, "label": not i % 2}
-            for i, (q, right, wrong) in enumerate(found)
+            for i, (q, right, wrong) in enumerate(sums)
         ]
-    return [{"prompt": q, "completion": right} for q, right, _ in found]
+    return [{"prompt": q, "completion": right} for q, right, _ in sums]
 
 
 def main() -> None:
     DATA.mkdir(exist_ok=True)
-    found = problems(64, seed=0)
+    sums = problems(64, seed=0)
     for kind in ("pairs", "labels", "demonstrations"):
-        for split, part in (("train", found[:48]), ("eval", found[48:])):
+        for split, part in (("train", sums[:48]), ("eval", sums[48:])):
             lines = (json.dumps(row) + "\n" for row in rows(kind, part))
             (DATA / f"{kind}-{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import verl
 from verl.batch import Batch
-from verl.cluster.place import ALONE, Place, dispatch
+from verl.cluster.rank_context import ALONE, RankContext, dispatch
 
 
 class Theirs:
@@ -24,8 +24,8 @@ class Theirs:
 
 
 class Mine(Theirs):
-    def __init__(self, *, place: Place = ALONE) -> None:
-        self.place = place
+    def __init__(self, *, context: RankContext = ALONE) -> None:
+        self.context = context
 
     @dispatch(split="rows", collect="rows")
     def double(self, batch: Batch) -> Batch:

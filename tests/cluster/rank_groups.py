@@ -22,10 +22,10 @@ if __name__ == "__main__":
     pair = RoleMeshes("critic", {"train": Mesh((2, 3), Layout(shard=2))})
     found = {}
     for role in (pair, everyone):
-        place = world.place(role)
-        if place is None:
+        context = world.context(role)
+        if context is None:
             continue
-        ranks = Ranks(place.meshes["train"], place.groups["train"], place.parts)
+        ranks = Ranks(context.meshes["train"], context.groups["train"], context.parts)
         for dim in ("shard", "sp", "replicate"):
             total = torch.tensor(float(world.rank))
             ranks.all_reduce([total], dist.ReduceOp.SUM, dim)

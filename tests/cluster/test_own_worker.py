@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from verl.cluster.place import dispatch
+from verl.cluster.rank_context import dispatch
 from verl.errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("own_worker.py")
@@ -34,7 +34,7 @@ def test_answers_and_errors_are_those_of_one_process(tmp_path: Path) -> None:
     assert two["of another class"] == (
         "ConfigError: Mine has no method 'named' that a controller may call: did you mean 'name'?"
     )
-    assert "of mesh 'infer', which the role has not: known: role, rollout, train" in two["elsewhere"]
+    assert "of mesh 'infer', and this role has no such mesh: known: role, rollout, train" in two["elsewhere"]
 
 
 @pytest.mark.parametrize(("options", "message"), [

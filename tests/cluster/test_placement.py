@@ -102,4 +102,4 @@ def test_a_trainer_places_its_handles(tiny: Path) -> None:
     assert trainer.critic is not None and trainer.critic.controller is actor.controller
     trainer.step(["a"])
     with pytest.raises(ConfigError, match="before the first call"):
-        actor.place("cpu:0")
+        actor.set_placement("cpu:0")

@@ -23,8 +23,8 @@ from tests import forked, ranks
 from tests.cluster.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
 from verl.cluster.group import RankGroup
-from verl.cluster.place import ALONE, Place, dispatch
 from verl.cluster.placement import DeviceMesh
+from verl.cluster.rank_context import ALONE, RankContext, dispatch
 from verl.cluster.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.weights.layout import Mesh
@@ -37,12 +37,12 @@ BOTH = RoleMeshes("probe", {"train": Mesh.data_parallel((0, 1))})
 class Probe:
     """A worker that does what a test asks it to."""
 
-    def __init__(self, *, place: Place = ALONE) -> None:
-        self.place, self.held = place, ""
+    def __init__(self, *, context: RankContext = ALONE) -> None:
+        self.context, self.held = context, ""
 
     @dispatch("train", split="rows", collect="rows")
     def double(self, batch: Batch) -> Batch:
-        return Batch.from_columns({"y": [2 * x for x in batch["x"]], "by": [self.place.rank] * len(batch)})
+        return Batch.from_columns({"y": [2 * x for x in batch["x"]], "by": [self.context.rank] * len(batch)})
 
     @dispatch("train", split="rows", collect="batches")
     def each(self, batch: Batch) -> Iterator[Batch]:
@@ -53,7 +53,7 @@ class Probe:
     def shards(self) -> Iterator[Shard]:
         for index in range(3):
             values = torch.full((2,), float(index))
-            dist.all_reduce(values, group=self.place.groups["train"])
+            dist.all_reduce(values, group=self.context.groups["train"])
             yield Shard.whole(f"w{index}", values)
 
     @dispatch(collect="none")
@@ -77,7 +77,7 @@ class Probe:
 
     @dispatch("train")
     def meet(self, how: str) -> float:
-        if self.place.rank == 1:
+        if self.context.rank == 1:
             if how == "raise":
                 raise ZeroDivisionError("the loss of rank 1")
             if how == "die":
@@ -85,7 +85,7 @@ class Probe:
             if how == "hang":
                 time.sleep(600)
         total = torch.ones(1)
-        dist.all_reduce(total, group=self.place.groups["train"])
+        dist.all_reduce(total, group=self.context.groups["train"])
         return float(total)
 
 

@@ -130,7 +130,7 @@ def test_a_hybrid_shard_without_a_size_is_refused_on_ray_wherever_the_placement_
     with pytest.raises(ConfigError, match="HYBRID_SHARD needs fsdp_size"):
         verl.FSDPWorker(model_name=str(tiny), fsdp_config=hybrid, placement="cpu:0-1")
     sized = verl.FSDPWorker(model_name=str(tiny), fsdp_config={**hybrid, "fsdp_size": 2})
-    sized.place("cpu:0-3")
+    sized.set_placement("cpu:0-3")
     assert sized.controller.meshes("actor", sized.train_options).meshes["train"].layout == Layout(replicate=2, shard=2)
 
 

@@ -270,8 +270,8 @@ def test_what_fails_before_weights_are_put_in_place_leaves_the_old_ones(
 
 class Damaged(FileTransport):
     @contextmanager
-    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        with super().lend(shards) as message:
+    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+        with super().publish(shards) as message:
             yield {**message, "checksum": "0"}
 
 

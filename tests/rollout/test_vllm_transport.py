@@ -44,7 +44,7 @@ def shards(make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.Monke
 @pytest.mark.parametrize("transport", [FileTransport(), DeviceTransport("cpu", 2)], ids=["file", "device"])
 def test_another_process_reads_what_was_lent(shards: list[Shard], transport: Transport) -> None:
     assert any(not shard.is_whole for shard in shards)
-    with transport.lend(shards) as message:
+    with transport.publish(shards) as message:
         text = json.dumps(message)
         for rank in ("0", "1"):
             done = forked.run([sys.executable, "-c", READER, rank], input=text)
@@ -55,7 +55,7 @@ def test_another_process_reads_what_was_lent(shards: list[Shard], transport: Tra
 
 def test_what_was_received_is_the_workers_own(shards: list[Shard]) -> None:
     """vLLM may keep pieces until a layer is whole, after the sender has used its memory again."""
-    with DeviceTransport("cpu", 1).lend(shards) as message:
+    with DeviceTransport("cpu", 1).publish(shards) as message:
         found = received(message, 0, "cpu")
         opened = vllm_transport.MEMORIES["cpu"].open(*vllm_transport._as_handle(message["handles"][0]))
         torch.empty(0, dtype=torch.uint8).set_(opened).zero_()
@@ -69,7 +69,7 @@ def test_a_handle_is_for_one_reader(shards: list[Shard], monkeypatch: pytest.Mon
     opened: list[tuple[Any, ...]] = []
     memory = vllm_transport.Memory(lambda storage: next(shared), lambda *handle: opened.append(handle))  # type: ignore[arg-type]
     monkeypatch.setattr(vllm_transport, "MEMORIES", {"cpu": memory})
-    with DeviceTransport("cpu", 2).lend(shards) as message:
+    with DeviceTransport("cpu", 2).publish(shards) as message:
         for rank in (1, 0):
             with pytest.raises(AttributeError):  # there is no storage here
                 received(message, rank, "cpu")

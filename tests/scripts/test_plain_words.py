@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.plain_words import faults
+from scripts.plain_words import faults, named_faults
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "plain_words.py"
 
@@ -22,6 +22,18 @@ def test_a_banned_word_is_found_in_texts_and_identifiers(text: str) -> None:
 @pytest.mark.parametrize("text", ["untold", "stole", "toldo", "recalls", "impatient"])
 def test_a_part_of_another_word_is_none(text: str) -> None:
     assert not list(faults(text))
+
+
+@pytest.mark.parametrize(
+    "code", ["found = 1", "for at in x: pass", "def f(given): pass", "self.own = 1", "(made := 1)"]
+)
+def test_a_variable_that_says_nothing_is_found(code: str) -> None:
+    ((line, name, better),) = named_faults(f"x = 0\n{code}\n")
+    assert line == 2 and name in code and better
+
+
+def test_other_uses_of_such_a_word_are_none() -> None:
+    assert not list(named_faults("text = 'what was found'\nmatch.at(1)\nnot_found = own_rows = 0\n"))
 
 
 def test_the_command_names_file_line_and_what_to_write(tmp_path: Path) -> None:

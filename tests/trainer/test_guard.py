@@ -30,7 +30,7 @@ def alarm(values: Iterable[float], **options: Any) -> int | None:
     guard = SafetyGuard(["reward"], **options)
     for number, value in enumerate(values):
         guard.observe({"reward": value, "other": 0.0})
-        if guard.fallen() is not None:
+        if guard.fall() is not None:
             return number
     return None
 

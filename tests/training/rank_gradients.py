@@ -18,7 +18,7 @@ from tests.algorithms.support import prepared
 from tests.algorithms.test_invariance import VARIANTS
 from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
-from verl.cluster.place import Place
+from verl.cluster.rank_context import RankContext
 from verl.models.heads import ValueModel
 from verl.training.options import EngineOptions, OptimConfig, layout_of
 from verl.weights.layout import Mesh
@@ -44,8 +44,8 @@ def gradient(
     head: Any = objective.algorithm.head if objective.role == "actor" else "value"
     options = EngineOptions(optim=OPTIM, micro_batch_size=rows, strategy=strategy)
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    place = Place(meshes={"train": Mesh(tuple(ranks), layout_of(options, len(ranks)))}, groups={"train": group})
-    engine = train_engine(model(head), options, head, place)
+    context = RankContext(meshes={"train": Mesh(tuple(ranks), layout_of(options, len(ranks)))}, groups={"train": group})
+    engine = train_engine(model(head), options, head, context)
     metrics = run_updates(engine, [UpdatePart(batch, objective)], UpdatePlan(), 0)
     assert metrics["update/skipped"] == 0
     state = {shard.name: shard.tensor for shard in gathered(engine.state()[0], group)}

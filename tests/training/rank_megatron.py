@@ -19,7 +19,7 @@ from tests.trainer.rank_checkpoints import load, save
 from tests.training.cases import OPTIM, ROWS, ragged_batch, tiny_model
 from tests.training.rank_layouts import SUMS, apart, outputs_of, update_of
 from verl.batch import Batch
-from verl.cluster.place import Place
+from verl.cluster.rank_context import RankContext
 from verl.models.heads import ValueModel
 from verl.training.engine import Metrics, TrainEngine
 from verl.training.options import EngineOptions, Head
@@ -71,8 +71,8 @@ class Case(NamedTuple):
             return train_engine(model, options, self.head)
         mesh = Mesh(tuple(range(layout.size)), layout)
         group = groups[mesh.ranks]
-        place = Place(meshes={"train": mesh}, groups={"train": group}, parts=groups)
-        return train_engine(model, options, self.head, place)
+        context = RankContext(meshes={"train": mesh}, groups={"train": group}, parts=groups)
+        return train_engine(model, options, self.head, context)
 
     def update(self, engine: TrainEngine) -> Metrics:
         return update_of(engine, self.task)

@@ -18,7 +18,7 @@ from tests.algorithms.support import prepared
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
 from verl.algorithms.loss_terms import Loss, LossInput
 from verl.batch import Batch
-from verl.cluster.place import Place
+from verl.cluster.rank_context import RankContext
 from verl.models.heads import ValueModel
 from verl.training.engine import Metrics, TrainEngine
 from verl.training.options import EngineOptions, Head, layout_of
@@ -53,8 +53,10 @@ class Case(NamedTuple):
         )
         model: Any = tiny_model(self.kind, self.dtype)
         model = ValueModel.from_model(model) if self.head == "value" else model
-        place = Place(meshes={"train": Mesh(tuple(range(size)), layout_of(options, size))}, groups={"train": group})
-        return train_engine(model, options, self.head, place)
+        context = RankContext(
+            meshes={"train": Mesh(tuple(range(size)), layout_of(options, size))}, groups={"train": group}
+        )
+        return train_engine(model, options, self.head, context)
 
     def update(self, engine: TrainEngine) -> Metrics:
         if self.task == "all":

@@ -176,7 +176,7 @@ def run(case: Case, group: Any) -> dict[str, Any]:
     found["bytes"] = [weights.received, moved.received]
     found["redundant"], found["peak"] = weights.redundant, [weights.peak, moved.target]
     found["kept"] = moved.source if weights.redundant else 0
-    if weights._lent:
+    if weights._released:
         try:
             [*engine.shards()]
             found["guarded"] = False

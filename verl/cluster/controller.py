@@ -105,7 +105,7 @@ class Controller:
         """The workers of a role.
 
         Args:
-            recipe: makes one rank's worker: a `partial` of its class that lacks only `place`.
+            recipe: makes one rank's worker: a `partial` of its class that lacks only `context`.
             options: how the role's ranks share its model.
             model: that model, with or without weights.
             rollout: how it generates, if it does.
@@ -143,20 +143,20 @@ class Controller:
         Raises:
             ConfigError: the ranks cannot be shared so.
         """
-        own = self.mesh.pool(role)
-        found = {"train": Mesh(self._ranks(own), layout_of(options, len(own), own.parallel))}
+        pool = self.mesh.pool(role)
+        meshes = {"train": Mesh(self._ranks(pool), layout_of(options, len(pool), pool.parallel))}
         if role == "actor":
-            ranks = self._ranks(self.mesh.pools.get("rollout") or own)
+            ranks = self._ranks(self.mesh.pools.get("rollout") or pool)
             if len(ranks) % generation_tp:
                 raise ConfigError(
                     f"layout: rollout.tensor_model_parallel_size={generation_tp} does not divide the {len(ranks)} "
                     f"rank{'s' * (len(ranks) > 1)} that generate"
                 )
             layout = Layout(replicate=len(ranks) // generation_tp, tp=generation_tp)
-            trains = found["train"]
+            trains = meshes["train"]
             is_strided = set(ranks) == set(trains.ranks) and not trains.layout.is_plain
-            found["rollout"] = generation_mesh(trains, tg=generation_tp) if is_strided else Mesh(ranks, layout)
-        return RoleMeshes(role, found)
+            meshes["rollout"] = generation_mesh(trains, tg=generation_tp) if is_strided else Mesh(ranks, layout)
+        return RoleMeshes(role, meshes)
 
     def _ranks(self, pool: ResourcePool) -> tuple[int, ...]:
         devices = self.mesh.devices
@@ -187,10 +187,10 @@ class Controller:
         Returns:
             What it returned, by rank.
         """
-        given = [(*args, *(each[rank] if each else ())) for rank in range(self.size)]
+        arguments = [(*args, *(each[rank] if each else ())) for rank in range(self.size)]
         if self._job is None:
-            return [function(*given[0])]
-        return self._job.everywhere(function, given)
+            return [function(*arguments[0])]
+        return self._job.everywhere(function, arguments)
 
     @property
     def size(self) -> int:

@@ -1,5 +1,5 @@
-"""What a controller holds of a role: its worker group. How a call's rows are split and answers put together, on
-ranks that torchrun or Ray started."""
+"""The worker group of a role, as a controller holds it: how the rows of a call are split over ranks that torchrun or
+Ray has started, and how their answers are put together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from verl.batch import Batch
-from verl.cluster.place import ROLE, Dispatch, dispatch_of, name_of
+from verl.cluster.rank_context import ROLE, Dispatch, dispatch_of, name_of
 from verl.cluster.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
@@ -38,7 +38,7 @@ class Workers(Protocol[W_co]):
     size: int
 
     def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a call on the ranks of its mesh; data travel as the worker's method declares (`verl.cluster.place`).
+        """Run a call on the ranks of its mesh; data travel as the worker's method declares (`Dispatch`).
 
         Args:
             method: of the worker's class or of a base: `group.call(ActorWorker.update, parts, plan)`. A worker whose
@@ -99,7 +99,7 @@ class Job(Protocol):
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
         """Each answer with its rank, as they come; all ranks have ended after the last one."""
 
-    def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def everywhere(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a function on every rank with the arguments of each; the answers by rank."""
 
     def who(self, rank: int) -> str:
@@ -146,10 +146,10 @@ class RankGroup(Generic[W]):
         with timed(what):
             answers = dict(self.job.run(call))
         if spec.collect == "rows":
-            found = [(rows[rank] or [], rank) for rank in answering]
-            for part, rank in found:
+            asked = [(rows[rank] or [], rank) for rank in answering]
+            for part, rank in asked:
                 check_answer(what, rank, len(part), answers[rank])
-            return join_rows([(part, answers[rank]) for part, rank in found])
+            return join_rows([(part, answers[rank]) for part, rank in asked])
         return None if spec.collect == "none" else answers[answering[0]]
 
 
@@ -168,8 +168,8 @@ def stalled(job: Job, ranks: Iterable[int], what: str, limit: float, stacks: Map
         ranks: those that have not answered.
         stacks: of every rank; those of `ranks` that have none are named alone: the others wait for them.
     """
-    for rank, found in stacks.items():
-        logger.error("%s stands at:\n%s", job.who(rank), found)
+    for rank, stack in stacks.items():
+        logger.error("%s stands at:\n%s", job.who(rank), stack)
     pending = [*ranks]
     names = "; ".join(map(job.who, [rank for rank in pending if stacks[rank] == NO_ANSWER] or pending))
     reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
@@ -215,13 +215,13 @@ def check_call(what: str, spec: Dispatch, meshes: Iterable[str], args: Sequence[
         meshes: those of the role.
 
     Raises:
-        ConfigError: the call is of a mesh that the role has not.
+        ConfigError: the role has no mesh of that name.
         DataError: it is split by rows, and its first argument is no batch.
     """
     known = (ROLE, *meshes)
     if spec.mesh not in known:
         raise ConfigError(
-            f"'{what}' is a call of mesh '{spec.mesh}', which the role has not: {nearest(spec.mesh, known)}"
+            f"'{what}' is a call of mesh '{spec.mesh}', and this role has no such mesh: {nearest(spec.mesh, known)}"
         )
     if spec.split == "rows" and not (args and isinstance(args[0], Batch)):
         got = type(args[0]).__name__ if args else "none"
@@ -229,15 +229,15 @@ def check_call(what: str, spec: Dispatch, meshes: Iterable[str], args: Sequence[
 
 
 def check_answer(what: str, rank: int, rows: int, answer: Any) -> None:
-    """Of a call that collects rows.
+    """Check a rank's answer to a call that collects rows.
 
     Raises:
         DataError: a rank's answer is not one row for each that it got.
     """
     if not isinstance(answer, Batch) or len(answer) != rows:
-        found = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
+        got = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
         raise DataError(
-            f"'{what}' collects rows, and rank {rank} answered {rows} rows with {found}: return a Batch of one row for "
+            f"'{what}' collects rows, and rank {rank} answered {rows} rows with {got}: return a Batch of one row for "
             "each that came"
         )
 

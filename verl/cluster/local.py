@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from verl.cluster.group import check_answer, check_call, noted, timed
-from verl.cluster.place import Place, dispatch_of, name_of
+from verl.cluster.rank_context import RankContext, dispatch_of, name_of
 from verl.device import claim
 
 W = TypeVar("W")
@@ -25,14 +25,14 @@ class LocalGroup(Generic[W]):
         self.role = role
         self._meshes = tuple(meshes)
         self._recipe = recipe
-        self._place = Place(role=role, device=device)
+        self._context = RankContext(role=role, device=device)
         claim(device)
         self._worker: W | None = None
 
     @property
     def worker(self) -> W:
         if self._worker is None:
-            self._worker = self._recipe(place=self._place)
+            self._worker = self._recipe(context=self._context)
         return self._worker
 
     def call(self, method: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:

@@ -63,22 +63,22 @@ class ResourcePool:
 
     @checked
     def __init__(self, devices: str | Device | Iterable[str | Device], parallel: str = "data") -> None:
-        found = [
+        pool = [
             device
             for part in ([devices] if isinstance(devices, str | Device) else devices)
             for device in _devices(part)
         ]
-        if not found:
+        if not pool:
             raise ConfigError("placement: a pool needs at least one device, such as 'cuda:0' or 'cpu:0'")
-        _check_count(len(found), "a pool")
-        device, times = Counter(found).most_common(1)[0]
+        _check_count(len(pool), "a pool")
+        device, times = Counter(pool).most_common(1)[0]
         if times > 1:
             raise ConfigError(f"placement: device {device} is named twice in one pool")
-        if len({device.kind for device in found}) > 1:
-            raise ConfigError(f"placement: one pool is of one kind of device, got {', '.join(map(str, found))}")
+        if len({device.kind for device in pool}) > 1:
+            raise ConfigError(f"placement: one pool is of one kind of device, got {', '.join(map(str, pool))}")
         if parallel not in PARALLEL:
             raise ConfigError(f"placement: there is no parallel='{parallel}': {nearest(str(parallel), PARALLEL)}")
-        object.__setattr__(self, "devices", tuple(sorted(found)))
+        object.__setattr__(self, "devices", tuple(sorted(pool)))
         object.__setattr__(self, "parallel", parallel)
 
     def __len__(self) -> int:
@@ -96,29 +96,29 @@ class ResourcePool:
         return cls([Device(default_kind(), index) for index in range(first, first + count)])
 
     @classmethod
-    def parse(cls, given: Any) -> ResourcePool:
+    def parse(cls, form: Any) -> ResourcePool:
         """From any form: a pool, "cuda:0-3", `{"gpu_ids": [0, 1], "parallel": "data"}`, `{"device": "cuda:4"}`.
 
         On a Ray cluster such a mapping may also have "node" (name, address, or number, the head being 0; its devices
         are counted by themselves) and "accelerator" (a type, such as "H100").
         """
-        if isinstance(given, ResourcePool):
-            return given
-        if not isinstance(given, Mapping):
-            if isinstance(given, str | Device | Sequence):
-                return cls(given)
-            raise ConfigError(f"placement: give devices such as 'cuda:0-3' or {{'gpu_ids': [0, 1]}}, not {given!r}")
-        if unknown := next((key for key in given if key not in _KEYS), None):
+        if isinstance(form, ResourcePool):
+            return form
+        if not isinstance(form, Mapping):
+            if isinstance(form, str | Device | Sequence):
+                return cls(form)
+            raise ConfigError(f"placement: give devices such as 'cuda:0-3' or {{'gpu_ids': [0, 1]}}, not {form!r}")
+        if unknown := next((key for key in form if key not in _KEYS), None):
             raise ConfigError(f"placement has no key '{unknown}': {nearest(str(unknown), _KEYS)}")
-        where = [key for key in _KEYS[:4] if given.get(key) is not None]
+        where = [key for key in _KEYS[:4] if form.get(key) is not None]
         if len(where) != 1:
             raise ConfigError(f"placement: give one of {', '.join(_KEYS[:4])}, got {', '.join(where) or 'none'}")
-        value = given[where[0]]
+        value = form[where[0]]
         if where[0] in ("gpu_ids", "cpu_ids"):
             kind = "cuda" if where[0] == "gpu_ids" else "cpu"
             value = [Device(kind, index) for index in _numbers(where[0], value)]
-        pool = cls(value, given.get("parallel") or "data")
-        node, accelerator = (str("" if given.get(key) is None else given[key]) for key in ("node", "accelerator"))
+        pool = cls(value, form.get("parallel") or "data")
+        node, accelerator = (str("" if form.get(key) is None else form[key]) for key in ("node", "accelerator"))
         return cls([replace(device, node=node, accelerator=accelerator) for device in pool.devices], pool.parallel)
 
 
@@ -149,12 +149,12 @@ class DeviceMesh:
         if isinstance(placement, DeviceMesh):
             placement = placement.pools
         is_map = isinstance(placement, Mapping) and not set(placement) & set(_KEYS)
-        given = placement if is_map else {"actor": placement}
-        if not given:
+        by_role = placement if is_map else {"actor": placement}
+        if not by_role:
             raise ConfigError("placement: it is empty: name at least the actor's devices")
         pools: dict[str, ResourcePool] = {}
         free = 0  # the first device that no role before this one has taken
-        for role, where in given.items():
+        for role, where in by_role.items():
             if role not in ROLES:
                 raise ConfigError(f"placement: there is no role '{role}': {nearest(str(role), ROLES)}")
             is_count = isinstance(where, int) and not isinstance(where, bool)
@@ -221,26 +221,26 @@ class DeviceMesh:
         return hash(tuple(sorted(self.pools.items(), key=lambda item: item[0])))
 
 
-def _devices(given: str | Device) -> list[Device]:
-    if isinstance(given, Device):
-        return [replace(given, kind=_kind(given.kind, given))]
-    text = str(given).strip().lower()
+def _devices(written: str | Device) -> list[Device]:
+    if isinstance(written, Device):
+        return [replace(written, kind=_kind(written.kind, written))]
+    text = str(written).strip().lower()
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise ConfigError(f"placement: '{given}' is no device: write 'cuda:0', 'cuda:0-3' or 'cpu:0,2'")
-    kind, numbers = _kind(match[1], given), match[2] or "0"
-    found = []
+        raise ConfigError(f"placement: '{written}' is no device: write 'cuda:0', 'cuda:0-3' or 'cpu:0,2'")
+    kind, numbers = _kind(match[1], written), match[2] or "0"
+    devices = []
     for part in numbers.replace(" ", "").split(","):
         first, _, last = part.partition("-")
         if max(len(first), len(last)) > 9:
-            raise ConfigError(f"placement: '{given[:40]}' has a number of a device that no machine has")
+            raise ConfigError(f"placement: '{written[:40]}' has a number of a device that no machine has")
         if not first.isdigit() or (last and not last.isdigit()) or (last and int(last) < int(first)):
-            raise ConfigError(f"placement: '{given}' is no range of devices: write '{kind}:0-3' or '{kind}:0,2'")
-        _check_count(int(last or first) - int(first) + 1, f"'{given}'")
-        found += [Device(kind, i) for i in range(int(first), int(last or first) + 1)]
-    if kind == "mps" and found != [Device("mps", 0)]:
-        raise ConfigError(f"placement: '{given}': a Mac has one device, 'mps:0'")
-    return found
+            raise ConfigError(f"placement: '{written}' is no range of devices: write '{kind}:0-3' or '{kind}:0,2'")
+        _check_count(int(last or first) - int(first) + 1, f"'{written}'")
+        devices += [Device(kind, i) for i in range(int(first), int(last or first) + 1)]
+    if kind == "mps" and devices != [Device("mps", 0)]:
+        raise ConfigError(f"placement: '{written}': a Mac has one device, 'mps:0'")
+    return devices
 
 
 def _check_count(count: int, what: str) -> None:
@@ -249,16 +249,16 @@ def _check_count(count: int, what: str) -> None:
         raise ConfigError(f"placement: {what} names {count} devices, and a job has at most {MOST_RANKS} ranks")
 
 
-def _kind(name: str, given: str | Device) -> str:
+def _kind(name: str, written: str | Device) -> str:
     if name not in _KINDS:
-        raise ConfigError(f"placement: '{given}': there is no kind of device '{name}': {nearest(name, _KINDS)}")
+        raise ConfigError(f"placement: '{written}': there is no kind of device '{name}': {nearest(name, _KINDS)}")
     return _KINDS[name]
 
 
-def _numbers(key: str, given: Any) -> list[int]:
+def _numbers(key: str, written: Any) -> list[int]:
     """Numbers of devices, one or several."""
-    numbers = list(given) if isinstance(given, list | tuple | range) else [given]
+    numbers = list(written) if isinstance(written, list | tuple | range) else [written]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ConfigError(f"placement: {key} are numbers from 0 on, such as [0, 1], not {given!r}")
+            raise ConfigError(f"placement: {key} are numbers from 0 on, such as [0, 1], not {written!r}")
     return numbers

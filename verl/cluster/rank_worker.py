@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from verl.cluster.group import STREAMS, noted
-from verl.cluster.place import dispatch_of
+from verl.cluster.rank_context import dispatch_of
 from verl.cluster.world import RoleMeshes, World
 from verl.ranks import who
 
@@ -52,10 +52,12 @@ class RankWorker:
     def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> None:
         """This rank's worker of a role, if it has one. Called on all ranks, in the same order."""
         with self._noted(role.role, "start"):
-            place = self.world.place(role)
-            if place is not None:
-                self._workers[key] = (role.role, recipe(place=place))
-                logger.info("process %d: rank %d of %d of role '%s'", os.getpid(), place.rank, place.size, place.role)
+            context = self.world.context(role)
+            if context is not None:
+                self._workers[key] = (role.role, recipe(context=context))
+                logger.info(
+                    "process %d: rank %d of %d of role '%s'", os.getpid(), context.rank, context.size, context.role
+                )
 
     def execute(self, order: Order, *first: Any) -> Iterator[Any]:
         """What a call yields, or the one value that it returns; nothing from a rank that does not answer.

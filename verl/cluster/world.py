@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.cluster.place import ROLE, WEIGHTS, Place
+from verl.cluster.rank_context import ROLE, WEIGHTS, RankContext
 from verl.cluster.torchrun.meeting import joining, meet
 from verl.errors import BrokenCollectiveError
 from verl.ranks import who
@@ -89,8 +89,8 @@ class World:
     def _new_group(self, ranks: Sequence[int]) -> Any:
         return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
 
-    def place(self, role: RoleMeshes) -> Place | None:
-        """This rank's place in a role; None: it has none. Called by all ranks of the world in the same order."""
+    def context(self, role: RoleMeshes) -> RankContext | None:
+        """Where this rank stands in a role; None: nowhere. Called by all ranks of the world in the same order."""
         ranks = role.ranks
         groups = {name: self.group(mesh.ranks) for name, mesh in role.meshes.items() if mesh.size > 1}
         if len(ranks) > 1:
@@ -101,7 +101,7 @@ class World:
         if self.rank not in ranks:
             return None
         meshes = {name: role.mesh(name) for name in (ROLE, *role.meshes)}
-        return Place(
+        return RankContext(
             role=role.role,
             rank=ranks.index(self.rank),
             size=len(ranks),
@@ -115,7 +115,7 @@ class World:
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
         """Inside, a broken collective raises `BrokenCollectiveError`."""
-        self._open.add(at := object())
+        self._open.add(token := object())
         is_broken = False
         try:
             yield
@@ -127,7 +127,7 @@ class World:
             raise
         finally:
             if not is_broken:
-                self._open.discard(at)
+                self._open.discard(token)
 
     def leave(self) -> None:
         """For the end of the process: end the threads of the collectives, unless they may be waiting for others.

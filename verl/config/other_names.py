@@ -25,16 +25,16 @@ _KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 class _RefusedError(Exception):
-    """With what to write instead."""
+    """The setting is refused; the text says what to write instead."""
 
 
 def _to(*keys: str) -> Translate:
-    """The same value under our key."""
+    """The value as it is, under our keys."""
     return lambda value, get: dict.fromkeys(keys, value)
 
 
 def _without(key: str, *nothing: Any) -> Translate:
-    """The same value, some of which stand for null."""
+    """The value as it is; `nothing` are values that mean null."""
     return lambda value, get: {key: None if value in nothing else value}
 
 
@@ -144,7 +144,7 @@ def _eval_temperature(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _evaluated(translate: Translate) -> Translate:
-    """Of evaluations: of no effect where there are none."""
+    """A setting of evaluations: it has no effect where nothing is evaluated."""
     return lambda value, get: translate(value, get) if get("data.val_files") or get("data.eval") else {}
 
 
@@ -154,7 +154,7 @@ def _has_projects(get: Get) -> bool:
 
 
 def _update(section: str, optim: str) -> dict[str, Translate]:
-    """Of the actor and of the critic."""
+    """The names of a section of training, for the actor or the critic."""
     return {
         f"{section}.ppo_mini_batch_size": _samples(f"{section}.mini_batch_size"),
         f"{section}.ppo_micro_batch_size_per_gpu": _to(f"{section}.micro_batch_size"),

@@ -20,7 +20,7 @@ def by_task(rows: Any, names: Sequence[str]) -> dict[str, Any]:
         names: the tasks there are.
 
     Raises:
-        DataError: a row names no task, or one that there is not.
+        DataError: a row names no task, or an unknown one.
     """
     if isinstance(rows, Mapping) and not isinstance(rows, Batch):
         for name in rows:

@@ -221,7 +221,7 @@ class ChatTokenizer:
         return text[:start], text[start + len(bare) :]
 
     def encode(self, text: str) -> list[int]:
-        """Its tokens, nothing added."""
+        """The tokens of a text, without special ones added."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _spelling(self, token: int) -> str:

@@ -22,7 +22,7 @@ class Loader(Protocol):
 
 
 def ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches, each read while the one before is used."""
+    """The batches of an iterator, each read while the one before is used."""
     coming = beside(next, batches, _END, name="prefetch")
     while (batch := coming.result()) is not _END:
         coming = beside(next, batches, _END, name="prefetch")
@@ -35,7 +35,9 @@ class Prefetch:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self._place = loader.state_dict()
+        # The loader is one batch further than what was returned, so its own position is never the one to save: each
+        # batch comes with the position after it, which counts once the batch is handed out.
+        self._position = loader.state_dict()
         self._ahead: Future[tuple[Any, dict[str, Any]]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -43,25 +45,25 @@ class Prefetch:
 
     def __next__(self) -> Any:
         coming, self._ahead = self._ahead or beside(self._read, name="prefetch"), None
-        batch, self._place = coming.result()
+        batch, self._position = coming.result()
         self._ahead = beside(self._read, name="prefetch")
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return self._place
+        return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._ahead is not None:
             self._ahead.exception()  # waits for it
             self._ahead = None
         self.loader.load_state_dict(state)
-        self._place = state
+        self._position = state
 
     def close(self) -> None:
-        """Put the loader where this has come to: the batch that was read ahead is its next one again."""
+        """Set the loader back to the position reached here: the batch that was read ahead is its next one again."""
         if self._ahead is not None:
-            self.load_state_dict(self._place)
+            self.load_state_dict(self._position)
 
     def _read(self) -> tuple[Any, dict[str, Any]]:
-        """The next batch, and the place behind it."""
+        """The next batch, and the loader's position after it."""
         return next(self.loader), self.loader.state_dict()

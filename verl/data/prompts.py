@@ -92,7 +92,7 @@ class PromptStream:
         return ((number, row) for number, row, _ in self.marked_rows(epoch, start))
 
     def marked_rows(self, epoch: int, start: int = 0, mark: Any = None) -> Iterator[tuple[int, dict[str, Any], Any]]:
-        """The same, each with a mark.
+        """`rows`, each with a mark.
 
         Args:
             mark: that of row `start - 1`: what the source itself says of where it is, None if it says nothing.

@@ -113,13 +113,13 @@ class TaskLoader:
         self.draws[name] += 1
         return self.take(name, max(1, math.floor(self.shares[name] * self.batch_size + start)))
 
-    def place(self, name: str) -> dict[str, Any]:
+    def position_of(self, name: str) -> dict[str, Any]:
         """The position in the data of one task, as JSON."""
         return {"draws": self.draws[name], "data": self.sources[name].state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """The position in all data, as JSON; shares are what they are set to."""
-        return {"batches": self.batches, "tasks": {name: self.place(name) for name in self.sources}}
+        return {"batches": self.batches, "tasks": {name: self.position_of(name) for name in self.sources}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position from `state_dict`.

@@ -144,6 +144,8 @@ class Calls:
             raise TrainingError(f"node '{node.name}' failed: {describe(error)}") from error
         finally:
             task.cancel()
+        # A thread cannot be stopped from outside. The one that is stuck is left behind, and calls that wait for it go
+        # to a new one: the process can still report the error, save and end.
         if job is not None:
             self._jobs.discard(job)
             loop.abandon(job)

@@ -64,7 +64,7 @@ class Groups:
         self.graph, self.batch = graph, batch
         self._base = graph.source.name if graph.source else ""
         _check_inputs(graph, batch)
-        #: Of each group its samples to come: id, and row of the batch.
+        #: The samples that each group will have: the id, and the row of the batch it comes from.
         self._samples = _plan(graph.source, batch)
         self._slots: dict[str, Slot] = defaultdict(Slot, slots or {})
         self._calls = Calls(graph, deadline)
@@ -76,7 +76,7 @@ class Groups:
             self._columns.deliver("", range(len(self._samples)), range(len(batch)), batch)
 
     def start(self, phase: Phase) -> Groups:
-        """Begin the nodes of a part of the step; those of earlier parts have begun."""
+        """Start the nodes of a phase of the step. Phases are started in their order."""
         for node in self.graph.phases[phase]:
             self._tasks[node.name] = asyncio.create_task(self._run(node))
         return self
@@ -106,8 +106,10 @@ class Groups:
         return metrics
 
     async def _run(self, node: Node) -> None:
-        """All calls of a node. What it waits for as a whole has begun: no node waits for one of a later part."""
+        """Make all calls of a node. The nodes it waits for have been started: none of them is of a later phase."""
         before = self.graph.needs[node.name] if node.kind == "batch" else node.after
+        # A node that works on rows waits for the columns it reads, group by group (`_work`). As a whole it waits only
+        # for nodes that it is to follow without reading what they write (`after`).
         await asyncio.gather(*(asyncio.shield(self._tasks[name]) for name in before if name in self._tasks))
         if node.kind == "source":
             return await self._sample(node)
@@ -118,6 +120,8 @@ class Groups:
 
     async def _work(self, node: Node, groups: range) -> None:
         """One call of a node: wait for what it reads, run it, deliver what it wrote."""
+        # In this order: a node that held its slot while it waits for columns would keep out the very node of the same
+        # slot that writes them.
         rows, columns = await self._read(node, groups)
         if not rows and node.inputs:
             if node.kind == "batch" and not node.skip_empty:
@@ -130,7 +134,7 @@ class Groups:
         self._columns.deliver(node.name, groups, [rows[index] for index in kept], new)
 
     async def _read(self, node: Node, groups: range) -> tuple[list[int], Batch]:
-        """The rows a call works on, and the columns it reads. `id` goes along, to tell the rows of its result."""
+        """The rows a call works on, and the columns it reads; also `id`, by which rows of its result are matched."""
         writers = {column: self.graph.writers.get(column, self._base) for column in node.reads}
         # "*" is every column of the samples and of all nodes before.
         whole = {self._base, *self.graph.before[node.name]} if ANY in node.inputs else set()
@@ -148,7 +152,7 @@ class Groups:
         return rows, Batch.from_columns(columns)
 
     def _accept(self, node: Node, value: Any, rows: int | None = None) -> Batch:
-        """The columns a node returned; its metrics are put aside."""
+        """The columns a node returned; keeps its metrics for the result."""
         columns, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
         columns = Batch.from_columns({}) if columns is None else columns
         if not isinstance(columns, Batch) or not isinstance(metrics, dict):
@@ -224,6 +228,11 @@ def _check_inputs(graph: Graph, batch: Batch) -> None:
 
 
 def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
+    """The samples of each group: the id of each, and the row of the batch that it comes from.
+
+    A source may say which samples it will make of each prompt; else each row is one sample, and neighbours of one
+    `group` are a group.
+    """
     if source is not None and source.samples is not None:
         planned = source.samples(batch)
         if len(planned) != len(batch):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds without a sign of life from the event loop after which `run_sync` gives up on it.
 LOOP_DEADLINE = 60.0
-#: Seconds that the two threads have for what they are at when the interpreter ends.
+#: Seconds that the two threads get to finish when the interpreter ends.
 EXIT_DEADLINE = 2.0
 
 
@@ -101,6 +101,8 @@ class _Threads:
             job.run()
             if self.running is job:
                 self.running = None
+            # Until the next job comes this frame would keep the last one's arguments and result alive: whole batches,
+            # or tensors that `sleep` and `release` are to free.
             del job
 
     def abandon(self, job: Job) -> None:
@@ -119,7 +121,7 @@ class _Threads:
             return self.loop
 
     def end(self) -> None:
-        """Let both threads come to their end, for a short while.
+        """Wait a short while for both threads to end.
 
         A daemon thread that drops the last reference to a tensor while the interpreter goes down aborts the process.
         """

@@ -28,8 +28,8 @@ _BUILD_SECONDS = 120
 
 def find_compiler() -> str | None:
     """The path of the C++ compiler that is used; None: none is here, or the system is not Linux."""
-    found = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
-    return found if sys.platform.startswith("linux") else None
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    return compiler if sys.platform.startswith("linux") else None
 
 
 @lru_cache(maxsize=1)

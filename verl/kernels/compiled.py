@@ -24,7 +24,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
 
 
 def layer_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The same for what stands between the products of layers and head: in bf16 and fp32."""
+    """The kernels for what stands between the matrix products of layers and head, in bf16 and fp32; or None."""
     return None if dtype == torch.float64 else kernels(dtype, device)
 
 

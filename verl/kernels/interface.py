@@ -108,8 +108,8 @@ class Kernels:
         to_entropies: Tensor | None,
     ) -> None:
         """`logits` become their gradient, given those of log-probs and entropies `[N]`."""
-        given = (norms, entropies, to_log_probs, to_entropies)
-        self._run("softmax_rows_backward", logits, targets, *logits.shape, alpha, *given)
+        gradients = (norms, entropies, to_log_probs, to_entropies)
+        self._run("softmax_rows_backward", logits, targets, *logits.shape, alpha, *gradients)
 
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
         """`[B, H, L, D]`: the heads of `x` `[T, H, D]` at `index` `[B, L]`; zeros where that is -1."""
@@ -129,14 +129,21 @@ class Kernels:
         self._run("scatter_add", x, index, total, rows, length, heads, size)
 
     def softmax(
-        self, scores: Tensor, before: Tensor, own: int, first: int, window: int, scale: float, gradients: Tensor | None
+        self,
+        scores: Tensor,
+        before: Tensor,
+        own_start: int,
+        first: int,
+        window: int,
+        scale: float,
+        gradients: Tensor | None,
     ) -> None:
         """`scores` `[B, H, L, M]` become probabilities, and `gradients` of probabilities, if given, those of scores.
 
-        Query i, the `first + i`-th of its row b, sees the keys up to `before[b]` and those from `own` up to itself; of
-        these the last `window`.
+        Query i, the `first + i`-th of its row b, sees the keys up to `before[b]` and those from `own_start` up to
+        itself; of these the last `window`.
         """
-        self._run("softmax", scores, gradients, before, *scores.shape, own, first, window, scale)
+        self._run("softmax", scores, gradients, before, *scores.shape, own_start, first, window, scale)
 
     def accumulate(self, total: Tensor, x: Tensor, scale: float, add: bool) -> None:
         """fp32 `total += scale * x`, or without `add` `total = scale * x`."""

@@ -36,12 +36,12 @@ class WeightSource(NamedTuple):
 
     Attributes:
         expert: None: it is the whole weight.
-        place: which of the matrices of an expert that stand side by side, of how many.
+        part: which of the matrices of an expert that stand side by side, of how many.
     """
 
     key: str
     expert: int | None = None
-    place: int = 0
+    part: int = 0
     of: int = 1
 
     def shape_in(self, weight: torch.Tensor) -> Shape:
@@ -72,7 +72,7 @@ class Fit:
         return cls(sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), reshaped)
 
     def without(self, spare: Callable[[], Iterable[str]]) -> Fit:
-        """The same, if tensors of these names are no fault."""
+        """This fit, with tensors of these names counted as no fault."""
         names = {*spare()} if self.unexpected else set[str]()
         return Fit(self.missing, [name for name in self.unexpected if name not in names], self.reshaped)
 
@@ -195,13 +195,13 @@ def _compare_weight(
     if sources[0].expert is None:
         fit.unexpected += [source.key for source in sources[1:]]  # which another name stands for already
         return
-    blocks = {(source.expert, source.place): source.key for source in sources}
-    experts, places = range(weight.shape[0]), range(sources[0].of)
+    blocks = {(source.expert, source.part): source.key for source in sources}
+    experts, positions = range(weight.shape[0]), range(sources[0].of)
     fit.unexpected += [source.key for source in sources if source.expert not in experts]
     for expert in experts:
-        for place in places:
-            if (expert, place) not in blocks:
-                alike = next((key for (_, p), key in blocks.items() if p == place), None)
+        for position in positions:
+            if (expert, position) not in blocks:
+                alike = next((key for (_, p), key in blocks.items() if p == position), None)
                 named = None if alike is None else re.sub(r"(experts\D*)\d+", rf"\g<1>{expert}", alike)
                 fit.missing.append(named or f"{name} (a part of expert {expert})")
 

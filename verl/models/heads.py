@@ -100,7 +100,7 @@ def score_model(model: Any) -> Any:
 
 @torch.no_grad()
 def width_of(backbone: PreTrainedModel) -> int:
-    """Of final hidden states; some models have them narrower than `hidden_size`."""
+    """The width of final hidden states, which some models have narrower than `hidden_size` says."""
     if backbone.device.type == "meta":
         return int(backbone.config.get_text_config().hidden_size)
     compute_experts(backbone)
@@ -140,18 +140,18 @@ def head_names(names: Container[str]) -> list[str]:
 
 
 def weight_files(name: str) -> dict[str, str]:
-    """The safetensors file that holds each tensor of a checkpoint directory or hub model, by what the files say
-    themselves.
+    """Tensor name -> the safetensors file that holds it, of a checkpoint directory or hub model. Read from the files'
+    own headers: an index may be of other files.
 
     Raises:
         OSError: there are none, or one of them is not there.
         SafetensorError: one is damaged.
     """
     files = [cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False)]
-    if files[0] is None:  # in transformers' order
+    if files[0] is None:  # transformers, too, looks for an index only where there is no single file
         with open(cast(str, cached_file(name, "model.safetensors.index.json")), encoding="utf-8") as file:
             names = json.load(file)["weight_map"].values()
-        files = [cached_file(name, place) for place in dict.fromkeys(names)]
+        files = [cached_file(name, part) for part in dict.fromkeys(names)]
     path_of: dict[str, str] = {}
     for path in map(str, files):
         with safe_open(path, framework="pt") as weights:

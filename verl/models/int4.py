@@ -75,7 +75,7 @@ class Int4Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Without this the restored weights of all layers would be kept for the backward pass."""
+    """A product that restores its weight again in the backward pass: those of all layers would take too much memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Int4Linear) -> Tensor:

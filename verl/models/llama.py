@@ -336,7 +336,7 @@ def _norm_backward(
 def _weight_gradients(
     projections: list[Tensor | None], grads: list[Tensor], inputs: list[Tensor], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """Of weight and bias of each projection, given the gradients of its output and its input."""
+    """The gradients of each projection's weight and bias, given that of its output, and its input."""
     gradients: list[Tensor | None] = []
     for index, (grad, x) in enumerate(zip(grads, inputs, strict=True)):
         weight, bias = projections[2 * index : 2 * index + 2]

@@ -336,7 +336,7 @@ def without_adapters(model: nn.Module) -> Any:
 
 
 def _outer(names: Iterable[str]) -> list[str]:
-    """Those that lie in none of the others."""
+    """The module names that lie inside none of the others."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 

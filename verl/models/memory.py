@@ -38,7 +38,7 @@ class ModelSize:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelSize:
-        """Of a live transformers model, or of one on the meta device (which holds no memory)."""
+        """The size of a live transformers model, or of one on the meta device (which holds no memory)."""
         from verl.kernels.compiled import layer_kernels
         from verl.models.int4 import int4_bytes
         from verl.models.llama import has_llama_shape

@@ -77,7 +77,7 @@ class ModelOptions(Record):
 
     @property
     def fused_kernels(self) -> bool | str:
-        """As `PackedModel(fused_kernels=...)` takes it."""
+        """The setting as `PackedModel(fused_kernels=...)` takes it."""
         return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)
 
     @model_validator(mode="after")

@@ -155,6 +155,8 @@ class PackedModel:
     def choose_forward(self) -> Callable[[Tensor, Tensor, AttentionContext], Tensor]:
         """What `hidden` is now: fused layers while they stand for the model's modules, else the model's own code. It
         may be kept as long as the modules stay what they are: their weights may change and move."""
+        # Not settled once for all: a user may add adapters, FSDP its hooks, autocast another dtype. Fused layers read
+        # weights by name, and would compute past whatever was put around them.
         fused = self._fused if self.ready is None else None
         if fused is not None and not torch.is_autocast_enabled(self.device.type) and fused.is_valid():
             return fused.hidden
@@ -229,6 +231,8 @@ class PackedModel:
     @contextmanager
     def _weights_arriving(self, ready: Callable[[str], object]) -> Iterator[None]:
         """Inside, each part of the model waits for its own weights before it computes; afterwards all are there."""
+        # The first forward after a transfer has begun overlaps with it: a layer waits for its own weights, while those
+        # of later layers are on their way. After that forward all are there, so that no later one looks.
         self.ready = None
         names = {id(weight): name for name, weight in named_weights(self.model)}
 
@@ -261,6 +265,8 @@ class PackedModel:
 
     def _enable(self) -> bool:
         """Switch the model to our attention; keep it if the packed forward agrees with the model's own."""
+        # Tried out, not looked up: neither a class nor a configuration says what a model does with positions, masks and
+        # windows, and a list of classes would be wrong for the next one.
         if self.device.type == "meta":
             raise ModelError("the model is on the meta device: load its weights first")
         if self.model.device.type == "meta":

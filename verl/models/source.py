@@ -55,7 +55,7 @@ class ModelFiles:
 
     @classmethod
     def of(cls, options: ModelOptions, kind: Kind, seed: int = 0) -> ModelFiles:
-        """Those of settings that name a path; a directory is found from any working directory."""
+        """The files that settings name; a directory is made absolute, to be found from any working directory."""
         path = str(options.path)
         path = os.path.abspath(path) if os.path.isdir(path) else path
         return cls(path, kind, options.dtype, options.trust_remote_code, options.lora, seed)
@@ -90,7 +90,7 @@ class ModelFiles:
         return model
 
     def why_whole(self, model: Any) -> str | None:
-        """Why the weights of a blank `model` cannot be read from the files one by one; None: they can."""
+        """Why the weights of a `model` on the meta device cannot be read from the files one by one; None: they can."""
         backbone = getattr(model, "backbone", model)
         if resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) is None:
             return "their dtype is known when they are read"
@@ -105,7 +105,7 @@ class ModelFiles:
         return next((f"the files have no '{name}'" for name in lacking), None)
 
     def plan(self, model: Any) -> WeightSources:
-        """Where the weights of a blank model come from, tied ones under every name."""
+        """Where the weights of a model on the meta device come from, tied ones under every name."""
         sources, weights = weight_sources(model, weight_files(self.path)), model_weights(model)
         stored = {name: names for names in tied(weights) for name in names}
         by_name: WeightSources = {}
@@ -116,11 +116,11 @@ class ModelFiles:
         return by_name
 
     def shards(self, model: Any, plan: WeightSources) -> Iterator[Shard]:
-        """The weights of `model` (a blank one, or what is here of it once it is laid out) from the files: views of
-        these where the dtype is theirs, so that reading a part touches no more.
+        """The weights of `model` (on the meta device, or what is here of it once it is laid out) from the files: views
+        of these where the dtype is theirs, so that reading a part touches no more.
 
         Args:
-            plan: of the blank model.
+            plan: of the model on the meta device.
         """
         files, opened = weight_files(self.path), {}
         head = dict(self._head(model)) if isinstance(model, ValueModel) else {}
@@ -171,7 +171,7 @@ class ModelFiles:
 def _shard(source: WeightSource, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
     if source.expert is None:
         return Shard.whole(name, tensor)
-    offset = (source.expert, source.place * len(tensor), *(0,) * (tensor.dim() - 1))
+    offset = (source.expert, source.part * len(tensor), *(0,) * (tensor.dim() - 1))
     return Shard(name, weight.shape, offset, tensor[None])
 
 

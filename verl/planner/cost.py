@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a step: what throughput counts."""
+        """Tokens of a step, which throughput counts."""
         return self.samples * self.length
 
 
@@ -181,7 +181,7 @@ class Costs:
         )
 
     def _flops(self, size: ModelSize, length: int) -> float:
-        """Of one token's forward pass, in a sequence of so many: products with weights, and causal attention."""
+        """Operations of a token's forward pass in a sequence of `length`: products with weights, causal attention."""
         return 2 * size.parameters + 2 * size.layers * size.heads * size.head_dim * length
 
     def _tensor_sums(self, size: ModelSize, tokens: float, tp: int, layers: int) -> float:

@@ -82,7 +82,7 @@ def runners_up(plans: Iterable[PlacementPlan]) -> str:
 
 
 def _names(plan: PlacementPlan) -> list[str]:
-    """Of each set: its devices and models."""
+    """Each set as text: its devices and models."""
     names, start = [], 0
     for group in plan.groups:
         names.append(f"{start}-{start + group.ranks - 1} {'+'.join(group.roles)}")

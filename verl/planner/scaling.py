@@ -21,13 +21,13 @@ class Scaled:
 
 
 def scaled(problem: Problem, ranks: int, factor: int = 1) -> Problem:
-    """The same on another number of devices, with so many times the samples; optimizer steps stay as many."""
+    """The problem on `ranks` devices with `factor` times the samples a step; the number of optimizer steps stays."""
     work = replace(problem.work, samples=problem.work.samples * factor)
     return replace(problem, cluster=problem.cluster.resized(ranks), work=work)
 
 
 def strong(problem: Problem, ranks: Sequence[int]) -> list[Scaled]:
-    """With the batch as it is, on each number of devices that is enough for it, compared with the first of them."""
+    """Strong scaling: the batch as it is, on each number of devices that is enough, compared with the first of them."""
     points: list[Scaled] = []
     for count in ranks:
         try:

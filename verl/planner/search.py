@@ -193,7 +193,7 @@ def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
 
 
 def _usage(problem: Problem, model: Model, strategy: Strategy, layout: Layout) -> Usage:
-    """Of a model and those beside it."""
+    """What a model takes, with those that stand beside it."""
     work, times = problem.work, 1 + len(model.beside)
     usage = memory.training(
         model.size,
@@ -319,7 +319,7 @@ class _Table:
         return self._choices[model_key]
 
     def _frontier(self, model: Model, ranks: int) -> list[Choice]:
-        """Without those that another one beats in time and in memory; what a follower may need stays."""
+        """The choices that no other one beats in both time and memory, and those that a follower may need."""
         kept: list[Choice] = []
         followed = {other.follows for other in self.problem.models}
         for choice in self._all(model, ranks):

@@ -30,7 +30,7 @@ _START_SECONDS = 300.0
 
 
 class Slots:
-    """Lets so many in at a time, in the order in which they come, whatever event loops they wait on."""
+    """A FIFO semaphore that works across event loops."""
 
     def __init__(self, width: int) -> None:
         self._free = width
@@ -75,7 +75,7 @@ class Caller(Protocol):
         """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
 
     def take_counts(self) -> dict[str, int]:
-        """Its processes ("workers"), and how many of them died since the last call of this ("deaths")."""
+        """The number of its processes ("workers"), and of those that died since the last call of this ("deaths")."""
 
     def close(self) -> None:
         """End what it has started; the next call starts it again."""

@@ -60,7 +60,7 @@ class _Process(Host):
         threading.Thread(target=self._write, args=(number, *request), daemon=True).start()
 
     def end(self) -> None:
-        """With all that it started."""
+        """Kill the process and all that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -119,6 +119,8 @@ def _settle(parent: int) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        # A fork shares the parent's memory until one of the two writes to it. Weights that the parent trains would be
+        # copied, page by page, for a process that never reads them.
         for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
             with suppress(Exception):  # what cannot be given back stays
                 if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > _LARGE:

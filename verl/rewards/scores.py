@@ -57,7 +57,7 @@ def call_plain(
 
 
 async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int) -> list[Score]:
-    """The same for an async function, on the loop that runs."""
+    """`call_plain` for an async function, on the running event loop."""
     try:
         return read_result(await function(*args, **kwargs), rows, kwargs)
     except BaseException as error:  # as above

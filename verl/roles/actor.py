@@ -137,7 +137,7 @@ class Actor(ModelHandle[ActorWorker]):
             training.mini_batch_size, training.epochs, (samples and self.sampling.temperature) or 1.0, seed
         )
         self.head = head
-        self.place(placement)
+        self.set_placement(placement)
         # A score model stands in a language model's place: all but its engine read only what both have.
         kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
         self._read_model(loading, kind, seed, lambda: _live_model(model, head))
@@ -354,12 +354,12 @@ class Actor(ModelHandle[ActorWorker]):
         """
         batch = as_sequences(batch)
         usual = self.plan.temperature
-        found = (
-            {usual if given is None else given for given in batch["temperature"]} if "temperature" in batch else set()
-        )
-        if len(found) > 1:
-            raise DataError(f"samples were drawn at temperatures {sorted(found)}: give those of one at a time")
-        return found.pop() if found else usual
+        temperatures = set()
+        if "temperature" in batch:
+            temperatures = {usual if one is None else one for one in batch["temperature"]}
+        if len(temperatures) > 1:
+            raise DataError(f"samples were drawn at temperatures {sorted(temperatures)}: give those of one at a time")
+        return temperatures.pop() if temperatures else usual
 
     @checked
     def make_reference(self, model: PreTrainedModel | str | None = None, *, dtype: str | None = None) -> None:
@@ -455,8 +455,8 @@ class Actor(ModelHandle[ActorWorker]):
         return self._exact_rollout
 
     def _is_one_step(self, batch: Batch, samples: int | None = None) -> bool:
-        own = "policy_id" in batch and set(batch["policy_id"]) == {self.policy_id}
-        return own and self.plan.updates(len(batch) if samples is None else samples) == 1
+        is_own = "policy_id" in batch and set(batch["policy_id"]) == {self.policy_id}
+        return is_own and self.plan.updates(len(batch) if samples is None else samples) == 1
 
     def train(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """Optimizer steps on a batch that `algorithm.prepare` made."""
@@ -475,11 +475,14 @@ class Actor(ModelHandle[ActorWorker]):
         `samples` as of `needs_old_log_probs`."""
         prepared = self.prefixed(prepared, algorithm)
         first = self._is_one_step(prepared, samples)
+        # The only step on the policy's own samples takes the detached log-probs of its own forward for the old ones
+        # (`MiniBatch`), so that the ratio is exactly 1: with those of `prepare`, or of the engine, it would be off by
+        # rounding. A column that is left out here is what tells the loss so.
         if first and not algorithm.needs_log_probs:
-            # The engine's rounding is not a step of the policy: the ratio of a first step is 1.
             prepared = prepared.drop(["old_log_probs"])
+        # The engine's log-probs are measured against the trainer's of the same weights: in such a step those of its
+        # forward; else `prepare` has done it, with the log-probs from before the update.
         if not first or "log_probs" in prepared:
-            # Else this step's forward measures the engine against the trainer.
             prepared = prepared.drop(["rollout_log_probs"])
         return UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared), weight, name)
 

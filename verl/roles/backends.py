@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import Unpack
 
@@ -14,9 +14,6 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.settings import ActorArguments
 from verl.roles.workers import BuiltArguments, BuiltWorker
-
-if TYPE_CHECKING:
-    pass
 
 
 class VLLMActor(Actor):

@@ -22,51 +22,51 @@ def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
     return rows.drop(["id"]).add(columns)
 
 
-def as_sequences(given: Any) -> Batch:
+def as_sequences(sequences: Any) -> Batch:
     """What is given, if it is a batch.
 
     Raises:
         DataError: it is something else.
     """
-    if not isinstance(given, Batch):
-        raise DataError(f"sequences are a Batch of generate_sequences, not a {type(given).__name__}")
-    return given
+    if not isinstance(sequences, Batch):
+        raise DataError(f"sequences are a Batch of generate_sequences, not a {type(sequences).__name__}")
+    return sequences
 
 
-def as_responses(given: Any) -> Batch:
+def as_responses(responses: Any) -> Batch:
     """What a reward can score: a batch as it is; of plain texts the column `response`, of pairs `prompt` as well.
 
     Raises:
         DataError: it is something else.
     """
-    if isinstance(given, Batch):
-        return given
-    rows: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [None]
+    if isinstance(responses, Batch):
+        return responses
+    rows: list[Any] = list(responses) if isinstance(responses, Sequence) and not isinstance(responses, str) else [None]
     pairs = [("", row) if isinstance(row, str) else row for row in rows]
     if not all(isinstance(pair, tuple | list) and [*map(type, pair)] == [str, str] for pair in pairs):
         raise DataError(
             "a reward scores sequences of generate_sequences, a list of texts, or a list of (prompt, response) pairs, "
-            f"not {given!r:.80}"
+            f"not {responses!r:.80}"
         )
     return Batch.from_rows([{"prompt": prompt, "response": response} for prompt, response in pairs])
 
 
-def aligned(sequences: Batch, given: Any, name: str) -> Batch:
-    """`sequences` with the column `name` from `given`: a `Batch` of the same rows, or a list or tensor of one
+def aligned(sequences: Batch, values: Any, name: str) -> Batch:
+    """`sequences` with the column `name` from `values`: a `Batch` of the same rows, or a list or tensor of one
     item a row.
 
     Raises:
         DataError: the rows are not the same, or the sequences have other numbers there already.
     """
-    if isinstance(given, Batch):
-        if name not in given:
-            raise DataError(f"the {name} given have no column '{name}': their columns are {sorted(given.columns)}")
-        if name in sequences and given.arrow(name) != sequences.arrow(name):
+    if isinstance(values, Batch):
+        if name not in values:
+            raise DataError(f"the {name} given have no column '{name}': their columns are {sorted(values.columns)}")
+        if name in sequences and values.arrow(name) != sequences.arrow(name):
             raise DataError(f"column '{name}' is there already, with other numbers: sequences.drop(['{name}']) first")
-        if "id" in given and "id" in sequences and given["id"] != sequences["id"]:
+        if "id" in values and "id" in sequences and values["id"] != sequences["id"]:
             raise DataError(f"the {name} belong to other samples than the sequences: pass them in the same order")
-        return sequences.add(given)
-    return sequences.add({name: given})
+        return sequences.add(values)
+    return sequences.add({name: values})
 
 
 def add_rewards(sequences: Batch, rewards: Any) -> Batch:

@@ -80,7 +80,7 @@ class Critic(ModelHandle[CriticWorker]):
         loading, training = self._read_settings("Critic", settings, model, train, optim, strategy, fused_kernels)
         #: "critic" or "cost_critic": which pool of the placement it stands on.
         self.role = "critic"
-        self.place(placement)
+        self.set_placement(placement)
         self._read_model(loading, "value", seed, lambda: _value_model(model))
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)

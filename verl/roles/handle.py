@@ -82,7 +82,7 @@ class ModelHandle(Generic[W_co]):
         """The whole weights on the meta device, by name. Workers of this process may cut the model that was given."""
         return outline(self.modules) if self._outline is None else self._outline
 
-    def place(self, placement: Any) -> None:
+    def set_placement(self, placement: Any) -> None:
         """Run where `placement` says, see `DeviceMesh`.
 
         Raises:

@@ -36,14 +36,14 @@ def lay_out(handles: Sequence[Actor | Critic], placements: Iterable[Any], strate
         ConfigError: more than one placement is given.
     """
     layout = strategy if strategy in get_args(Strategy) else None
-    given = [one for one in (*placements, None if layout else strategy) if one is not None]
-    if len(given) > 1:
+    choices = [one for one in (*placements, None if layout else strategy) if one is not None]
+    if len(choices) > 1:
         raise ConfigError("give the trainer one placement: placement=, strategy=, device_map= or num_rollout_workers=")
     changes: dict[str, Any] = {} if layout is None else {"strategy": layout}
     changes |= {} if use_amp is None else {"use_amp": use_amp}
     for handle in handles:
-        if given:
-            handle.place(given[0])
+        if choices:
+            handle.set_placement(choices[0])
         handle.train_with(**changes)
 
 
@@ -118,12 +118,12 @@ def _best_size(actor: Actor) -> int:
     train = actor.controller.meshes("actor", actor.train_options, 1).meshes["train"].layout
     if train.is_plain:
         return 1
-    found = generation_seconds(actor, train, _possible_sizes(actor, ranks), ranks)
-    return min(found, key=found.__getitem__) if found else max(_possible_sizes(actor, ranks), default=1)
+    seconds = generation_seconds(actor, train, _possible_sizes(actor, ranks), ranks)
+    return min(seconds, key=seconds.__getitem__) if seconds else max(_possible_sizes(actor, ranks), default=1)
 
 
 def _possible_sizes(actor: Actor, ranks: int) -> list[int]:
-    """Those that divide the ranks, the layout of training and the model's heads."""
+    """The tensor-parallel sizes that divide the ranks, the layout of training and the model's heads."""
     shape, possible = ModelShape.of(actor.modules.config), []
     for size in range(1, ranks + 1):
         try:
@@ -153,8 +153,8 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
     work = Workload(response=actor.sampling.max_new_tokens, max_num_seqs=options.max_num_seqs)
     usage = memory.training(size, strategy, train, work.micro_batch * work.length, head=device.head)
     choice = Choice(model, strategy, train, usage, infer=0.0, train=0.0)
-    found = generations(Problem((model,), work, cluster), choice, ranks, free)
-    seconds = {engine.tp: engine.seconds for engine, _ in found if engine.tp in sizes}
+    engines = generations(Problem((model,), work, cluster), choice, ranks, free)
+    seconds = {engine.tp: engine.seconds for engine, _ in engines if engine.tp in sizes}
     return {tp: taken for tp, taken in seconds.items() if size.weight_bytes / tp <= _WEIGHTS_SHARE * free}
 
 
@@ -190,12 +190,12 @@ def _actor_and_critic(model: Any) -> tuple[Actor, Critic | None]:
     if isinstance(model, Actor):
         return model, None
     if isinstance(model, Mapping):
-        given: Any = model.get("actor"), model.get("critic")
+        pair: Any = model.get("actor"), model.get("critic")
     elif isinstance(model, tuple | list):
-        given = tuple(model) if len(model) == 2 else (None, None)
+        pair = tuple(model) if len(model) == 2 else (None, None)
     else:
-        given = getattr(model, "actor", None), getattr(model, "critic", None)
-    actor, critic = given
+        pair = getattr(model, "actor", None), getattr(model, "critic", None)
+    actor, critic = pair
     if not isinstance(actor, Actor) or not isinstance(critic, Critic | None):
         raise ConfigError(
             f"PPORoleUpdater: model is an actor and its critic, such as (actor, critic), not {type(model).__name__}"

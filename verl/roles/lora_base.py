@@ -28,7 +28,7 @@ class LoraBase:
         return cls(files, tuple(name for name, weight in model.named_parameters() if weight.requires_grad))
 
     def saved(self) -> dict[str, str]:
-        """As checkpoints name it."""
+        """The base as checkpoints name it."""
         return {"path": self.files.path, "sha256": str(self.files.digest)}
 
 

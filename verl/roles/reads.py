@@ -28,10 +28,10 @@ class Read:
 
 def reads(algorithm: BaseAlgorithm, actor: Actor, critics: Mapping[str, Critic]) -> list[Read]:
     """Reference log-probs and values, as the algorithm's roles say; `critics` by role."""
-    found = [Read(VALUES[role], role, _values(critic, VALUES[role])) for role, critic in critics.items()]
+    columns = [Read(VALUES[role], role, _values(critic, VALUES[role])) for role, critic in critics.items()]
     if "reference" in algorithm.roles:
-        found.insert(0, reference(actor))
-    return found
+        columns.insert(0, reference(actor))
+    return columns
 
 
 def reference(actor: Actor) -> Read:

@@ -69,28 +69,28 @@ class Reward:
         **options: Any,
     ) -> None:
         follow_log_level()
-        given = [source for source in (reward_fn, model, url) if source is not None]
-        if len(given) != 1:
+        sources = [source for source in (reward_fn, model, url) if source is not None]
+        if len(sources) != 1:
             raise ConfigError("a Reward takes exactly one of reward_fn=..., model=... and url=...")
         if workers:
             options["workers"] = partial(RewardPool, workers=workers, max_workers=max_workers)
         elif max_workers:
             raise ConfigError(f"max_workers={max_workers} is the most that `workers` (at least 1) may grow to")
-        self.source: RewardSource = make_reward(as_name(given[0]), **options)
+        self.source: RewardSource = make_reward(as_name(sources[0]), **options)
         for source in leaves(self.source):
             if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
                 source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
         for source in self._models():
             registry.add("Reward", model=source.model)
         if placement is not None:
-            self.place(placement)
+            self.set_placement(placement)
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Reward:
         """A reward model by name or directory."""
         return cls(model=name, **options)
 
-    def place(self, placement: Any, role: str = "reward") -> None:
+    def set_placement(self, placement: Any, role: str = "reward") -> None:
         """Run the reward's models on the devices that a placement has for `role`; without such devices they stay here.
 
         Raises:
@@ -143,13 +143,13 @@ class Reward:
         return (await self.score_and_count(sequences))[0]
 
     async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
-        """The same, and metrics of failures, retries and workers."""
+        """`score`, and metrics of failures, retries and workers."""
         result = await score_finished(self.source, sequences)
         names = {what: "workers/max" if what == "workers" else f"{what}/count" for what in result.counts}
         return result.as_batch(), {names[what]: float(count) for what, count in result.counts.items()}
 
     def get_reward(self, sequences: Any) -> Batch:
-        """The same for synchronous code, and for plain texts or (prompt, response) pairs in the place of sequences.
+        """`score` for synchronous code, also of plain texts or (prompt, response) pairs instead of sequences.
 
         Raises:
             DataError: it is none of these.

@@ -110,7 +110,7 @@ class RewardPool(Pool):
 
     @checked
     def scale(self, size: Processes) -> None:
-        """Have so many workers from now on. Those that leave finish the call they are at."""
+        """Set the number of workers. Those that leave finish their present call."""
         with self.lock:
             self._wanted = size
             super().scale(size)

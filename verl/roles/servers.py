@@ -139,7 +139,7 @@ class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
         return ServerEngine(pool, model, eos_token_ids=eos_token_ids, seed=seed, served_model=self.model)
 
     async def score(self, batch: Batch) -> RewardResult:
-        """As a `RewardSource`: the judge's scores."""
+        """The judge's scores: a worker is a `RewardSource`, too."""
         return await self._judge.score(batch)
 
     def get_reward(self, sequences: Batch) -> Batch:

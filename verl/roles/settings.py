@@ -119,11 +119,11 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
     known = [type(record).model_fields.keys() & ActorKeywords.__optional_keys__ for record in records]
     for keyword, value in keywords.items():
         spelt = (KEYWORDS.get(keyword, keyword), keyword)
-        at, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
-        if at is None:
+        index, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
+        if index is None:
             every = {"optim", "strategy", *KEYWORDS, *OptimConfig.model_fields}.union(*known)
             raise ConfigError(f"{owner} has no setting '{keyword}': {takes(keyword) or nearest(keyword, every)}")
-        changes[at][name] = value
+        changes[index][name] = value
     try:
         return [record.replace(**change) if change else record for record, change in zip(records, changes, strict=True)]
     except SettingsError as error:
@@ -136,16 +136,16 @@ def optimizer_settings(owner: str, keywords: dict[str, Any], train: TrainOptions
     Raises:
         ConfigError: there are such fields beside a caller's own optimizer, or one is given twice.
     """
-    own = {name: keywords.pop(name) for name in OptimConfig.model_fields if name in keywords}
-    if not own:
+    settings = {name: keywords.pop(name) for name in OptimConfig.model_fields if name in keywords}
+    if not settings:
         return optim
-    first = next(iter(own))
+    first = next(iter(settings))
     if isinstance(optim, torch.optim.Optimizer) or callable(optim):
         raise ConfigError(f"{owner}: '{first}' is set in the optimizer that you gave: leave it out here")
-    if isinstance(optim, Mapping) and (twice := own.keys() & optim.keys()):
+    if isinstance(optim, Mapping) and (twice := settings.keys() & optim.keys()):
         raise ConfigError(f"{owner}: '{min(twice)}' is given as a keyword and in optim=: give it once")
     base = train.optim if optim is None else OptimConfig.of(optim, "optim")
-    return base.replace(**own)
+    return base.replace(**settings)
 
 
 def as_name(model: Any) -> Any:

@@ -53,20 +53,22 @@ class Updater:
                 f"algorithm '{self.algorithm.name}' trains a model with a head of kind '{self.algorithm.head}', this "
                 f"actor's is '{actor.head}': make it with Actor(..., head='{self.algorithm.head}')"
             )
-        given = {"critic": critic, "cost_critic": cost_critic}
-        if idle := [role for role, handle in given.items() if handle is not None and role not in self.algorithm.roles]:
+        handles = {"critic": critic, "cost_critic": cost_critic}
+        if idle := [
+            role for role, handle in handles.items() if handle is not None and role not in self.algorithm.roles
+        ]:
             logger.warning(
                 "algorithm '%s' has no %s: what is given is not used", self.algorithm.name, " or ".join(idle)
             )
         #: Role -> its value model, for the value models that the algorithm has.
         self.critics = {
-            role: handle or make_critic(actor) for role, handle in given.items() if role in self.algorithm.roles
+            role: handle or make_critic(actor) for role, handle in handles.items() if role in self.algorithm.roles
         }
         if not self.algorithm.online:  # what nobody sampled has no temperature
             actor.plan = replace(actor.plan, temperature=1.0)
-        own = set(map(id, actor.modules.parameters()))
+        actor_weights = set(map(id, actor.modules.parameters()))
         for role, handle in self.critics.items():
-            if not own.isdisjoint(map(id, handle.model.parameters())):
+            if not actor_weights.isdisjoint(map(id, handle.model.parameters())):
                 raise ConfigError(
                     f"the {role} and the actor are over one model, so each would move the other's weights: leave the "
                     f"{role} out (it gets a copy), or give it a model of its own"
@@ -101,8 +103,8 @@ class Updater:
 
 def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
     """Metrics of one role's update under its name: `loss` becomes `loss/<role>`, others likewise."""
-    own = ("loss", "grad_norm", "lr", "update/steps", "update/skipped", "update/empty")
-    return {f"{name}/{role}" if name in own else name: value for name, value in metrics.items()}
+    of_role = ("loss", "grad_norm", "lr", "update/steps", "update/skipped", "update/empty")
+    return {f"{name}/{role}" if name in of_role else name: value for name, value in metrics.items()}
 
 
 def make_critic(actor: Actor) -> Critic:

@@ -136,23 +136,23 @@ class FSDPWorker(BuiltWorker):
 
     def __init__(self, model_name: Any, tokenizer: Any = None, **options: Unpack[BuiltArguments]) -> None:
         fsdp_config = options.get("fsdp_config")
-        given = dict(fsdp_config) if isinstance(fsdp_config, Mapping) else {}
-        sharding = given.pop("sharding_strategy", "FULL_SHARD")
+        sharding_config = dict(fsdp_config) if isinstance(fsdp_config, Mapping) else {}
+        sharding = sharding_config.pop("sharding_strategy", "FULL_SHARD")
         name = str(getattr(sharding, "name", sharding))
         if name not in _STRATEGIES:
             raise ConfigError(f"fsdp_config: no sharding_strategy is called '{name}': {nearest(name, _STRATEGIES)}")
         is_cut, is_freed = _STRATEGIES[name]
         if not is_freed:
-            given.setdefault("reshard_after_forward", False)
-        self._lacks_size = "HYBRID" in name and "fsdp_size" not in given
+            sharding_config.setdefault("reshard_after_forward", False)
+        self._lacks_size = "HYBRID" in name and "fsdp_size" not in sharding_config
         if self._lacks_size:
-            given["fsdp_size"] = local_ranks()
-        options["fsdp_config"] = fsdp_config if isinstance(fsdp_config, FSDPConfig) else given
+            sharding_config["fsdp_size"] = local_ranks()
+        options["fsdp_config"] = fsdp_config if isinstance(fsdp_config, FSDPConfig) else sharding_config
         options.setdefault("strategy", "fsdp" if is_cut else "ddp")
         super().__init__(model_name, tokenizer, **options)
 
-    def place(self, placement: Any) -> None:
-        super().place(placement)
+    def set_placement(self, placement: Any) -> None:
+        super().set_placement(placement)
         if self._lacks_size and self.controller.executor == "ray":
             raise ConfigError("fsdp_config: HYBRID_SHARD needs fsdp_size, the ranks that one copy is cut over")
 

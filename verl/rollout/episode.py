@@ -302,8 +302,8 @@ async def run_episodes(
 
     async def one(index: int) -> Outcome:
         row = rows[index]
-        own = params if isinstance(params, SamplingParams) else params[index]
-        client = Client(pump, str(row["id"]), own, text)
+        sampling = params if isinstance(params, SamplingParams) else params[index]
+        client = Client(pump, str(row["id"]), sampling, text)
         try:
             responses = await with_deadline(episode(client, row), seconds)
         except LateError:
@@ -311,7 +311,7 @@ async def run_episodes(
         except Exception as error:  # a user's code may raise anything; only this row fails
             show_once(logger, "episode", traceback_of(error))
             return Outcome(index, [], f"episode of row '{row['id']}': {describe(error)}")
-        _check_temperatures(responses, own, str(row["id"]))
+        _check_temperatures(responses, sampling, str(row["id"]))
         return Outcome(index, responses)
 
     tasks = [asyncio.create_task(one(index)) for index in range(len(rows))]

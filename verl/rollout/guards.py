@@ -41,9 +41,9 @@ def register_guard(name: str) -> Callable[[_T], _T]:
     or `accept(text, row)`, plain or async, which judges those that are finished.
     """
 
-    def register(made: _T) -> _T:
-        _GUARDS[name] = made
-        return made
+    def register(guard: _T) -> _T:
+        _GUARDS[name] = guard
+        return guard
 
     return register
 
@@ -108,7 +108,7 @@ class GuardModel:
         self._one_at_a_time = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """As it was made: the model is loaded where it is used."""
+        """The settings alone: the model is loaded in the process that uses it."""
         kept = ("model_name", "max_new_tokens", "template", "refuses", "minimum", "device", "dtype")
         return {name: getattr(self, name) for name in kept}
 
@@ -135,11 +135,11 @@ class GuardModel:
             tokens = torch.tensor([self._question(tokenizer, prompt, response, is_classifier)], device=model.device)
             if is_classifier:
                 return bool(model(tokens).logits.float().reshape(-1)[0] >= self.minimum)
-            found = model.generate(
+            output = model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=self.max_new_tokens, do_sample=False
             )
             read = ResponseText(tokenizer, eos_token_ids(model, tokenizer))
-            return self.accepts(read(found[0, tokens.shape[1] :].tolist()))
+            return self.accepts(read(output[0, tokens.shape[1] :].tolist()))
 
     def accepts(self, verdict: str) -> bool:
         """Whether a verdict in words, behind the thoughts of a model that thinks, is a good one. None is not."""
@@ -166,7 +166,7 @@ class GuardModel:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return chat.encode(chat.render(turns, begun=False))
         parts = {"{prompt}": prompt, "{response}": response}  # neither may stand for the other
-        text = re.sub(r"\{prompt\}|\{response\}", lambda found: parts[found[0]], self.template or TEMPLATE)
+        text = re.sub(r"\{prompt\}|\{response\}", lambda match: parts[match[0]], self.template or TEMPLATE)
         return encode_plain(chat, text, closed=closed)
 
 

@@ -227,12 +227,12 @@ class HFEngine:
     def _logits_anew(self, rows: list[list[int]]) -> Tensor:
         order = sorted(range(len(rows)), key=lambda i: self._is_long(rows[i]))
         size = max(1, _LOGITS // (max(map(len, rows)) * self._vocab_size))
-        found: dict[int, Tensor] = {}
+        by_row: dict[int, Tensor] = {}
         for _, group in groupby(order, key=lambda i: self._is_long(rows[i])):
             alike = list(group)
             for start in range(0, len(alike), size):
-                found |= self._last_logits({i: rows[i] for i in alike[start : start + size]})
-        return torch.stack([found[i] for i in range(len(rows))])
+                by_row |= self._last_logits({i: rows[i] for i in alike[start : start + size]})
+        return torch.stack([by_row[i] for i in range(len(rows))])
 
     def _last_logits(self, rows: dict[int, list[int]]) -> dict[int, Tensor]:
         """The logits `[V]` after the last token of each row, from one forward."""
@@ -240,7 +240,7 @@ class HFEngine:
         padded = [row + row[:1] * (longest - len(row)) for row in rows.values()]
         tokens = torch.tensor(padded, device=self.model.device)
         logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-        return {i: own[len(row) - 1] for (i, row), own in zip(rows.items(), logits, strict=True)}
+        return {i: row_logits[len(row) - 1] for (i, row), row_logits in zip(rows.items(), logits, strict=True)}
 
     @torch.no_grad()
     def _choose_forward(self) -> None:

@@ -120,7 +120,7 @@ class RemoteEngine:
             RolloutError: it does not take them, or serves others afterwards.
         """
         weights = list(shards)
-        with FileTransport().lend(weights) as file:
+        with FileTransport().publish(weights) as file:
             self._submit(self._update({"version": version, "tied": self._tied, **file}, weights)).result()
         self.policy_version = version
 
@@ -280,7 +280,7 @@ class ServerEngine(RemoteEngine):
                 raise RolloutError("it failed to take the weights")
             if server.weights != version or await self._served(server) != {version}:
                 logger.warning("rollout server %s gets the weights of version %d again", server.url, version)
-                with FileTransport().lend(weights) as file:
+                with FileTransport().publish(weights) as file:
                     await self._give(server, {"version": version, "tied": self._tied, **file})
             server.checked = True
 

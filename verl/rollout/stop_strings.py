@@ -55,11 +55,11 @@ class StopWatch:
         """Whether a stop string ends in what is new of `tokens`; `text` is then cut before the first one."""
         text = self.read(tokens, final)
         begins = ((stop, max(0, self._seen + 1 - len(stop))) for stop in self._stops)
-        found = [at for stop, begin in begins if (at := text.find(stop, begin)) >= 0]
+        starts = [start for stop, begin in begins if (start := text.find(stop, begin)) >= 0]
         self._seen = len(text)
-        if found:
-            self.text, self._cut = text[: min(found)], True
-        return bool(found)
+        if starts:
+            self.text, self._cut = text[: min(starts)], True
+        return bool(starts)
 
     def pass_over(self, tokens: Sequence[int]) -> None:
         """Read on; a stop string that has ended by now does not count."""

@@ -223,12 +223,12 @@ class ToolEpisode:
         max_result_tokens: Count = 256,
         deadline: Seconds = 600.0,
     ) -> None:
-        made = [given if isinstance(given, Tool) else tool(given) for given in tools]
-        self.tools = {one.name: one for one in made}
-        if not made or len(self.tools) < len(made):
+        all_tools = [one if isinstance(one, Tool) else tool(one) for one in tools]
+        self.tools = {one.name: one for one in all_tools}
+        if not all_tools or len(self.tools) < len(all_tools):
             raise ConfigError("ToolEpisode.tools: must be one tool or more, of different names")
         self.form: _Form = _PlainForm(self.tools) if form == "plain" else _ChatForm()
-        self.schemas = [] if form == "plain" else [one.schema for one in made]
+        self.schemas = [] if form == "plain" else [one.schema for one in all_tools]
         self.max_turns, self.max_result_tokens, self.deadline = max_turns, max_result_tokens, deadline
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

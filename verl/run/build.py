@@ -66,14 +66,17 @@ def build_critic(config: Config, rows: int, controller: Controller | None = None
     return Critic(model, train=train, placement=controller, seed=config.trainer.seed)
 
 
-def build_source(section: CostConfig, called: RewardConfig) -> Reward | None:
-    """The reward or cost of a section, or the weighted sum of several, called as `called` says; None where it names
-    none."""
+def build_source(section: CostConfig, calls: RewardConfig) -> Reward | None:
+    """The reward or cost that a section names, or the weighted sum of several; None where it names none.
+
+    Args:
+        calls: the section with deadlines, retries and workers, which rewards and costs share.
+    """
     if not section.is_given:
         return None
     names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
-    options: dict[str, Any] = {name: getattr(called, name) for name in names}
-    options["default_reward"] = None if called.on_failure == "abstain" else called.on_failure
+    options: dict[str, Any] = {name: getattr(calls, name) for name in names}
+    options["default_reward"] = None if calls.on_failure == "abstain" else calls.on_failure
     if section.components:
         parts = {name: {**source_options(part), "weight": part.weight} for name, part in section.components.items()}
         return Reward(parts, **options)
@@ -139,7 +142,7 @@ def _kind(config: Config) -> Callable[..., Trainer]:
 
 
 def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:
-    """The section, with what the run decides: its length, and a control's learning rate."""
+    """The section, with what only the run knows: how many updates a schedule has, and the control without learning."""
     optim = update.optim
     if config.trainer.control == "zero_lr":
         optim = optim.replace(lr=0.0)

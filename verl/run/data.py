@@ -39,7 +39,7 @@ class ReadData:
 
     @property
     def rows(self) -> int:
-        """Of training."""
+        """Rows of training."""
         return sum(map(len, self.train.values()))
 
 

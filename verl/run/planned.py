@@ -82,7 +82,7 @@ def _workload(config: Config) -> Workload:
 
 
 def model_size(path: str, dtype: str = "auto") -> ModelSize:
-    """Of a model by its `config.json`, in a directory or on the hub; no weights are read.
+    """The size of a model by its `config.json`, in a directory or on the hub; no weights are read.
 
     Raises:
         ConfigError: there is none, or it is of a mixture of experts.
@@ -162,7 +162,7 @@ def _parallel(choice: Choice) -> dict[str, Any]:
 
 
 def _strategies(key: str, options: TrainOptions, size: ModelSize) -> tuple[Strategy, ...]:
-    """Those to choose from: `ddp` and `fsdp`, of which settings may leave one."""
+    """The strategies to choose from: `ddp` and `fsdp`, of which settings may leave one."""
     sharding = options.fsdp_config
     if options.deepspeed_config != DeepSpeedOptions():
         raise ConfigError(f"verl plan: {key}: it chooses between ddp and fsdp: leave deepspeed_config out")

@@ -2,7 +2,7 @@
 
 The second driver over the calls of `verl.trainer.step`: its groups have been sampled when they are scored. A step
 begins as many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands
-the new weights to the workers, which take them between two tokens: what they are at goes on under the new weights. A
+the new weights to the workers, which take them between two tokens: unfinished responses go on under the new weights. A
 sample carries the version that wrote its first token; importance weights correct for what has changed since.
 
 Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), and episodes.
@@ -104,7 +104,9 @@ class AsyncTrainer(Trainer):
         self._starting = threading.RLock()
         self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
         self._tokens = 0  # that have come in this step
-        self._refused: ConfigError | None = None  # for a batch of prompts that was taken ahead
+        # Prompts are taken ahead of their step. A batch that is refused then must not end the steps whose prompts are
+        # here already: the error is kept, and raised by the step that lacks those prompts.
+        self._refused: ConfigError | None = None
 
     @property
     def group(self) -> RolloutPool:

@@ -32,7 +32,7 @@ def as_loader(
     max_prompt_length: int | None = None,
     truncation: Truncation = "error",
 ) -> Iterable[Any]:
-    """Batches for the trainer: those that are given, or with a `batch_size` those of the rows that are.
+    """Batches for the trainer: `data` itself if it yields batches; else, with `batch_size`, its rows, batched.
 
     Args:
         max_prompt_length, truncation: of the rows' prompts, see `PromptTokenizer`.

@@ -118,13 +118,9 @@ class SafetyGuard:
                         name, statistics.fmean(metric.values[: metric.least]), metric.least,
                     )  # fmt: skip
 
-    def fallen(self) -> tuple[str, float, float] | None:
-        """The first metric that has fallen (or risen), with its baseline and present level."""
-        fall = self.fall()
-        return None if fall is None else fall[:3]
-
     def fall(self) -> tuple[str, float, float, int] | None:
-        """As `fallen`, and the step of the latest value before the fall."""
+        """The first metric that has fallen (or risen): its name, baseline, present level, and the step of the latest
+        value before the fall."""
         for name, metric in self._metrics.items():
             for latest in metric.windows():
                 best, level = metric.best_before(latest), statistics.fmean(metric.values[-latest:])

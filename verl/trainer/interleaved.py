@@ -35,12 +35,12 @@ class _Flight:
     """Samples of a task that are on their way.
 
     began: updates before their rollout.
-    place: where the task's prompts began in the data.
+    position: where the task's prompts began in the data.
     """
 
     future: Future[Samples]
     began: int
-    place: dict[str, Any]
+    position: dict[str, Any]
 
 
 class InterleavedTrainer(Trainer):
@@ -98,9 +98,9 @@ class InterleavedTrainer(Trainer):
         began = self._begin()
         for name in prompts.sources:
             if name not in self._flights and prompts.shares[name]:
-                place = prompts.place(name)
+                position = prompts.position_of(name)
                 future = self.runner.begin(self._collect_task(name, prompts.draw(name)))
-                self._flights[name] = _Flight(future, self.actor.policy_version, place)
+                self._flights[name] = _Flight(future, self.actor.policy_version, position)
         # What would be too old after this update is waited for; else one task is enough.
         late = [f for f in self._flights.values() if self.actor.policy_version - f.began >= self.max_staleness]
         if late:
@@ -121,10 +121,13 @@ class InterleavedTrainer(Trainer):
         self._land()
         super().rollback(step, skip_data=skip_data)
 
-    def _place_of(self, loader: Loader) -> dict[str, Any]:
-        """With the prompts that are on their way still to come."""
+    def _position_of(self, loader: Loader) -> dict[str, Any]:
+        """The loader's position, with the prompts that are being sampled still to come."""
         position = loader.state_dict()
-        return {**position, "tasks": position["tasks"] | {name: flight.place for name, flight in self._flights.items()}}
+        return {
+            **position,
+            "tasks": position["tasks"] | {name: flight.position for name, flight in self._flights.items()},
+        }
 
     def _staleness(self, samples: Batch) -> int:
         age: int = self.actor.policy_version - min(samples["policy_version"])
@@ -136,5 +139,5 @@ class InterleavedTrainer(Trainer):
         """Let what is on its way end, and forget it: a later `fit` draws its prompts again."""
         wait([flight.future for flight in self._flights.values()])
         if self._loader is not None and self._flights:
-            self._loader.load_state_dict(self._place_of(self._loader))
+            self._loader.load_state_dict(self._position_of(self._loader))
         self._flights.clear()

@@ -43,7 +43,7 @@ class Mixture:
         """Let a scheduler change the shares after each step.
 
         Raises:
-            ConfigError: it names a task that there is not, or there is only one.
+            ConfigError: it names an unknown task, or there is only one.
         """
         if len(self.tasks) < 2:
             raise ConfigError("a scheduler weighs several tasks against each other, and this trainer has one")
@@ -72,7 +72,7 @@ class Mixture:
         self._trained.setdefault(name, time.perf_counter())
 
     def weights(self, present: Mapping[str, Batch]) -> dict[str, float]:
-        """Of the losses in a step in which these tasks take part. In a step of all tasks without a `loss_weight`, these
+        """The weights of the losses in a step of these tasks. In a step of all tasks, none with a `loss_weight`, they
         are the shares."""
         weights = {}
         for name in present:
@@ -81,7 +81,7 @@ class Mixture:
         return weights
 
     def update(self, step: int, samples: Mapping[str, Batch], record: dict[str, Any]) -> None:
-        """Of several tasks: add throughput and shares to the record of a step, and let the scheduler read it."""
+        """With several tasks, add throughput and shares to the record of a step, and let the scheduler read it."""
         if len(self.tasks) == 1:
             return
         now = time.perf_counter()

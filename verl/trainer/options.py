@@ -30,7 +30,7 @@ class _Options(Record):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     @classmethod
-    def spread(cls: type[RecordT], name: str, given: Any, keywords: dict[str, Any]) -> RecordT:
+    def spread(cls: type[RecordT], name: str, settings: Any, keywords: dict[str, Any]) -> RecordT:
         """The record that the argument `name` gives, with those keywords that are fields of it, which are taken out of
         `keywords`.
 
@@ -39,7 +39,7 @@ class _Options(Record):
             ConfigError: a field is given in both.
         """
         flat = {key: keywords.pop(key) for key in cls.model_fields if key in keywords}
-        record = cls.of(given, name)
+        record = cls.of(settings, name)
         if twice := sorted(flat.keys() & record.model_fields_set):
             raise ConfigError(f"'{twice[0]}' is given as a keyword and in {name}=: give it once")
         try:

@@ -1,4 +1,4 @@
-"""Whether a training run has come to anything."""
+"""Whether a training run has changed its policy at all."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class RLDataPipeline:
         return loop.run_sync(run())
 
     def _controllers(self) -> set[Controller]:
-        """Of the models of all stages."""
+        """The controllers of the models of all stages."""
         handles: list[Any] = []
         for stage in self.stages.values():
             updater = stage.updater if isinstance(stage, UpdateNode) else stage

@@ -42,7 +42,7 @@ def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]
 
 
 def _count(key: str, samples: Batch) -> int:
-    """Of how many values a task's number is the mean."""
+    """The number of values of which a task's metric is the mean."""
     policys = own_samples(samples)
     if key in _BY_TOKEN:
         return written_tokens(policys)

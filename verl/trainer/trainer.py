@@ -204,7 +204,7 @@ class Trainer:
         }
         for active in self.tasks.values():
             for role, source in active.sources.items():
-                source.place(self.actor.controller, role)
+                source.set_placement(self.actor.controller, role)
         for controller in {handle.controller for handle in self.roles.values()}:
             controller.wait(limits.deadline)
         if len(tasks) > 1:  # samples of another temperature say so
@@ -308,7 +308,7 @@ class Trainer:
         self.guards.add(guard, self)
 
     def save_automatically(self, every: int) -> AutomaticCheckpoints:
-        """Automatic checkpoints: those that there are, or in `log_dir` from now on, `every` so many steps.
+        """The automatic checkpoints; where there are none, from now on one in `log_dir` every `every` steps.
 
         Raises:
             ConfigError: `log_dir=False` leaves no place for them.
@@ -404,7 +404,7 @@ class Trainer:
         """Let a scheduler change the tasks' shares after each step, such as `DynamicTaskWeightScheduler`.
 
         Raises:
-            ConfigError: it names a task that there is not, or there is only one.
+            ConfigError: it names an unknown task, or there is only one.
         """
         self.mixture.follow(scheduler)
 
@@ -443,7 +443,7 @@ class Trainer:
         add_metrics(record, more, set().union(*users))
 
     def _log_completions(self) -> None:
-        """Of the samples that the step learned from; recorded data of offline algorithms are no completions."""
+        """Log the samples that the step learned from; recorded data of offline algorithms are no completions."""
         latest, self.update_phase.latest = self.update_phase.latest, None
         if latest is not None and (sampled := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
             self.logger.completions(self.steps, lambda: completions(sampled, latest[1], self.actor.tokenizer.decode))
@@ -539,7 +539,7 @@ class Trainer:
     @property
     def position(self) -> dict[str, Any] | None:
         """Where the loader of `fit` is in its data; of a checkpoint that was loaded: where the next one goes on."""
-        return self._position if self._loader is None else self._place_of(self._loader)
+        return self._position if self._loader is None else self._position_of(self._loader)
 
     @position.setter
     def position(self, position: dict[str, Any] | None) -> None:
@@ -552,7 +552,7 @@ class Trainer:
             return loader
         return loader if self.mixture.scheduler is not None else Prefetch(loader)
 
-    def _place_of(self, loader: Loader) -> dict[str, Any]:
+    def _position_of(self, loader: Loader) -> dict[str, Any]:
         return loader.state_dict()
 
     def _open(self, prompts: Iterable[Any]) -> Iterator[Any]:
@@ -729,7 +729,7 @@ class Trainer:
         """Go back to the automatic checkpoint of `step`; later ones are removed, so that it is the newest.
 
         Args:
-            skip_data: `fit` goes on after the data that it has come to, not where the checkpoint was.
+            skip_data: `fit` goes on after the data that it has read so far, not where the checkpoint was.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged, or the disk refuses.

@@ -23,14 +23,14 @@ Columns = tuple[None, dict[str, float]]
 class UpdatePhase:
     """Updates the actor and the critics from scored samples.
 
-    Of one task, the graph prepares the samples and updates the models. Of several, each prepares its own samples and
-    updates its own critics, and every optimizer step of the actor is on the weighted sum of all their losses.
+    With one task, the graph prepares the samples and updates the models. With several, each task prepares its samples
+    and updates its critics, and every optimizer step of the actor is on the weighted sum of all tasks' losses.
 
     Attributes:
         weights: of the losses of several tasks; their mean is 1.
         latest: the samples of the latest update by task, and the same as `prepare` left them.
-        graph: what runs. That of several tasks passes row ids along its edges; the samples lie beside it, since each
-            task has columns of its own.
+        graph: what runs. With several tasks only row ids pass along its edges: a graph works on one table, and each
+            task has columns of its own. Their samples lie in `_samples` and `_prepared`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class UpdatePhase:
         metrics: dict[str, Any] = dict(result.metrics)
         updates = [timing.busy for name, timing in result.timings.items() if name.startswith("update")]
         empty = [name for name in metrics if "update/empty/" in name]
-        if len(updates) == len(empty):  # of each model, or there is none
+        if len(updates) == len(empty):  # no model had anything to learn from
             return {**metrics, "update/empty": 1.0}
         trained = sum(sum(own_samples(batch).lengths("response_tokens")) for batch in samples.values())
         seconds = sum(updates)
@@ -67,34 +67,34 @@ class UpdatePhase:
         return metrics | timed
 
     def _nodes(self) -> list[Node]:
-        nodes = []
-        make = partial(Node, kind="batch", inputs=("id",), slot=SLOT)
-        limit = deadline_of(self.actor)
+        """The nodes of several tasks: `prepare_<task>`, `update_<critic>_<task>`, and `update_actor` after all."""
+        prepare = partial(Node, kind="batch", inputs=("id",), slot=SLOT, phase="prepare", role="controller")
+        update = partial(Node, kind="batch", inputs=("id",), slot=SLOT, phase="update")
+        limit, nodes, prepared = deadline_of(self.actor), [], tuple(f"prepare_{name}" for name in self.tasks)
         for name, task in self.tasks.items():
-            prepare = partial(self._prepare, name)
-            nodes.append(make(name=f"prepare_{name}", run=prepare, phase="prepare", role="controller", deadline=limit))
-            for role, critic in task.updater.critics.items():
-                nodes.append(
-                    make(
-                        name=f"update_{role}_{name}",
-                        run=partial(self._update_critic, name, role),
-                        after=(f"prepare_{name}",),
-                        phase="update",
-                        role=role,
-                        deadline=deadline_of(critic),
-                    )
+            nodes.append(prepare(name=f"prepare_{name}", run=partial(self._prepare, name), deadline=limit))
+            nodes += [
+                update(
+                    name=f"update_{role}_{name}",
+                    run=partial(self._update_critic, name, role),
+                    after=(f"prepare_{name}",),
+                    role=role,
+                    deadline=deadline_of(critic),
                 )
-        update = partial(make, name="update_actor", run=self._update_actor, phase="update", role="actor")
-        return [*nodes, update(after=tuple(f"prepare_{name}" for name in self.tasks), deadline=limit)]
+                for role, critic in task.updater.critics.items()
+            ]
+        actor = update(name="update_actor", run=self._update_actor, after=prepared, role="actor", deadline=limit)
+        return [*nodes, actor]
 
     @property
-    def _together(self) -> int:
+    def _total_samples(self) -> int:
+        """Samples of all tasks, from which `mini_batch_size` makes the number of optimizer steps."""
         return sum(map(len, self._samples.values()))
 
     def _prepare(self, name: str, _: Batch) -> Columns:
         if name not in self._samples:
             return None, {}
-        self._prepared[name], metrics = self.tasks[name].updater.prepare(self._samples[name], self._together)
+        self._prepared[name], metrics = self.tasks[name].updater.prepare(self._samples[name], self._total_samples)
         return None, of_task(name, metrics)
 
     def _update_actor(self, _: Batch) -> Columns:
@@ -102,7 +102,7 @@ class UpdatePhase:
             self.actor.update_part(
                 prepared,
                 self.tasks[name].algorithm,
-                samples=self._together,
+                samples=self._total_samples,
                 weight=self.weights[name],
                 name=f"task/{name}",
             )

@@ -101,7 +101,7 @@ class TrainEngine(ABC):
 
     @property
     def precision(self) -> torch.dtype:
-        """Of losses and predictions: fp32, or fp64 for an fp64 model."""
+        """The dtype of losses and predictions: fp32, or fp64 for an fp64 model."""
         return self.runner.precision
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class TrainEngine(ABC):
         return self.weights.release(name)
 
     def restore_weights(self, name: str, shards: Iterable[Shard]) -> None:
-        """Put a lent weight, all pieces of it, back to where it was.
+        """Put a released weight, all shards of it, back to where it was.
 
         Raises:
             CheckpointError: a piece did not come whole.

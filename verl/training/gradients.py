@@ -46,6 +46,8 @@ class Weight:
 
     def add(self, gradient: Tensor, start: int = 0) -> None:
         """Add the gradient of a scaled loss, of all rows or of some from row `start`."""
+        # Sums are not zeroed between steps: without `has_gradient` what they hold is old, and the first gradient
+        # overwrites it. That saves a pass over them; only one of some rows has to clear the rest itself.
         total = self._sum()
         if gradient.shape != total.shape:
             if not self.has_gradient:

@@ -1,4 +1,4 @@
-"""This rank's part of a model's weights: read, replaced, lent to the generation layout."""
+"""This rank's part of a model's weights: read, replaced, released while generation has them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class LocalWeights(ABC):
 
     Attributes:
         specs: every weight of the model, by checkpoint name; equal on all ranks.
-        lent: weights whose memory is freed, and its bytes.
+        released: weights whose memory is freed, and its bytes.
     """
 
     specs: dict[str, WeightSpec]
-    lent: Mapping[str, int] = {}
+    released: Mapping[str, int] = {}
 
     @abstractmethod
     def shards(self) -> Iterator[Shard]:
@@ -52,23 +52,24 @@ class LocalWeights(ABC):
         return (Shard.whole(name, tensor) for name, tensor in tensors)
 
     def local_state(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """The other way round: of each shard, what is here."""
+        """The inverse of `state_shards`: what of each shard belongs to this rank."""
         return iter(shards)
 
-    # A back end whose weights share memory with what its library has flattened lends none.
+    # A back end whose weights share memory with what its library has flattened releases none.
     def release(self, name: str) -> int:
         """See `TrainEngine.release_weight`."""
         return 0
 
     def restore(self, name: str, shards: Iterable[Shard]) -> None:
         """See `TrainEngine.restore_weights`."""
-        raise TrainingError(f"'{name}' is not lent")
+        raise TrainingError(f"'{name}' is not released")
 
     def check_present(self) -> None:
-        """Raises TrainingError: some are lent."""
-        if self.lent:
+        """Raises TrainingError: some are released."""
+        if self.released:
+            first, more = next(iter(self.released)), len(self.released) - 1
             raise TrainingError(
-                f"'{next(iter(self.lent))}' and {len(self.lent) - 1} more weights are lent to the generation layout: "
+                f"the memory of '{first}' and {more} more weights is released while the generation layout has them: "
                 "release() the generation weights before the training engine is used"
             )
 
@@ -82,7 +83,8 @@ class WholeModel:
         self.dtypes = {name: weight.dtype for name, weight in named_weights(model)}
 
     def specs(self, here: Mapping[str, Described], ranks: Ranks) -> dict[str, WeightSpec]:
-        """Of the weights here and on other pipeline stages, in the order of the model. All stages come here together.
+        """The specs of all weights, on this pipeline stage and the others, in the order of the model. All stages call
+        it together.
 
         Args:
             here: of the weights that this rank has parts of, the dtype and how they are cut.
@@ -111,7 +113,7 @@ class ModelWeights(LocalWeights):
         self._model, self._shapes, self._dtypes = model, whole.shapes, dtypes
         here = {name: (dtypes.get(name, live.dtype), sharded_dims_of(live)) for name, live in named_weights(model)}
         self.specs = whole.specs(here, ranks)
-        self.lent: dict[str, int] = {}
+        self.released: dict[str, int] = {}
 
     def shards(self) -> Iterator[Shard]:
         for shard in model_shards(self._model):
@@ -126,7 +128,7 @@ class ModelWeights(LocalWeights):
 
     def release(self, name: str) -> int:
         weights = dict(named_weights(self._model))
-        if not self.lent:
+        if not self.released:
             self._users = Counter(_storage(weight)._cdata for weight in weights.values())
         if name not in weights:  # an engine with parameters of its own kind
             return 0
@@ -135,13 +137,13 @@ class ModelWeights(LocalWeights):
         is_shared = self._users[storage._cdata] > 1 or (storage.nbytes() > local.nbytes and not sharded_dims_of(weight))
         if is_shared or not storage.resizable() or self.specs[name].dtype != local.dtype or not local.numel():
             return 0
-        self.lent[name] = storage.nbytes()
+        self.released[name] = storage.nbytes()
         storage.resize_(0)
         return local.nbytes
 
     def restore(self, name: str, shards: Iterable[Shard]) -> None:
         weight = dict(named_weights(self._model))[name].detach()
-        _storage(weight).resize_(self.lent.pop(name))
+        _storage(weight).resize_(self.released.pop(name))
         fill_weights({name: [*blocks_of(weight)]}, shards, self._shapes, {}, type(self._model).__name__)
 
     def state_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:

@@ -255,11 +255,11 @@ class EngineOptions(TrainOptions):
         return super().asked() | named(here)
 
     def frozen(self) -> EngineOptions:
-        """The same for a model that is only read."""
+        """The options of the same model where it is only read."""
         return self.replace(optim=None, optimizer=None, scheduler=None, gradient_checkpointing=False)
 
     def generating(self, layout: Layout) -> EngineOptions:
-        """The same for a copy in the layout of generation: a model of transformers, whatever it is trained by."""
+        """The options of its copy in the layout of generation: a model of transformers, whatever back end trains."""
         return self.frozen().replace(
             strategy="ddp",
             fsdp_config=FSDPConfig(),

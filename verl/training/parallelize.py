@@ -31,6 +31,10 @@ def parallelize(forward: Forward, ranks: Ranks, config: FSDPConfig, *, trains: b
     Raises:
         ConfigError: the model cannot be cut so.
     """
+    # The order is that of nesting. Stages come first: nothing else needs to touch layers that go. FSDP comes last,
+    # since it cuts what tensor and expert parallelism have left, and hooks modules as they are by then. Dtypes are
+    # noted in between: FSDP keeps weights in half precision as fp32 pieces, and those that are served have the dtype of
+    # before.
     layout = ranks.mesh.layout
     parallel = Parallel(ranks.mesh)
     if layout.pp > 1:

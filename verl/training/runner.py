@@ -117,6 +117,9 @@ class MicroBatchRunner:
         dealt += [[]] * (self._most(len(dealt)) - len(dealt))
         micro_batches = (MicroBatch(_rows(batch, rows), names, temperature, _on_host) for rows in dealt)
         by_row: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+        # Not strict: a pipeline stage without the head runs every micro-batch and yields nothing; `take_last` below
+        # gives it the predictions of the last stage. Empty micro-batches, run for the sake of other ranks, have no
+        # rows.
         for outputs, rows in zip(self.schedule.forward(micro_batches), dealt, strict=False):
             for name in names if rows else ():
                 values = outputs[name].split([lengths[row] for row in rows])
@@ -185,4 +188,6 @@ def _on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _no_loss(outputs: dict[str, Tensor]) -> Loss:
     """Nothing, with a gradient of zeros for every weight that the outputs depend on."""
+    # A constant 0 would have no backward pass, and FSDP gathers and reduces in that pass: the other ranks, which have
+    # rows, would wait for this one forever. So the 0 depends on all outputs.
     return Loss(total=torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0)

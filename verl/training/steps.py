@@ -69,6 +69,8 @@ class OptimizerSteps:
         metrics, grad_norm, lr = self._runner.metrics(losses), self._grad_norm(), self.optimizer.lr
         if not gradients.any():
             raise TrainingError(NO_GRADIENT)
+        # Loss and norm are those of all ranks, equal on each. So either all of them step or none does; a rank that
+        # judged by its own gradient would leave the others with other weights.
         skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if skipped:
             gradients.rejected()
@@ -77,7 +79,7 @@ class OptimizerSteps:
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
 
     def _grad_norm(self) -> float:
-        """Of the gradient over all ranks' pieces, each element counted once."""
+        """The norm of the gradient over the shards of all ranks; each element counts once."""
         norm = self.optimizer.gradients.norm(self._runner.parallel.copies)
         if not self._runner.parallel.cut_dims:
             return norm

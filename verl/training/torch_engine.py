@@ -27,6 +27,7 @@ class TorchEngine(TrainEngine):
     def assemble(self, forward: Forward, ranks: Ranks, options: EngineOptions, source: WeightSource | None) -> None:
         model, whole = self.model, WholeModel(self.model)
         parallel = parallelize(forward, ranks, options.fsdp_config, trains=options.trains)
+        # Only now, when the model is cut: a rank allocates and reads its own parts, and never has the whole model.
         if source is not None:
             give_memory(forward, forward.packed.device)
             load_model_shards(model, source(model), whole.shapes)
@@ -34,6 +35,8 @@ class TorchEngine(TrainEngine):
         self.weights = ModelWeights(model, whole, parallel.dtypes, ranks)
         if not options.trains:
             return
+        # A weight that ranks cut is two parameters here: the model's DTensor, which autograd gives the gradient to, and
+        # this rank's part of it on the same memory, which the optimizer steps. A whole weight is both.
         trained = dict(model.named_parameters())
         pieces = {name: local_parameter(weight) for name, weight in trained.items()}
         is_scaled = torch.float16 in parallel.dtypes.values()

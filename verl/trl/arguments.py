@@ -103,7 +103,7 @@ class Config(_Quiet):  # type: ignore[misc]
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Those of the arguments that have an effect here."""
+        """The defaults of the arguments that have an effect here."""
         return {field.name: field.default for field in dataclasses.fields(cls) if field.name not in NO_EFFECT}
 
     @classmethod
@@ -112,7 +112,7 @@ class Config(_Quiet):  # type: ignore[misc]
         a record of TRL's own), of which all values are taken.
 
         Raises:
-            ConfigError: it is none of these, or has a setting that there is not here.
+            ConfigError: it is none of these, or has a setting that is not known here.
         """
         if args is None or isinstance(args, Mapping):
             return cls(**(args or {}))
@@ -138,7 +138,7 @@ class Config(_Quiet):  # type: ignore[misc]
         """Fields of `OptimConfig` for so many optimizer steps.
 
         Raises:
-            ConfigError: another optimizer than AdamW, or a schedule that there is not.
+            ConfigError: another optimizer than AdamW, or an unknown schedule.
         """
         if not str(self.optim).startswith("adamw_torch"):
             raise ConfigError(f"optim='{self.optim}': here it is AdamW; pass your own as optimizers=(optimizer, None)")
@@ -175,7 +175,7 @@ class Config(_Quiet):  # type: ignore[misc]
         """Keywords of `Actor` about the model.
 
         Raises:
-            ConfigError: `model_init_kwargs` has one that there is not here.
+            ConfigError: `model_init_kwargs` has one that is not known here.
         """
         kwargs: Any = self.model_init_kwargs or {}
         settings = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON

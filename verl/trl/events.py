@@ -121,7 +121,7 @@ class Events:
         return named
 
     def mean_loss(self) -> float:
-        """Of all that was logged."""
+        """The mean loss of all that was logged."""
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         return sum(losses) / len(losses) if losses else math.nan
 

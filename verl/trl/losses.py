@@ -24,7 +24,7 @@ _OTHERS = ("ipo", "sft")
 
 
 def grpo_algorithm(args: Any) -> BaseAlgorithm:
-    """Raises ConfigError for a loss or a scaling that there is not."""
+    """Raises ConfigError for an unknown loss or scaling."""
     norm = {"group": True, True: True, "none": False, False: False}.get(args.scale_rewards)
     if norm is None:
         raise ConfigError(f"scale_rewards='{args.scale_rewards}': rewards are scaled by 'group', or 'none'")

@@ -90,7 +90,8 @@ def _distribution(key: str, text: str) -> BaseDistribution:
 
 
 def _values(key: str, text: str) -> tuple[str, ...]:
-    """What commas part, as it is written; those in brackets and quotes part nothing."""
+    """The values between commas, as they are written. A comma within brackets or quotes separates nothing, as in YAML,
+    which is why YAML reads them."""
     source = f"[{text}]"
     try:
         node = yaml.compose(source, Loader=yaml.SafeLoader)

@@ -30,20 +30,20 @@ class CollectiveTime:
 def collective_times() -> Iterator[dict[str, CollectiveTime]]:
     """Time every collective that is run in the block (FSDP's own ones too); the dictionary, such as
     `{"gloo:all_reduce": ...}`, is filled when the block ends. Costs what torch's profiler costs: for debugging."""
-    found: dict[str, CollectiveTime] = {}
+    times: dict[str, CollectiveTime] = {}
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        yield found
+        yield times
     for event in profiler.events() or ():
         if event.name.startswith(_BACKENDS):
-            entry = found.setdefault(event.name, CollectiveTime())
+            entry = times.setdefault(event.name, CollectiveTime())
             entry.calls += 1
             entry.seconds += event.time_range.elapsed_us() / 1e6
             entry.elements += sum(math.prod(shape) for shape in event.input_shapes or () if shape)
 
 
-def communication_table(found: dict[str, CollectiveTime]) -> Table:
+def communication_table(times: dict[str, CollectiveTime]) -> Table:
     """What `collective_times` found as a table, the longest first."""
     table = Table("collective", "calls", "seconds", "elements")
-    for name, entry in sorted(found.items(), key=lambda item: -item[1].seconds):
+    for name, entry in sorted(times.items(), key=lambda item: -item[1].seconds):
         table.add_row(name, str(entry.calls), f"{entry.seconds:.4f}", f"{entry.elements:,}")
     return table

@@ -32,8 +32,8 @@ def check_same(name: str, value: torch.Tensor | Batch | str | bytes, group: Any 
     """
     if not dist.is_initialized():
         return
-    own = _digest(value)
-    digests = gather_json(own, group or dist.group.WORLD)
+    local_digest = _digest(value)
+    digests = gather_json(local_digest, group or dist.group.WORLD)
     if len(set(digests)) > 1:
         sides = [[rank for rank, other in enumerate(digests) if other == digest] for digest in dict.fromkeys(digests)]
         raise ClusterError(f"'{name}' is not the same on all ranks: {' / '.join(f'ranks {side}' for side in sides)}")

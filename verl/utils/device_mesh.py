@@ -46,8 +46,8 @@ def init_device_mesh(
     rest = ranks // max(1, abs(math.prod(sizes.values())))
     sizes = {name: rest if size == -1 else size for name, size in (sizes or {"dp": ranks}).items()}
     if math.prod(sizes.values()) != ranks or min(sizes.values()) < 1:
-        given = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(f"init_device_mesh: {given} are not the {ranks} rank{'s' * (ranks > 1)} of this job")
+        shape = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(f"init_device_mesh: {shape} are not the {ranks} rank{'s' * (ranks > 1)} of this job")
     kind = device_type or device.default_kind()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"

@@ -23,7 +23,7 @@ def memory_by_role(roles: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     ranks share, the part that is here.
     """
     seen: set[int] = set()
-    found = {}
+    by_role = {}
     for role, thing in roles.items():
         sizes: Counter[str] = Counter()
         for kind, tensor in _tensors(thing, type(thing).__name__, set()):
@@ -34,14 +34,14 @@ def memory_by_role(roles: Mapping[str, Any]) -> dict[str, dict[str, int]]:
             if storage.data_ptr() not in seen and storage.nbytes():
                 seen.add(storage.data_ptr())
                 sizes[kind] += storage.nbytes()
-        found[role] = dict(sizes)
-    return found
+        by_role[role] = dict(sizes)
+    return by_role
 
 
-def memory_table(found: Mapping[str, Mapping[str, int]]) -> Table:
+def memory_table(by_role: Mapping[str, Mapping[str, int]]) -> Table:
     """What `memory_by_role` found as a table, in MB."""
     table = Table("role", "what", "MB")
-    for role, sizes in found.items():
+    for role, sizes in by_role.items():
         for kind, size in sorted(sizes.items(), key=lambda item: -item[1]):
             table.add_row(role, kind, f"{size / 1e6:,.1f}")
     return table

@@ -146,7 +146,9 @@ def sharded_dims_of(tensor: Tensor) -> tuple[ShardedDim, ...]:
         return ()
     mesh, sharded_dims = cut.device_mesh, []
     parts = dict.fromkeys(range(tensor.dim()), 1)
-    # Inner mesh dimensions are cut first: FSDP cuts what tensor parallelism has left.
+    # Inner mesh dimensions are cut first: FSDP cuts what tensor parallelism has left. torch writes that as a strided
+    # shard, whose split factor counts the parts of the earlier cuts and the fused matrices alike: dividing by the
+    # former leaves the latter.
     for dim, size, placement in reversed([*zip(mesh.mesh_dim_names, mesh.shape, cut.placements, strict=True)]):
         if (axis := getattr(placement, "dim", None)) is not None:
             sharded_dims.append(ShardedDim(dim, axis, getattr(placement, "split_factor", parts[axis]) // parts[axis]))

@@ -60,7 +60,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, *, adapters: bool = False, **of_weights: Any) -> ModelShape:
-        """Of a model of transformers, by its configuration, and what else is known of it."""
+        """The shape of a model of transformers, by its configuration and what else is known of it."""
         text = config.get_text_config()
         return cls(
             layers=count_of(text, "num_hidden_layers"),

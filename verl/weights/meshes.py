@@ -54,7 +54,7 @@ def transition_shares(train: Layout, generation: Layout) -> tuple[float, float]:
     return 1 / parts - 1 / (train.pp * train.tp * train.shard), 1 / parts
 
 
-#: What tells replicas of generation apart, those of one replica of training next to each other.
+#: Sort key of generation replicas; replicas of one training replica are adjacent.
 _REPLICAS = ("replicate", "shard", "sp", "ep", "pp", "tp")
 
 

@@ -83,8 +83,8 @@ def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> Any:
-    """A small model that computes as `model`, which may be blank, does: of its class, with its first layers, as many as
-    show every kind of layer that it has and at least `layers`, few embeddings and random weights.
+    """A small model that computes as `model` does, which may have no weights: of its class, with its first layers (as
+    many as show every kind of layer that it has, and at least `layers`), few embeddings and random weights.
 
     Raises:
         ModelError: its layers differ too much, or it has none.

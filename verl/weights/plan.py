@@ -69,7 +69,7 @@ class ReshardPlan:
         return _blocks(self.specs[name], self.sharded_dims[name], self.target, self.target.coordinate(rank))
 
     def local_shape(self, rank: int, name: str) -> tuple[int, ...]:
-        """Of a rank's part of a weight in the target."""
+        """The shape of a rank's part of a weight in the target."""
         blocks, shape = self.blocks(rank, name), self.specs[name].shape
         ends = ([start + size for start, size in zip(*block.local, strict=True)] for block in blocks)
         return tuple(map(max, zip(*ends, strict=True))) if blocks else (0,) * len(shape)

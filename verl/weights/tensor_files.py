@@ -91,7 +91,7 @@ def read_shards(paths: Iterable[Path]) -> Iterator[Shard]:
 
 
 def files_of(stem: str, names: Iterable[str]) -> list[str]:
-    """Those of the file names that hold tensors of a stem, whichever rank wrote them."""
+    """The file names that hold tensors of a stem, of all ranks that wrote some."""
     pattern = re.compile(re.escape(stem) + r"(-\d+)?-\d{5}" + re.escape(SUFFIX))
     return sorted(name for name in names if pattern.fullmatch(name))
 

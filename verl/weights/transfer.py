@@ -1,4 +1,4 @@
-"""One rank's part in a plan: it gives pieces of weights, receives what it lacks, and fills its buffers."""
+"""One rank's part in a resharding plan: it sends shards, receives those it lacks, and fills its buffers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Transfer:
 
 @dataclass
 class _Bucket:
-    """What is under way.
+    """A bucket whose messages are under way.
 
     Attributes:
         unpack: messages to come, and the places of their parts.
@@ -144,11 +144,11 @@ class _Bucket:
 
 
 class _LocalShards:
-    """What a rank holds, drawn when it is wanted: some shards are made then."""
+    """The shards of a rank. Its iterator is advanced only as far as it must be: some are made on the way."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._coming: Iterator[Shard] = iter(shards)
-        self._found: dict[str, list[Shard]] = {}
+        self._by_name: dict[str, list[Shard]] = {}
 
     def find(self, region: Region) -> Tensor:
         """A region: a block of one piece, or a copy put together from several.
@@ -163,15 +163,15 @@ class _LocalShards:
                     f"transition: this rank was expected to hold {list(region.box.shape)} of '{region.name}' from "
                     f"{list(region.box.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
                 )
-            self._found.setdefault(shard.name, []).append(shard)
+            self._by_name.setdefault(shard.name, []).append(shard)
         return block
 
     def drop(self, names: Iterable[str]) -> None:
         for name in names:
-            self._found.pop(name, None)
+            self._by_name.pop(name, None)
 
     def _look_up(self, region: Region) -> Tensor | None:
-        shards, box = self._found.get(region.name, []), region.box
+        shards, box = self._by_name.get(region.name, []), region.box
         for shard in shards:
             if box & shard.box == box:
                 return box.of(shard.tensor, shard.offset)

@@ -90,7 +90,7 @@ class HybridWeights:
         self._thread: threading.Thread | None = None
         #: By bucket, from `start` to `release`: done when its weights are in place.
         self._arrived: list[Future[None]] | None = None
-        self._lent: set[str] = set()
+        self._released: set[str] = set()
         self.transfer: Transfer | None = None
         for name in self.buffers:
             self._resize(name, 0)
@@ -141,9 +141,9 @@ class HybridWeights:
             self._thread.join(self._deadline * max(1, len(self.plan.buckets)))
             self._thread = None
         for name, buffer in self.buffers.items():
-            if name in self._lent:
+            if name in self._released:
                 self.engine.restore_weights(name, self._shards_of(name, buffer))
-                self._lent.discard(name)
+                self._released.discard(name)
             self._resize(name, 0)
         self._arrived = None
 
@@ -178,14 +178,18 @@ class HybridWeights:
                 self._resize(item.name, self._sizes[item.name])
 
     def _end(self, number: int) -> None:
+        # A training piece may go once nothing reads it any more, after the last bucket with a part of its weight, and
+        # if all of it lies in this rank's buffer: what lies elsewhere could not be given back from here (`release`).
         for item in self.plan.buckets[number]:
-            is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._lent
+            is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._released
             if is_due and self.engine.release_weight(item.name):
-                self._lent.add(item.name)
+                self._released.add(item.name)
         if self._arrived is not None:
             self._arrived[number].set_result(None)
 
     def _resize(self, name: str, size: int) -> None:
+        # The storage is resized, and no tensor is made anew: the generation model's parameters, recorded graphs and
+        # views of parts hold these very tensors, and must see the memory come and go.
         storage = self.buffers[name].untyped_storage()
         if storage.nbytes() != size:  # resizing moves the memory even to the same size
             storage.resize_(size)

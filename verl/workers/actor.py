@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from verl.batch import Batch
-from verl.cluster.place import ALONE, ROLE, WEIGHTS, Place, dispatch
+from verl.cluster.rank_context import ALONE, ROLE, WEIGHTS, RankContext, dispatch
 from verl.combinations import check
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
@@ -29,10 +29,10 @@ from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.user_functions import load_function
 from verl.weights.shard import Shard, Stream
-from verl.workers.generation import GenerationModel, rollout_place
+from verl.workers.generation import GenerationModel, rollout_context
 from verl.workers.streams import broadcast_shards, broadcast_weights
 from verl.workers.sync import ROWS, SyncCheck
-from verl.workers.trained import TrainedWorker, placed, train_engine
+from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
@@ -117,26 +117,26 @@ class ActorWorker(TrainedWorker):
         rollout: SamplerOptions,
         *,
         head: Head = "lm",
-        place: Place = ALONE,
+        context: RankContext = ALONE,
     ) -> None:
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
-        self.rollout, self.head, self.place = rollout, head, place
+        self.rollout, self.head, self.context = rollout, head, context
         self.policy_version = 0
-        live, weights = placed(model, place)
-        trains, generates = ("train" in place.meshes), head == "lm" and "rollout" in place.meshes
-        self.train = train if trains else train.generating(place.meshes["rollout"].layout)
-        here = place if trains else rollout_place(place)
-        apart = WEIGHTS in place.groups and head == "lm"
+        live, weights = model_of_rank(model, context)
+        trains, generates = ("train" in context.meshes), head == "lm" and "rollout" in context.meshes
+        self.train = train if trains else train.generating(context.meshes["rollout"].layout)
+        here = context if trains else rollout_context(context)
+        apart = WEIGHTS in context.groups and head == "lm"
         # Three ways in which weights reach the rollout engine:
-        # - one layout (`_blank` is None): it computes with the live training tensors, or is sent them at `sync`;
-        # - two layouts (`_blank`): each rollout fills a `GenerationModel` from the trained weights and frees it at its
-        #   end, so an engine of ours has nothing to be sent at `sync`;
-        # - two layouts, and an engine with weights of its own (`_is_fed`): at `sync` every rank broadcasts its pieces,
-        #   and each engine keeps those that it computes with; there is no second model here.
+        # - one layout (`_meta_model` is None): it computes with the live training tensors, or is sent them at `sync`;
+        # - two layouts (`_meta_model`): each rollout fills a `GenerationModel` from the trained weights and frees it at
+        #   its end, so an engine of ours has nothing to be sent at `sync`;
+        # - two layouts, and an engine with weights of its own (`_takes_shards`): at `sync` every rank broadcasts its
+        #   shards, and each engine keeps those that it computes with; there is no second model here.
         #: The model without weights, where generation has another layout than training.
-        self._blank = empty_copy(live, "meta") if apart else None
+        self._meta_model = empty_copy(live, "meta") if apart else None
         #: It computes with weights of its own, and takes those of another layout piece by piece.
-        self._is_fed = apart and engine_factory(rollout.name) is _vllm and not has_adapters(live)
+        self._takes_shards = apart and engine_factory(rollout.name) is _vllm and not has_adapters(live)
         self._generation: GenerationModel | None = None
         self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if generates and not apart else None
         self.engine = train_engine(live, self.train, head, here, self._packed, weights)
@@ -147,18 +147,18 @@ class ActorWorker(TrainedWorker):
 
     @contextmanager
     def _weights(self, *, overlap: bool = False) -> Iterator[TrainEngine]:
-        """Inside, the weights for generation are there: those that are trained, or, where the engine computes with them
-        in another layout, these in that layout. All ranks of the role come here together then."""
-        if self._blank is None or self._is_fed:
+        """A context in which the weights for generation are present: the trained ones, or, where the engine computes in
+        another layout, a copy in that layout. Then all ranks of the role enter it together."""
+        if self._meta_model is None or self._takes_shards:
             yield self.engine
             return
         with self._generation_model().filled(overlap=overlap) as engine:
             yield engine
 
     def _generation_model(self) -> GenerationModel:
-        assert self._blank is not None
+        assert self._meta_model is not None
         if self._generation is None:
-            self._generation = GenerationModel(self._blank, self.train, self.place, self.engine)
+            self._generation = GenerationModel(self._meta_model, self.train, self.context, self.engine)
         return self._generation
 
     @property
@@ -168,7 +168,7 @@ class ActorWorker(TrainedWorker):
             # In this order: the weights are there, the engine is made around them, and it is given them under their
             # version, all before the first request.
             with self._weights() as weights:
-                packed = self._packed or self._outline() or self._generation_model().packed
+                packed = self._packed or self._packed_on_meta() or self._generation_model().packed
                 self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
                 self._rollout_engine.load_shards(self._served(weights), self.policy_version)
         return self._rollout_engine
@@ -177,7 +177,7 @@ class ActorWorker(TrainedWorker):
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
         # Weights in another layout are the same bit for bit, unless a layer of a bf16 model is kept in fp32.
-        is_same = self._blank is None or len({spec.dtype for spec in self.engine.specs().values()}) == 1
+        is_same = self._meta_model is None or len({spec.dtype for spec in self.engine.specs().values()}) == 1
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
     @dispatch("rollout", split="rows", collect="batches")
@@ -254,19 +254,19 @@ class ActorWorker(TrainedWorker):
     def sync(self) -> dict[str, float]:
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
-        if self.place.is_apart:
-            broadcast_weights(self.engine, self.place)
+        if self.context.is_apart:
+            broadcast_weights(self.engine, self.context)
         return self._hand_over()
 
     @dispatch("rollout", collect="shards")
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, whole."""
-        if self._blank is None:
+        if self._meta_model is None:
             yield from self.engine.merged_shards()
             return
         whole = self._generation_model()
         if whole.packed.tensor_group is not None:  # adapters are merged into whole weights
-            whole = GenerationModel(self._blank, self.train, self.place, self.engine, whole=True)
+            whole = GenerationModel(self._meta_model, self.train, self.context, self.engine, whole=True)
         with whole.filled() as engine:
             yield from engine.merged_shards()
 
@@ -275,7 +275,10 @@ class ActorWorker(TrainedWorker):
         engine = self._rollout_engine
         if engine is None:
             return {}
-        if self._blank is not None and type(engine) in (EmbeddedEngine, HFEngine):  # they read the model in a rollout
+        if self._meta_model is not None and type(engine) in (
+            EmbeddedEngine,
+            HFEngine,
+        ):  # they read the model in a rollout
             engine.load_shards((), self.policy_version)
             return {}
         with self._weights() as weights:
@@ -283,42 +286,42 @@ class ActorWorker(TrainedWorker):
             return self._measure(weights)
 
     def _refill(self, weights: TrainEngine) -> None:
-        """Send the weights once more, if the engine dropped them in its sleep."""
+        """Send the weights again if the engine dropped them while it slept."""
         engine = self.rollout_engine
         dropped = getattr(engine, "lacks_weights", False)
-        if self._is_fed:  # all ranks send together
-            dropped = any(gather_json(dropped, self.place.groups[ROLE]))
+        if self._takes_shards:  # all ranks send together
+            dropped = any(gather_json(dropped, self.context.groups[ROLE]))
         if dropped:
             engine.load_shards(self._served(weights), self.policy_version)
 
-    def _outline(self) -> PackedModel | None:
-        """What an engine that is fed is made from: the model without weights."""
-        if self._blank is None or not self._is_fed:
+    def _packed_on_meta(self) -> PackedModel | None:
+        """The model without weights, from which an engine is made that takes shards."""
+        if self._meta_model is None or not self._takes_shards:
             return None
-        return PackedModel(self._blank, device=self.place.device or "cpu")
+        return PackedModel(self._meta_model, device=self.context.device or "cpu")
 
     def _served(self, weights: TrainEngine) -> Iterator[Shard]:
-        """The weights for the engine: the live ones, where it computes with them; else without adapters, merged; or
-        all pieces, where it takes these."""
-        if self._is_fed:
-            return broadcast_shards(Stream(weights.shards), self.place.groups[ROLE])
+        """The shards to load into the engine: the live tensors where it computes with those; the shards of every rank
+        where it takes them; else whole weights, adapters merged."""
+        if self._takes_shards:
+            return broadcast_shards(Stream(weights.shards), self.context.groups[ROLE])
         return weights.shards() if getattr(self._rollout_engine, "is_live", False) else weights.merged_shards()
 
     def _measure(self, weights: TrainEngine) -> dict[str, float]:
-        if self._is_fed:  # ranks that share the trained model predict the same samples
-            own = self._sync.probe
-            columns = own and {name: list(own[name]) for name in ("prompt_tokens", "response_tokens")}
-            found = next(filter(None, gather_json(columns, self.place.groups[ROLE])), None)
-            self._sync.probe = found and Batch.from_columns(found)
+        if self._takes_shards:  # ranks that share the trained model predict the same samples
+            probe = self._sync.probe
+            columns = probe and {name: list(probe[name]) for name in ("prompt_tokens", "response_tokens")}
+            probed = next(filter(None, gather_json(columns, self.context.groups[ROLE])), None)
+            self._sync.probe = probed and Batch.from_columns(probed)
         return self._sync.measure(self._rollout_engine, weights)
 
 
 class ReferenceWorker:
     """The frozen policy that KL is measured against: a copy of the weights as they were when it was made."""
 
-    def __init__(self, model: ModelSource, train: EngineOptions, *, place: Place = ALONE) -> None:
-        live, weights = placed(model, place)
-        self.engine = train_engine(live.requires_grad_(False), train.frozen(), "lm", place, weights=weights)
+    def __init__(self, model: ModelSource, train: EngineOptions, *, context: RankContext = ALONE) -> None:
+        live, weights = model_of_rank(model, context)
+        self.engine = train_engine(live.requires_grad_(False), train.frozen(), "lm", context, weights=weights)
 
     @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:

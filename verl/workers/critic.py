@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.batch import Batch
-from verl.cluster.place import ALONE, Place, dispatch
+from verl.cluster.rank_context import ALONE, RankContext, dispatch
 from verl.models.source import ModelSource
 from verl.training.options import EngineOptions
-from verl.workers.trained import TrainedWorker, placed, train_engine
+from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 
@@ -17,10 +17,10 @@ class CriticWorker(TrainedWorker):
 
     counter = "updates"
 
-    def __init__(self, model: ModelSource, train: EngineOptions, *, place: Place = ALONE) -> None:
-        self.place = place
-        live, weights = placed(model, place)
-        self.engine = train_engine(live, train, "value", place, weights=weights)
+    def __init__(self, model: ModelSource, train: EngineOptions, *, context: RankContext = ALONE) -> None:
+        self.context = context
+        live, weights = model_of_rank(model, context)
+        self.engine = train_engine(live, train, "value", context, weights=weights)
         self.updates = 0
 
     @dispatch("train", split="rows", collect="rows")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from verl.cluster.place import WEIGHTS, Place
+from verl.cluster.rank_context import WEIGHTS, RankContext
 from verl.models.packed import PackedModel
 from verl.models.portable import empty_copy
 from verl.training.engine import TrainEngine
@@ -24,9 +24,9 @@ class GenerationModel:
     before a rollout, and freed after it. All ranks that share the trained model call each method together.
 
     Args:
-        blank: the model without weights.
+        meta_model: the model without weights.
         options: of the trained model.
-        place: where the worker stands.
+        context: where the worker stands.
         trained: the engine of the trained model. While the weights for generation are there, it has none to train.
         whole: each rank has the whole model, whatever the mesh "rollout" says.
 
@@ -37,26 +37,26 @@ class GenerationModel:
 
     def __init__(
         self,
-        blank: Any,
+        meta_model: Any,
         options: EngineOptions,
-        place: Place,
+        context: RankContext,
         trained: TrainEngine,
         *,
         whole: bool = False,
     ) -> None:
-        mesh = generation_mesh(trained.mesh) if whole else place.meshes["rollout"]
-        frozen, device = options.generating(mesh.layout), place.device or "cpu"
+        mesh = generation_mesh(trained.mesh) if whole else context.meshes["rollout"]
+        frozen, device = options.generating(mesh.layout), context.device or "cpu"
         is_cut = mesh.layout.tp > 1
-        model = empty_copy(blank, "meta" if is_cut else device)
+        model = empty_copy(meta_model, "meta" if is_cut else device)
         if is_cut:
             self.packed = PackedModel(model, fused_kernels=options.fused_kernels, device=device)
-            group = place.groups.get("rollout")
+            group = context.groups.get("rollout")
             self._engine = TorchEngine(
-                model, frozen, mesh=mesh, group=group, parts=place.parts, packed=self.packed, device=device
+                model, frozen, mesh=mesh, group=group, parts=context.parts, packed=self.packed, device=device
             )
             give_memory(model, device)
         targets = dict(named_weights(model))
-        self.weights = HybridWeights(trained, mesh, place.groups[WEIGHTS], targets)
+        self.weights = HybridWeights(trained, mesh, context.groups[WEIGHTS], targets)
         self.weights.start()
         self.weights.wait()
         if is_cut:
@@ -85,6 +85,8 @@ class GenerationModel:
             self.weights.release()
 
 
-def rollout_place(place: Place) -> Place:
+def rollout_context(context: RankContext) -> RankContext:
     """The place of an engine that computes over the mesh "rollout" of a role."""
-    return replace(place, meshes={"train": place.meshes["rollout"]}, groups={"train": place.groups.get("rollout")})
+    return replace(
+        context, meshes={"train": context.meshes["rollout"]}, groups={"train": context.groups.get("rollout")}
+    )

@@ -31,15 +31,15 @@ class RankFiles:
         self._folder, self._group = folder, group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._result: dict[str, Any] | None = None
-        shares = {stem: own_share(pieces, group) for stem, pieces in parts.items()}
+        shares = {stem: own_share(shards, group) for stem, shards in parts.items()}
         #: Of the tensors of all ranks, by stem.
         self.names = {stem: names for stem, (_, names) in shares.items()}
-        share = {stem: pieces for stem, (pieces, _) in shares.items()}
+        share = {stem: shards for stem, (shards, _) in shares.items()}
         self._thread: threading.Thread | None = None
         if not background:
             self._write(share)
             return
-        copies = {stem: [*map(_copied, pieces)] for stem, pieces in share.items()}
+        copies = {stem: [*map(_copied, shards)] for stem, shards in share.items()}
         self._thread = threading.Thread(target=self._write, args=(copies,), name="verl-checkpoint")
         self._thread.start()
 
@@ -68,17 +68,17 @@ class RankFiles:
             raise
 
     def _written(self, parts: Mapping[str, Iterable[Shard]]) -> Iterator[Path]:
-        for stem, pieces in parts.items():
+        for stem, shards in parts.items():
             try:
-                yield from write_shards(self._folder / f"{stem}-{self._rank}", pieces)
+                yield from write_shards(self._folder / f"{stem}-{self._rank}", shards)
             except CheckpointError as error:
                 raise CheckpointError(f"{self._folder.name}/{stem}: {error}") from None
 
 
-def own_share(pieces: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set[str]]:
-    """Of the pieces that the ranks of a group hold, those that this rank writes: each piece is written once, by the
-    rank of its holders that has least to write. And the names of all."""
-    held = map(_entry, pieces)  # which keeps none of them
+def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set[str]]:
+    """The shards that this rank writes of those that the ranks of a group hold, and the names of all. Each is written
+    once, by the one of its holders that has least to write."""
+    held = map(_entry, shards)  # which keeps none of them
     of_all = gather_json([entry for entry in held if entry is not None], group)
     holders: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
     for rank, entries in enumerate(of_all):
@@ -91,7 +91,7 @@ def own_share(pieces: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set
         if group is None or writer == dist.get_rank(group):
             mine.add((name, offset))
     # A filter lets go of a piece before the next one is made; a generator expression would not.
-    share = Stream(lambda: filter(lambda piece: (piece.name, piece.offset) in mine, pieces))
+    share = Stream(lambda: filter(lambda shard: (shard.name, shard.offset) in mine, shards))
     return share, {name for name, *_ in holders}
 
 
@@ -102,8 +102,8 @@ def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, "values": values} if "values" in first else {**first}
 
 
-def _entry(piece: Shard) -> tuple[str, tuple[int, ...], int] | None:
-    return (piece.name, piece.offset, piece.nbytes) if piece.nbytes or piece.is_whole else None
+def _entry(shard: Shard) -> tuple[str, tuple[int, ...], int] | None:
+    return (shard.name, shard.offset, shard.nbytes) if shard.nbytes or shard.is_whole else None
 
 
 def _copied(shard: Shard) -> Shard:

@@ -141,9 +141,9 @@ class StandaloneWorker(PooledWorker):
         if isinstance(order, Weights):
             engine.load_shards(order.shards(), order.version)
             return
-        group, rows, given = order
+        group, rows, settings = order
         engine.wake()
-        params = as_sampling(given)
+        params = as_sampling(settings)
         greedy = replace(params, temperature=0.0)
         baseline = rows["baseline"] if "baseline" in rows else [False] * len(rows)
         self._groups[group] = (rows, {})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.cluster.place import ROLE, Place
+from verl.cluster.rank_context import ROLE, RankContext
 from verl.training.engine import TrainEngine
 from verl.training.ranks import gather_json
 from verl.weights.shard import Shard, Stream, split_large
@@ -41,23 +41,26 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
         for name, shape, offset, size, dtype in held:
             outline = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
             holders.setdefault(name, []).append((rank, Shard(name, tuple(shape), tuple(offset), outline)))
-    drawn = _Drawn(shards)
+    # Every rank goes through the weights in the order of the gathered outlines, which is equal on all of them, whatever
+    # order its own pieces come in: a broadcast matches the call that its peers make at the same time, not a name. Of
+    # equal pieces the rank listed first sends.
+    local_shards = _ShardsOnDemand(shards)
     for name, held_by in holders.items():
         whole = [(rank, piece) for rank, piece in held_by if piece.is_whole]
         if len(whole) == dist.get_world_size(group):
-            yield drawn.take(name, whole[0][1].offset)
+            yield local_shards.take(name, whole[0][1].offset)
             continue
         once = {piece.offset: (rank, piece) for rank, piece in reversed(whole[:1] or held_by)}
         for rank, piece in reversed(once.values()):
             is_here = rank == dist.get_rank()
-            for part in split_large([drawn.take(name, piece.offset) if is_here else piece]):
+            for part in split_large([local_shards.take(name, piece.offset) if is_here else piece]):
                 moved = part.tensor.contiguous() if is_here else torch.empty_like(part.tensor, device=_device(group))
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
 
 
-class _Drawn:
-    """Pieces by name and place, drawn when they are wanted: some are made then."""
+class _ShardsOnDemand:
+    """Shards of an iterator by name and offset. It is advanced only as far as it must be: some are made on the way."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._coming = iter(shards)
@@ -71,7 +74,7 @@ class _Drawn:
 
 
 def gathered(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
-    """The same, each weight whole.
+    """`broadcast_shards`, with each weight whole.
 
     Args:
         shards, group: see `broadcast_shards`.
@@ -83,22 +86,22 @@ def _device(group: Any) -> Any:
     return torch.cuda.current_device() if "nccl" in dist.get_backend(group) else "cpu"
 
 
-def equal_weights(model: torch.nn.Module, place: Place) -> None:
+def equal_weights(model: torch.nn.Module, context: RankContext) -> None:
     """Give every rank of a role the first trainer's weights: a model that each rank has made for itself may differ."""
-    if place.size == 1:
+    if context.size == 1:
         return
-    source = Stream(lambda: model_shards(model)) if place.rank == place.trainer else None
-    _spread(source, place, lambda shards: load_model_shards(model, shards))
+    source = Stream(lambda: model_shards(model)) if context.rank == context.trainer else None
+    _spread(source, context, lambda shards: load_model_shards(model, shards))
 
 
-def broadcast_weights(engine: TrainEngine, place: Place) -> None:
+def broadcast_weights(engine: TrainEngine, context: RankContext) -> None:
     """Give the ranks of a role that only generate the trained weights."""
-    _spread(Stream(engine.shards) if "train" in place.meshes else None, place, engine.load_shards)
+    _spread(Stream(engine.shards) if "train" in context.meshes else None, context, engine.load_shards)
 
 
-def _spread(shards: Iterable[Shard] | None, place: Place, load: Callable[[Iterable[Shard]], None]) -> None:
-    """Let the pieces of those ranks of a role that have some travel, and `load` them on the others."""
-    stream = broadcast_shards(shards or (), place.groups[ROLE])
+def _spread(shards: Iterable[Shard] | None, context: RankContext, load: Callable[[Iterable[Shard]], None]) -> None:
+    """Broadcast the shards of the ranks of a role that have some, and `load` them on the others."""
+    stream = broadcast_shards(shards or (), context.groups[ROLE])
     if shards is None:
         load(stream)
     else:

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.cluster.place import ALONE, Place, dispatch
+from verl.cluster.rank_context import ALONE, RankContext, dispatch
 from verl.device import peak_memory, put
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
@@ -28,25 +28,27 @@ from verl.workers.streams import equal_weights, gathered
 logger = logging.getLogger(__name__)
 
 
-def placed(source: ModelSource, place: Place) -> tuple[Any, WeightSource | None]:
+def model_of_rank(source: ModelSource, context: RankContext) -> tuple[Any, WeightSource | None]:
     """The model of a source for this rank.
 
     Returns:
-        The live model on the device of `place`, with weights equal on all ranks of its role; or, where ranks share a
+        The live model on the device of `context`, with weights equal on all ranks of its role; or, where ranks share a
         model that each can read in part, one without weights, and where they come from.
     """
     if isinstance(source, ModelFiles):
-        layout = place.meshes.get("train", Mesh()).layout
-        if not place.is_apart and not layout.is_plain:
-            model = source.on_meta(place.device or "cpu")
+        layout = context.meshes.get("train", Mesh()).layout
+        if not context.is_apart and not layout.is_plain:
+            model = source.on_meta(context.device or "cpu")
             reason = source.why_whole(model)
             if reason is None:
                 plan = source.plan(model)
                 return model, lambda laid_out: source.shards(laid_out, plan)
-            logger.info("%s: every rank reads all of %s before it keeps its part: %s", place.role, source.path, reason)
+            logger.info(
+                "%s: every rank reads all of %s before it keeps its part: %s", context.role, source.path, reason
+            )
         source = PortableModel(source.load())
-    live = source.model if place.device is None else put(source.model, place.device)
-    equal_weights(live, place)
+    live = source.model if context.device is None else put(source.model, context.device)
+    equal_weights(live, context)
     return live, None
 
 
@@ -54,17 +56,17 @@ def train_engine(
     model: Any,
     options: EngineOptions,
     head: Head,
-    place: Place = ALONE,
+    context: RankContext = ALONE,
     packed: PackedModel | None = None,
     weights: WeightSource | None = None,
 ) -> TrainEngine:
-    """The engine of a rank of the "train" mesh; of a rank alone, where `place` is not part of it.
+    """The engine of a rank of the "train" mesh; of a rank alone, where `context` is not part of it.
 
     Raises:
         ConfigError: the options cannot be met, see `TorchEngine`, `DeepSpeedEngine` and `MegatronEngine`.
     """
-    mesh = place.meshes.get("train", Mesh())
-    group = place.groups.get("train") if "train" in place.meshes else None
+    mesh = context.meshes.get("train", Mesh())
+    group = context.groups.get("train") if "train" in context.meshes else None
     make: type[TrainEngine] = TorchEngine
     back_ends = mesh.layout.asked(options.back_end)
     if "ZeRO" in back_ends:
@@ -76,15 +78,15 @@ def train_engine(
 
         make = MegatronEngine
     engine = make(
-        model, options, head=head, mesh=mesh, group=group, parts=place.parts, packed=packed, weights=weights,
-        device=place.device,
+        model, options, head=head, mesh=mesh, group=group, parts=context.parts, packed=packed, weights=weights,
+        device=context.device,
     )  # fmt: skip
-    if place.role:
-        logger.info("%s: %s", place.role, summary(engine, options, place))
+    if context.role:
+        logger.info("%s: %s", context.role, summary(engine, options, context))
     return engine
 
 
-def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
+def summary(engine: TrainEngine, options: EngineOptions, context: RankContext) -> str:
     """A model as it is laid out: parameters, strategy, how its weights are cut, and what of it stands on which device
     here."""
     specs, layout = [*engine.specs().values()], engine.mesh.layout
@@ -100,7 +102,7 @@ def summary(engine: TrainEngine, options: EngineOptions, place: Place) -> str:
         f"{sum(math.prod(spec.shape) for spec in specs):,} parameters in {'/'.join(dtypes)}",
         f"strategy {options.strategy if layout.size > 1 else 'single'} {layout.shown}",
         f"weights {', '.join(f'{count} {cut}' for cut, count in cuts.items())}",
-        f"rank {place.rank} of {place.size} holds {', '.join(f'{n:,} on {device}' for device, n in here.items())}",
+        f"rank {context.rank} of {context.size} holds {', '.join(f'{n:,} on {device}' for device, n in here.items())}",
     ]
     return "; ".join(parts)
 
@@ -110,19 +112,19 @@ class TrainedWorker:
 
     Attributes:
         engine: of this rank.
-        place: where the worker stands.
+        context: where the worker stands.
         counter: the attribute that counts updates.
     """
 
     counter: ClassVar[str]
     engine: TrainEngine
-    place: Place
+    context: RankContext
     _files: RankFiles | None = None
 
     @dispatch("train", collect="shards")
     def shards(self) -> Iterator[Shard]:
         """The trained weights, whole."""
-        return gathered(Stream(self.engine.shards), self.place.groups.get("train"))
+        return gathered(Stream(self.engine.shards), self.context.groups.get("train"))
 
     @dispatch("train")
     def save(self, folder: str, background: bool = False, names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -138,7 +140,7 @@ class TrainedWorker:
         """
         if self._files is not None:  # of a save that was given up
             self._files.gathered(wait=True)
-        group = self.place.groups.get("train")
+        group = self.context.groups.get("train")
         state, meta = self.engine.state()
         chosen = None if names is None else {*names}
         weights = Stream(lambda: (s for s in self.engine.shards() if chosen is None or s.name in chosen))
@@ -157,9 +159,9 @@ class TrainedWorker:
     @dispatch("train")
     def peak_memory(self) -> int:
         """Most bytes so far that one of the ranks held at once, on its device; on CPU, the memory of its process."""
-        where = self.place.device or next(shard.tensor.device for shard in self.engine.shards())
+        where = self.context.device or next(shard.tensor.device for shard in self.engine.shards())
         here = peak_memory(where)
-        return int(max(gather_json(here, self.place.groups.get("train"))))
+        return int(max(gather_json(here, self.context.groups.get("train"))))
 
     @dispatch(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
@@ -186,7 +188,7 @@ class TrainedWorker:
             here = {*names}
             saved = chain((s for s in self.engine.shards() if s.name not in here), saved)
         self.engine.load_shards(saved)
-        if "train" in self.place.meshes:
+        if "train" in self.context.meshes:
             self.engine.load_state(read_shards(map(Path, optimizer)), rest)
         self._hand_over()
 

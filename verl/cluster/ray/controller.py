@@ -100,11 +100,11 @@ class RayJob:
                     f"{START_DEADLINE:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
                     f"{_amounts(ray.available_resources())}"
                 )
-            made = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayRank)
+            actor_class = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayRank)
             for index in range(len(selectors)):
-                at = PlacementGroupSchedulingStrategy(self._group, index)
+                where = PlacementGroupSchedulingStrategy(self._group, index)
                 share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
-                self._workers.append(made.options(scheduling_strategy=at, **share).remote())
+                self._workers.append(actor_class.options(scheduling_strategy=where, **share).remote())
             self._meet("cuda:0" if kind == "cuda" else "cpu")
 
     def _meet(self, device: str) -> None:
@@ -118,16 +118,18 @@ class RayJob:
         port = self.gather({self.submit(0, "open_store", is_one): 0}, "start", timeout=START_DEADLINE)[0]
         meeting = "127.0.0.1" if is_one else self._about[0]["address"], port
         threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
-        given = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
-        self.each("join", given, "start", START_DEADLINE)
+        arguments = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
+        self.each("join", arguments, "start", START_DEADLINE)
 
-    def each(self, method: str, given: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None) -> list[Any]:
+    def each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], what: str, timeout: float | None = None
+    ) -> list[Any]:
         """A method of every rank, with the arguments of each; the answers."""
         with self.lock:
             self.start()
-            calls = {self.submit(rank, method, *args): rank for rank, args in enumerate(given)}
+            calls = {self.submit(rank, method, *args): rank for rank, args in enumerate(arguments)}
         answers = self.gather(calls, what, timeout=timeout)
-        return [answers[index] for index in range(len(given))]
+        return [answers[index] for index in range(len(arguments))]
 
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
         with self.lock:
@@ -137,9 +139,9 @@ class RayJob:
             self.each("make", [(key, shared, role)] * len(self.mesh.devices), f"{role.role}.start")
             return key
 
-    def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def everywhere(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         _own_files_by_value()
-        return self.each("run", [(function, args) for args in given], getattr(function, "__name__", "everywhere"))
+        return self.each("run", [(function, args) for args in arguments], getattr(function, "__name__", "everywhere"))
 
     def split(self, batch: Batch, parts: int) -> list[list[int]]:
         return self.sent(batch).split(batch, parts)
@@ -254,7 +256,7 @@ class RayJob:
         except ray.exceptions.RayError as error:
             failed = {calls[call]: error}
             for part in (part for sent in self._sent for part in sent.parts()):
-                part.at.clear()  # whether it reached the ranks is not known
+                part.sent_to.clear()  # whether it reached the ranks is not known
             others = {_end(other): rank for other, rank in calls.items() if other is not call}
             done, late = ray.wait(list(others), num_returns=len(others), timeout=GRACE) if others else ([], [])
             for other in done:
@@ -314,7 +316,7 @@ class _Sent:
         self.key, self.base = key, base
         self.table, self.columns = weakref.ref(batch.table), batch.columns
         self.reference = ray.put(batch.drop(base.columns) if base else batch)
-        self.at: set[int] = set()  # the ranks that have it
+        self.sent_to: set[int] = set()  # the ranks that have it
         self._splits: dict[int, list[list[int]]] = {}
 
     def parts(self) -> list[_Sent]:
@@ -323,9 +325,9 @@ class _Sent:
 
     def owed(self, rank: int) -> list[_Sent]:
         """The parts that a rank does not have yet; it gets them now."""
-        new = [part for part in self.parts() if rank not in part.at]
+        new = [part for part in self.parts() if rank not in part.sent_to]
         for part in new:
-            part.at.add(rank)
+            part.sent_to.add(rank)
         return new
 
     def split(self, batch: Batch, parts: int) -> list[list[int]]:
@@ -363,22 +365,22 @@ def _nodes() -> list[dict[str, Any]]:
 
 def _selector(device: Device, nodes: list[dict[str, Any]]) -> dict[str, str]:
     """The labels of the nodes that a rank may stand on."""
-    found, labels = nodes, {}
+    matching, labels = nodes, {}
     if device.node:
-        found = [n for i, n in enumerate(nodes) if device.node in (str(i), *(n[key] for key in _NODE_KEYS))]
-        if len(found) != 1:
+        matching = [n for i, n in enumerate(nodes) if device.node in (str(i), *(n[key] for key in _NODE_KEYS))]
+        if len(matching) != 1:
             known = ", ".join(f"{i} ({n['NodeName']})" for i, n in enumerate(nodes))
             raise ConfigError(f"placement: device {device} names no one node of the Ray cluster; it has {known}")
-        labels["ray.io/node-id"] = found[0]["NodeID"]
+        labels["ray.io/node-id"] = matching[0]["NodeID"]
     if device.accelerator:
-        kinds = {n["Labels"].get(_ACCELERATOR, "none") for n in found}
+        kinds = {n["Labels"].get(_ACCELERATOR, "none") for n in matching}
         if device.accelerator not in kinds:
             raise ConfigError(
                 f"placement: device {device} wants accelerator {device.accelerator}, and the Ray cluster has: "
                 f"{', '.join(sorted(kinds))}"
             )
         labels[_ACCELERATOR] = device.accelerator
-    if device.kind == "cuda" and device.node and device.index >= (count := int(found[0]["Resources"].get("GPU", 0))):
+    if device.kind == "cuda" and device.node and device.index >= (count := int(matching[0]["Resources"].get("GPU", 0))):
         raise ConfigError(f"placement: device {device} is not there: node {device.node} has {count} GPUs")
     return labels
 

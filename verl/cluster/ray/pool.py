@@ -121,7 +121,7 @@ class Pool:
 
     @property
     def workers(self) -> list[Worker]:
-        """Those that are to stay."""
+        """The workers that are to stay."""
         return [worker for worker in self._workers if not worker.is_leaving]
 
     @property
@@ -130,7 +130,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that have started."""
+        """The process ids of the workers that have started."""
         return [worker.pid for worker in self.workers if worker.pid]
 
     @checked

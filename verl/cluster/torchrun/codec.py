@@ -129,10 +129,10 @@ def _items(value: tuple[Any, ...]) -> list[Any]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ClusterError(f"a message between ranks names the dtype {name!r}, which there is not")
-    return found
+    return dtype
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -140,7 +140,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _model_parts(value: PortableModel) -> Any:
-    """Those of a new model; or the model itself, which all ranks know."""
+    """The parts of a new model; or the model itself, if all ranks know it."""
     return value.parts() if registry.number(value.model) is None else value.model
 
 
@@ -196,12 +196,12 @@ class _Decoder:
         return _named(tree["name"])
 
     def known(self, tree: Any) -> Any:
-        found = registry.objects[tree["number"]]
+        target = registry.objects[tree["number"]]
         for name, value in tree.get("fields", {}).items():
-            setattr(found, name, self.value(value))
+            setattr(target, name, self.value(value))
         if "state" in tree:
-            found.load_state_dict(self.value(tree["state"]))
-        return found
+            target.load_state_dict(self.value(tree["state"]))
+        return target
 
     def record(self, tree: Any) -> Any:
         cls = _named(tree["name"])
@@ -210,10 +210,10 @@ class _Decoder:
             raise ClusterError(
                 f"a message between ranks has fields that {tree['name']} lacks: {sorted(tree['fields'])}"
             )
-        made = cls(**{name: self.value(value) for name, value in tree["fields"].items()})
+        record = cls(**{name: self.value(value) for name, value in tree["fields"].items()})
         if "state" in tree:
-            made.load_state_dict(self.value(tree["state"]))
-        return made
+            record.load_state_dict(self.value(tree["state"]))
+        return record
 
     def tokenizer(self, tree: Any) -> Any:
         from verl.models.loading import load_tokenizer
@@ -270,16 +270,16 @@ def _named(name: str) -> Any:
         return load_function(name)
     if module.split(".")[0] in ("verl", "transformers"):
         importlib.import_module(module)
-    found = _found(module, qualname)
-    if not isinstance(found, FunctionType | type) or found.__module__ != module:
+    target = _found(module, qualname)
+    if not isinstance(target, FunctionType | type) or target.__module__ != module:
         raise ClusterError(
             f"{qualname} of {module} is not on {who()}: define it, or import its module, before the first call"
         )
-    return found
+    return target
 
 
 def _found(module: str, qualname: str) -> Any:
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found
+        target = getattr(target, part, None)
+    return target

@@ -121,18 +121,20 @@ class TorchrunJob:
         return split_rows(batch, parts)
 
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
+        # A generator: rank 0 begins its own part when `_Running` draws it, after the others have their messages. Called
+        # at once, a collective in it would wait for ranks that know of nothing.
         worker, key = self.worker, next(self._keys)
         messages = dict.fromkeys(self._links, Message.of("make", body=(key, recipe, role)))
-        own = (make(key, recipe, role) for make in (worker.make,))
-        deque(_Running(self, f"{role.role}.start", messages, own), maxlen=0)
+        local = (make(key, recipe, role) for make in (worker.make,))
+        deque(_Running(self, f"{role.role}.start", messages, local), maxlen=0)
         return key
 
-    def everywhere(self, function: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def everywhere(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         worker = self.worker
-        messages = {rank: Message.of("run", body=(function, given[rank]), answers=True) for rank in self._links}
-        own = (run(function, given[0]) for run in (worker.run,))
-        answers = dict(_Running(self, getattr(function, "__name__", "everywhere"), messages, own))
-        return [answers[rank] for rank in range(len(given))]
+        messages = {rank: Message.of("run", body=(function, arguments[rank]), answers=True) for rank in self._links}
+        local = (run(function, arguments[0]) for run in (worker.run,))
+        answers = dict(_Running(self, getattr(function, "__name__", "everywhere"), messages, local))
+        return [answers[rank] for rank in range(len(arguments))]
 
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
         worker = self.worker
@@ -150,13 +152,15 @@ class TorchrunJob:
                 whole = Message.of("order", body=(order, is_stream, part if is_batch else None))
             messages[rank] = replace(whole, answers=rank in call.answering)
         fed = self._fed(first, list(messages)) if is_stream else None
-        own: Iterator[Any] | None = None
+        local: Iterator[Any] | None = None
         if 0 in call.rows:
-            own_rows = call.rows[0]
-            given = [fed] if is_stream else [first if own_rows is None else first.take(own_rows)] if is_batch else []
-            own = worker.execute(replace(order, answers=0 in call.answering), *given)
+            local_rows = call.rows[0]
+            content: list[Any] = [fed] if is_stream else []
+            if is_batch:
+                content = [first if local_rows is None else first.take(local_rows)]
+            local = worker.execute(replace(order, answers=0 in call.answering), *content)
         is_shared = call.is_stream and call.is_apart and len(call.answering) < len(call.rows)
-        return iter(_Running(self, call.what, messages, own, fed, call.is_apart, is_shared))
+        return iter(_Running(self, call.what, messages, local, fed, call.is_apart, is_shared))
 
     def _fed(self, stream: Iterator[Any], to: Sequence[int]) -> Iterator[Any]:
         """The stream, whose items are sent to other ranks on the way."""
@@ -185,8 +189,8 @@ class TorchrunJob:
             for stream, busy in self._shared.values():
                 if not busy.isdisjoint(messages):
                     raise ClusterError(
-                        f"'{what}' was called while the stream of '{stream}' is open, whose ranks compute together and "
-                        "can do nothing else meanwhile: draw it to its end first, or close() it"
+                        f"'{what}' was called while the stream of '{stream}' is open: its ranks are busy until it "
+                        "ends. Exhaust the iterator or close() it first"
                     )
             inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
             self._inboxes[serial] = inbox
@@ -240,14 +244,14 @@ class TorchrunJob:
         inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._inboxes[0] = inbox
         self._tell(Message("stacks"), list(self._links), wait=0.0)
-        found, until = {0: stacks()}, time.monotonic() + GRACE
-        while len(found) <= len(self._links) and (left := until - time.monotonic()) > 0:
+        by_rank, until = {0: stacks()}, time.monotonic() + GRACE
+        while len(by_rank) <= len(self._links) and (left := until - time.monotonic()) > 0:
             try:
                 rank, message = inbox.get(timeout=left)
             except queue.Empty:
                 break
-            found[rank] = str(message.tree)
-        of_all = {rank: found.get(rank, NO_ANSWER) for rank in range(torchrun_ranks())}
+            by_rank[rank] = str(message.tree)
+        of_all = {rank: by_rank.get(rank, NO_ANSWER) for rank in range(torchrun_ranks())}
         return stalled(self, pending, what, limit, of_all)
 
     def close(self, reason: str = "close() was called") -> None:
@@ -295,7 +299,7 @@ class _Running:
     job: TorchrunJob
     what: str
     messages: Mapping[int, Message]
-    own: Iterator[Any] | None
+    local: Iterator[Any] | None
     fed: Iterator[Any] | None = None
     is_apart: bool = False
     is_shared: bool = False
@@ -317,12 +321,12 @@ class _Running:
         """The answers as they come; called again, those that are left."""
         if not self.serial:
             self.serial = next(self.job._serials)
-            self.count, self.pending = len(self.messages) + (self.own is not None), set(self.messages)
+            self.count, self.pending = len(self.messages) + (self.local is not None), set(self.messages)
             self.inbox = self.job.send(self.serial, self.messages, self.what)
             if self.is_shared:
                 self.job._shared[self.serial] = self.what, frozenset(self.messages)
             self.messages = {}
-        yield from self._own_items()
+        yield from self._local_items()
         since = time.monotonic()
         while self.pending:
             limit = min(GRACE, self.job.timeout) if self.errors else self.job.timeout
@@ -334,12 +338,12 @@ class _Running:
             yield from self._taken(rank, message)
             if not self.errors or not had_errors:
                 since = time.monotonic()
-        self._conclude()
+        self._raise_failures()
 
-    def _own_items(self) -> Iterator[tuple[int, Any]]:
+    def _local_items(self) -> Iterator[tuple[int, Any]]:
         self.job._executing.add(self.serial)
         try:
-            for item in self.own or ():
+            for item in self.local or ():
                 yield 0, item
                 while not self.inbox.empty():
                     yield from self._taken(*self.inbox.get())
@@ -369,7 +373,7 @@ class _Running:
             error.__cause__ = ClusterError(f"the worker's own traceback: {body['traceback']}")
             self.errors[rank] = error
 
-    def _conclude(self) -> None:
+    def _raise_failures(self) -> None:
         """Raise what went wrong. Ranks that may have come apart are ended."""
         self.job._inboxes.pop(self.serial, None)
         self.job._shared.pop(self.serial, None)

@@ -46,7 +46,7 @@ def meet(rank: int, size: int, timeout: float) -> Store:
         wait = timedelta(seconds=timeout)
         store: Store = TCPStore(host, port, size, is_host, wait, wait_for_workers=False, multi_tenant=True)
     except (DistError, RuntimeError) as error:
-        what = f"{waiting.who} cannot {'listen' if is_host else 'meet rank 0'} at {waiting.place}"
+        what = f"{waiting.who} cannot {'listen' if is_host else 'meet rank 0'} at {waiting.address}"
         raise ClusterError(f"{what} ({error}): {_HOW}") from error
     store = PrefixStore(f"verl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set(f"come/{rank}", "")
@@ -70,8 +70,8 @@ def joining(store: Store, rank: int, size: int, what: str) -> Iterator[None]:
 
 
 class _Waiting:
-    def __init__(self, who: str, place: str, timeout: float) -> None:
-        self.who, self.place, self.timeout = who, place, timeout
+    def __init__(self, who: str, address: str, timeout: float) -> None:
+        self.who, self.address, self.timeout = who, address, timeout
         self.began, self.has_warned = time.monotonic(), False
 
     def look(self, away: list[int]) -> None:
@@ -79,11 +79,11 @@ class _Waiting:
         waited = time.monotonic() - self.began
         ranks = ", ".join(map(str, away[:16])) + (f" and {len(away) - 16} others" if len(away) > 16 else "")
         if waited > self.timeout:
-            text = f"{self.who} waited {self.timeout:g} s at {self.place} for rank {ranks}, in vain: {_HOW}"
+            text = f"{self.who} waited {self.timeout:g} s at {self.address} for rank {ranks}, in vain: {_HOW}"
             raise ClusterError(text)
         if waited > PATIENCE and not self.has_warned:
             self.has_warned = True
-            logger.warning("%s waits at %s for rank %s: %s", self.who, self.place, ranks, _HOW)
+            logger.warning("%s waits at %s for rank %s: %s", self.who, self.address, ranks, _HOW)
         time.sleep(_LOOK)
 
 

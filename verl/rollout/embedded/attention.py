@@ -214,10 +214,10 @@ def _attend_rows(
         chosen = table[:, first : first + run]
         chosen = torch.nn.functional.pad(chosen, (0, run - chosen.shape[1]))
         k, v = (pool[chosen].flatten(1, 2).to(query.dtype).transpose(1, 2) for pool in (key, value))  # [R, K, keys, D]
-        at = first * size + torch.arange(run * size, device=query.device)
-        seen = at <= position[:, None]
+        key_positions = first * size + torch.arange(run * size, device=query.device)
+        seen = key_positions <= position[:, None]
         if past >= 0:
-            seen &= at >= position[:, None] - past
+            seen &= key_positions >= position[:, None] - past
         # What a token does not see may hold anything, and 0 x NaN is NaN.
         hidden = ~seen[:, None, :, None]
         scores = (query @ k.masked_fill(hidden, 0).mT).masked_fill(hidden.mT, -torch.inf)

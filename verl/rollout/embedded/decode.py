@@ -41,7 +41,7 @@ class Decoder:
         self.forget()
 
     def forget(self) -> None:
-        """Weights or keys and values are elsewhere now."""
+        """Drop recorded steps: weights or KV cache have moved in memory."""
         self._steps: dict[tuple[int, SamplingFlags | None], _Step] = {}
 
     def step(self, batch: ScheduledBatch, rows: int, policy_version: int) -> PendingTokens:

@@ -131,8 +131,8 @@ class EmbeddedEngine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
         )
-        own = len(response.prompt) % self.cache.block + response.max_new_tokens
-        needed = self.cache.blocks_for(len(response.prompt)) + self.cache.blocks_for(own)
+        response_tokens = len(response.prompt) % self.cache.block + response.max_new_tokens
+        needed = self.cache.blocks_for(len(response.prompt)) + self.cache.blocks_for(response_tokens)
         if needed > self.cache.num_blocks:
             raise RolloutError(
                 f"request '{request.id}' may need {needed * self.cache.block} tokens of KV cache, there is room for "
@@ -152,6 +152,9 @@ class EmbeddedEngine:
         """
         if self.cache.asleep and self.scheduler.waiting:
             raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
+        # Ahead, the tokens of the step before are unread while the next one is planned. A grammar's mask, or a caller's
+        # edit of the logits, is made of these tokens: where a response has one, they are read first, and nothing
+        # overlaps.
         try:
             if any(state.response.reads_tokens for state in self.scheduler.running):
                 self._take(self._drawn)

@@ -44,7 +44,7 @@ def blocks_for(tokens: int, size: int = BLOCK) -> int:
 
 
 def _block_shapes(head_dim: int, dtype: torch.dtype, size: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Of a block of keys and one of values, of one layer and head."""
+    """The shapes of a block of keys and of a block of values, of one layer and head."""
     pair = 2 if dtype == torch.bfloat16 else 1
     return (-(-head_dim // pair), size, pair), (size // pair, -(-head_dim // _WIDTH) * _WIDTH, pair)
 
@@ -186,6 +186,8 @@ class KVCache:
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Remove one user of these blocks."""
+        # From the end: idle blocks are evicted in the order in which they come here, and a prefix is of use only as far
+        # as its first block that is gone.
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] < 0:

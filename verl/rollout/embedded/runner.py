@@ -89,7 +89,7 @@ class ModelRunner:
         self.look_at_model()
 
     def look_at_model(self) -> None:
-        """Its modules may have changed."""
+        """Choose the forward and find the head again: the model's modules may have changed."""
         self._model_forward = self.packed.choose_forward()
         self._head: Any = self.packed.output_layer()
 
@@ -137,7 +137,7 @@ class ModelRunner:
             self._order(_END, 0)
 
     def forget_steps(self) -> None:
-        """Weights or keys and values are elsewhere now, so what is recorded of decode steps is of no use."""
+        """Drop recorded decode steps: weights or KV cache have moved in memory."""
         if self.decoder is not None:
             self.decoder.forget()
 
@@ -196,6 +196,8 @@ class ModelRunner:
         drawn = []
         for start in range(0, len(rows), size):
             some = rows[start : start + size]
+            # Padded by copies of a row that is there, so that no row's numbers depend on how many there are; what is
+            # drawn for a copy has no response, and is dropped.
             some += some[:1] * (self.filled(len(some)) - len(some))
             index = torch.tensor(some)
             logits = self.logits(states.index_select(0, index if states.is_cpu else to_device(index, states.device)))

@@ -184,7 +184,7 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
-    """The same in torch operations; fp32 or fp64 logits are overwritten."""
+    """`sample` in torch operations; fp32 or fp64 logits are overwritten."""
     greedy = table.inverse_temperature == 0
     weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.flags)
     log_total = sums.double().sum(-1).log()

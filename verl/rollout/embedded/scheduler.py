@@ -142,7 +142,7 @@ class ScheduledBatch:
         self.tokens.extend(tokens)
         self.positions.extend(range(start, used))
         self.draw_rows.extend([-1] * (len(tokens) - 1) + [draw_row])
-        self.slots.extend(blocks[place // size] * size + place % size for place in range(start, used))
+        self.slots.extend(blocks[position // size] * size + position % size for position in range(start, used))
         self.ends.append(len(self.tokens))
         self.used.append(used)
         self.blocks.append(list(blocks[: -(-used // size)]))
@@ -272,6 +272,8 @@ class Scheduler:
             start, end = prompt.computed, min(prompt.computed + budget, len(prompt.tokens))
             index = batch.add(prompt.tokens[start:end], start, prompt.blocks, len(prompt.blocks))
             budget -= end - start
+            # From the plan on, not from when they are computed: another prompt of this very step may then skip them.
+            # All keys and values of a layer are written before any token attends to them.
             for block in prompt.blocks[start // size : end // size]:
                 self.cache.filled[block] = True
             prompt.computed = end

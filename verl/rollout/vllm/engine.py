@@ -288,9 +288,9 @@ class VLLMEngine:
 
         structure = params.get("structured_outputs")
         params = {**params, "structured_outputs": structure and StructuredOutputsParams(**structure)}
-        given = Params(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+        sampling = Params(**params, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
-            self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), given)
+            self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
         except ValueError as error:
             raise RolloutError(f"vLLM refuses request '{name}': {error}") from error
 
@@ -308,7 +308,7 @@ class VLLMEngine:
             update = {**update, "places": places_of(shards), "pieces": [shard.tensor for shard in shards]}
             self.llm.update_weights({"update_info": update})
             return
-        with self._transport.lend(shards) as message:
+        with self._transport.publish(shards) as message:
             self.llm.update_weights({"update_info": {**update, **message}})
 
     @contextmanager

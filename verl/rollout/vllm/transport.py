@@ -1,7 +1,7 @@
 """How weights reach vLLM's workers in other processes: in a file, or in the memory of a device.
 
-Either way a bunch of shards becomes a message of plain data that says where they are. It travels over vLLM's own
-channel, and nothing in it is unpickled. What is lent stays until the workers have answered.
+Either way some shards become a message of plain data that says where they are. It travels over vLLM's own
+channel, and nothing in it is unpickled. What is shared stays until the workers have answered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALIGNED = 256
 
 
 class Transport(Protocol):
-    """One way to lend shards to other processes.
+    """One way to publish shards to other processes.
 
     Attributes:
         on_host: whether shards are wanted on the CPU.
@@ -35,7 +35,7 @@ class Transport(Protocol):
 
     on_host: bool
 
-    def lend(self, shards: Sequence[Shard]) -> AbstractContextManager[dict[str, Any]]:
+    def publish(self, shards: Sequence[Shard]) -> AbstractContextManager[dict[str, Any]]:
         """A message, JSON but for tuples, from which `received` makes the shards until the end of the block."""
 
 
@@ -45,7 +45,7 @@ class FileTransport:
     on_host = True
 
     @contextmanager
-    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
         """`path`, `places` and `checksum`."""
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
@@ -56,7 +56,7 @@ class FileTransport:
 
 
 class DeviceTransport:
-    """One buffer on a device, which holds a bunch of shards and is opened by the workers: nothing passes through the
+    """One buffer on a device, which holds some shards and is opened by the workers: nothing passes through the
     host.
 
     Args:
@@ -70,7 +70,7 @@ class DeviceTransport:
         self._device, self._ranks = torch.device(device), ranks
 
     @contextmanager
-    def lend(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
         """`memory`, `handles` (one a rank), `pieces_at` (dtype, shape and first byte of each), `places`, `checksum`."""
         sizes = [math.ceil(shard.nbytes / _ALIGNED) * _ALIGNED for shard in shards]
         begins = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -94,7 +94,7 @@ class DeviceTransport:
 
 
 class Memory(NamedTuple):
-    """How the storage of a device is lent to another process: as numbers and bytes, from which that one opens it."""
+    """How a device's storage is shared with another process: as numbers and bytes, from which that one opens it."""
 
     share: Callable[[torch.UntypedStorage], Sequence[Any]]
     open: Callable[..., torch.UntypedStorage]
@@ -113,7 +113,7 @@ def _open_on_cuda(uuid: bytes, *handle: Any) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(seen.index(uuid.decode()), *handle)
 
 
-#: Kind of device -> how its memory is lent. That of the CPU is torch's shared memory.
+#: Kind of device -> how its memory is shared. That of the CPU is torch's shared memory.
 MEMORIES: Mapping[str, Memory] = {
     "cuda": Memory(_share_on_cuda, _open_on_cuda),
     "cpu": Memory(
@@ -152,17 +152,17 @@ def _from_device(message: Mapping[str, Any], rank: int, device: torch.device) ->
     if memory is None:
         raise ValueError(f"this worker cannot open memory of '{message['memory']}', only of {', '.join(MEMORIES)}")
     storage = memory.open(*_as_handle(message["handles"][rank]))
-    lent = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    shared = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     # A copy, since vLLM may keep pieces until a layer is whole, and the sender uses its memory again.
-    buffer = lent.to(device, copy=True)
-    found = device_checksum(buffer)  # which waits for the copy
-    if found != message["checksum"]:
+    buffer = shared.to(device, copy=True)
+    checksum = device_checksum(buffer)  # which waits for the copy
+    if checksum != message["checksum"]:
         raise ValueError("the weights in device memory are not those that were sent")
     return _pieces(buffer, message["pieces_at"])
 
 
 def places_of(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Of each shard the name and shape of the weight, and where the piece begins."""
+    """For each shard the name and shape of its weight, and its offset there."""
     return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
 
 
@@ -182,12 +182,12 @@ def _shards(places: Sequence[Sequence[Any]], pieces: Sequence[Tensor]) -> list[S
 
 def _pieces(buffer: Tensor, pieces_at: Sequence[Sequence[Any]]) -> list[Tensor]:
     """Views of the parts of a buffer `[bytes]`."""
-    found = []
+    tensors = []
     for name, shape, begin in pieces_at:
         dtype: torch.dtype = getattr(torch, name)
         end = begin + math.prod(shape) * dtype.itemsize
-        found.append(buffer[begin:end].view(dtype).view(tuple(shape)))
-    return found
+        tensors.append(buffer[begin:end].view(dtype).view(tuple(shape)))
+    return tensors
 
 
 def _as_plain(handle: Sequence[Any]) -> list[Any]:

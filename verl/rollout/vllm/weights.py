@@ -26,7 +26,7 @@ _HEAD = "lm_head.weight"
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
-class Place(NamedTuple):
+class BlockTarget(NamedTuple):
     """Where a block of a weight goes: the block begins at `offset`, and is a strided part of a module's tensor."""
 
     offset: tuple[int, ...]
@@ -42,12 +42,12 @@ class Place(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """Of a weight: the names of vLLM's parameters that it loads (None: it did not say), the modules that have them, and
-    its places (None: not known)."""
+    """How a weight is loaded: the names of vLLM's parameters that it fills (None: it did not say), their modules, and
+    where they go (None: not known)."""
 
     loads: frozenset[str] | None
     modules: frozenset[nn.Module]
-    places: tuple[Place, ...] | None
+    targets: tuple[BlockTarget, ...] | None
 
 
 class WeightSink:
@@ -84,8 +84,8 @@ class WeightSink:
         if name == _HEAD:
             self._sample_head(shard)
         if (route := self._in_place.get(name)) is not None:
-            for place in route.places or ():
-                fill_block(place.offset, place.target(), shard)
+            for block_target in route.targets or ():
+                fill_block(block_target.offset, block_target.target(), shard)
             self._loaded |= route.loads or set()
             return
         if not shard.is_whole:
@@ -98,7 +98,7 @@ class WeightSink:
             model: Any = self._model
             loads = model.load_weights([(name, tensor)])
         self._loaded |= self._expected if loads is None else set(loads)
-        self._routes[name] = self._route(loads, copies.places)
+        self._routes[name] = self._route(loads, copies.targets)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -122,12 +122,12 @@ class WeightSink:
     def _plain_modules(self) -> set[nn.Module]:
         return {module for route in self._in_place.values() for module in route.modules}
 
-    def _route(self, loads: Iterable[str] | None, places: tuple[Place, ...] | None) -> _Route:
+    def _route(self, loads: Iterable[str] | None, targets: tuple[BlockTarget, ...] | None) -> _Route:
         if loads is None:
             return _Route(None, frozenset(self._model.modules()), None)
         owners = {self._model.get_submodule(name.rpartition(".")[0]) for name in loads}
-        is_known = places is not None and {place.module for place in places} == owners
-        return _Route(frozenset(loads), frozenset(owners), places if is_known else None)
+        is_known = targets is not None and {block_target.module for block_target in targets} == owners
+        return _Route(frozenset(loads), frozenset(owners), targets if is_known else None)
 
     def _sample_head(self, shard: Shard) -> None:
         """Keep the columns of the output layer that are read back later."""
@@ -157,23 +157,23 @@ class _Tensors:
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._owner
 
-    def place(self, offset: tuple[int, ...], target: Tensor) -> Place:
+    def block_target(self, offset: tuple[int, ...], target: Tensor) -> BlockTarget:
         module, name, whole = self._owner[target.untyped_storage()._cdata]
         start = int(target.storage_offset() - whole.storage_offset())
-        return Place(offset, module, name, tuple(target.shape), target.stride(), start)
+        return BlockTarget(offset, module, name, tuple(target.shape), target.stride(), start)
 
 
 class _Copies(TorchDispatchMode):
     """Inside, what a loader copies out of a weight is recorded.
 
     Attributes:
-        places: of the blocks; None: something else than a block was copied.
+        targets: of the blocks; None: something else than a block was copied.
     """
 
     def __init__(self, weight: Tensor, tensors: _Tensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weight, self._tensors = weight, tensors
-        self.places: tuple[Place, ...] | None = () if weight.is_contiguous() else None
+        self.targets: tuple[BlockTarget, ...] | None = () if weight.is_contiguous() else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0] in self._tensors and args[1] not in self._tensors:
@@ -187,14 +187,14 @@ class _Copies(TorchDispatchMode):
         self._tensors.filled.add(part)
         weight = self._weight
         is_of_it = source.untyped_storage()._cdata == weight.untyped_storage()._cdata
-        if self.places is None or not is_of_it or source.stride() != weight.stride() or source.shape != target.shape:
-            self.places = None
+        if self.targets is None or not is_of_it or source.stride() != weight.stride() or source.shape != target.shape:
+            self.targets = None
             return
         rest, offset = int(source.storage_offset() - weight.storage_offset()), []
         for stride in weight.stride():
-            at, rest = divmod(rest, stride)
-            offset.append(at)
-        self.places = (*self.places, self._tensors.place(tuple(offset), target))
+            index, rest = divmod(rest, stride)
+            offset.append(index)
+        self.targets = (*self.targets, self._tensors.block_target(tuple(offset), target))
 
 
 def _in_place(routes: Mapping[str, _Route]) -> dict[str, _Route]:
@@ -204,23 +204,23 @@ def _in_place(routes: Mapping[str, _Route]) -> dict[str, _Route]:
     while count != len(others):
         count = len(others)
         for route in routes.values():
-            is_plain = route.places is not None and all(map(_is_plain, route.places))
+            is_plain = route.targets is not None and all(map(_is_plain, route.targets))
             if not is_plain or not others.isdisjoint(route.modules):
                 others |= route.modules
     return {
-        name: route for name, route in routes.items() if route.places is not None and others.isdisjoint(route.modules)
+        name: route for name, route in routes.items() if route.targets is not None and others.isdisjoint(route.modules)
     }
 
 
-def _is_plain(place: Place) -> bool:
+def _is_plain(block_target: BlockTarget) -> bool:
     """Whether a module computes with the tensor that a loader fills."""
-    module, tensor = place.module, getattr(place.module, place.tensor)
+    module, tensor = block_target.module, getattr(block_target.module, block_target.tensor)
     method = getattr(module, "quant_method", None)
     is_kept = method is None and not hasattr(module, "process_weights_after_loading")
     if not (is_kept or type(method).__name__ in _PLAIN) or any(True for _ in module.children()):
         return False
     parameters, buffers = get_layerwise_info(module).restore_metadata
-    stored = {**parameters, **buffers}.get(place.tensor, tensor)
+    stored = {**parameters, **buffers}.get(block_target.tensor, tensor)
     return (stored.shape, stored.dtype, stored.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
 
 

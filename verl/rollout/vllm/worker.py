@@ -138,7 +138,7 @@ class WorkerExtension:
         return {"scaled": isinstance(getattr(runner, "sampler", None), ScaledSampler)}
 
     def verl_dropped(self) -> None:
-        """The weights are gone: whatever was served is not any more."""
+        """The weights were dropped: no version is served from now on."""
         self.weight_transfer_engine.served = None  # type: ignore[attr-defined]
 
     def verl_served(self) -> dict[str, int | None]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verl.algorithms.loss_terms import Loss, LossPart
 from verl.errors import TrainingError
 from verl.models.lora import merged_shards
-from verl.training.backends.zero import Piece, ZeroAdamW, flat_part, held_run, zero_engine
+from verl.training.backends.zero import MasterRange, ZeroAdamW, flat_part, held_run, zero_engine
 from verl.training.engine import TrainEngine, WeightSource
 from verl.training.forward import Forward
 from verl.training.local_weights import LocalWeights
@@ -109,40 +109,40 @@ class ZeroSteps:
         return Stream(self._state_shards), meta
 
     def _state_shards(self) -> Iterator[Shard]:
-        for piece in self.optimizer.pieces:
-            yield Shard.whole(f"{piece.name}.step", self.optimizer.state[piece.flat]["step"])
-            for key, tensor in self._pieces_of(piece):
-                for offset, block in piece.blocks(tensor):
-                    yield Shard(f"{piece.name}.{key}", piece.shape, offset, block)
+        for part in self.optimizer.ranges:
+            yield Shard.whole(f"{part.name}.step", self.optimizer.state[part.flat]["step"])
+            for key, tensor in self._state_of(part):
+                for offset, block in part.blocks(tensor):
+                    yield Shard(f"{part.name}.{key}", part.shape, offset, block)
 
-    def _pieces_of(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+    def _state_of(self, part: MasterRange) -> Iterator[tuple[str, Tensor]]:
         """Tensors laid out like the masters that a continuation needs, by the last part of their names."""
         for key in MOMENTS:
-            yield key, self.optimizer.state[piece.flat][key]
-        if piece.dtype in _HALF:
-            yield "master", piece.flat.detach()
+            yield key, self.optimizer.state[part.flat][key]
+        if part.dtype in _HALF:
+            yield "master", part.flat.detach()
 
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
         check_optimizer("AdamW", meta)
         self.optimizer.onload()
-        targets = {f"{p.name}.{key}": (p, tensor) for p in self.optimizer.pieces for key, tensor in self._pieces_of(p)}
-        sizes = {piece.name: piece.size for piece in self.optimizer.pieces}
+        targets = {f"{p.name}.{key}": (p, tensor) for p in self.optimizer.ranges for key, tensor in self._state_of(p)}
+        sizes = {part.name: part.size for part in self.optimizer.ranges}
 
         def fill(name: str, key: str, shard: Shard) -> int:
             if shard.name not in targets:  # steps, and masters of weights in full precision
                 return sizes.get(name, 0)
-            piece, tensor = targets[shard.name]
-            return sum(fill_block(offset, block, shard) for offset, block in piece.blocks(tensor))
+            part, tensor = targets[shard.name]
+            return sum(fill_block(offset, block, shard) for offset, block in part.blocks(tensor))
 
         weights = {name: (torch.Size(spec.shape), sizes.get(name, 0)) for name, spec in self._weights.specs.items()}
         came = fill_state(shards, weights, fill)
-        check_masters({piece.name: torch.empty(0, dtype=piece.dtype) for piece in self.optimizer.pieces}, came)
-        for piece, tensor in (targets[name] for name in targets.keys() - came):  # of a weight without gradient so far
-            piece.of(tensor).zero_()
+        check_masters({part.name: torch.empty(0, dtype=part.dtype) for part in self.optimizer.ranges}, came)
+        for part, tensor in (targets[name] for name in targets.keys() - came):  # of a weight without gradient so far
+            part.of(tensor).zero_()
         self.optimizer.completed_steps = int(meta["completed_steps"])
-        for piece in self.optimizer.pieces:
-            self.optimizer.state[piece.flat]["step"].fill_(self.optimizer.completed_steps)
+        for part in self.optimizer.ranges:
+            self.optimizer.state[part.flat]["step"].fill_(self.optimizer.completed_steps)
 
 
 class _ZeroSchedule(OneStage):

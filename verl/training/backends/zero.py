@@ -34,7 +34,7 @@ _BUCKET = 1 << 24
 
 
 @dataclass(frozen=True)
-class Piece:
+class MasterRange:
     """The elements of a trained weight whose master and moments this rank keeps.
 
     Attributes:
@@ -73,13 +73,13 @@ class ZeroAdamW(torch.optim.AdamW):
         trained = [weight for weight in forward.parameters() if weight.requires_grad]
         super().__init__(trained, **adamw_options(config), fused=True)
         self._model, self._device, self._config, self._ranks = forward.model, forward.packed.device, config, ranks
-        self.pieces: list[Piece] = []
+        self.ranges: list[MasterRange] = []
         self._flats: list[Tensor] = []
         self.completed_steps, self.may_step, self.grad_norm = 0, True, math.nan
 
-    def begin(self, pieces: list[Piece], flats: list[Tensor]) -> None:
+    def begin(self, ranges: list[MasterRange], flats: list[Tensor]) -> None:
         """Take over the pieces that DeepSpeed has made: until then its calls of `step` do nothing."""
-        self.pieces, self._flats = pieces, flats
+        self.ranges, self._flats = ranges, flats
         for flat in flats:
             step = torch.zeros((), dtype=torch.float32, device=flat.device)
             self.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
@@ -106,11 +106,11 @@ class ZeroAdamW(torch.optim.AdamW):
         self.completed_steps += 1
 
     def _norm(self) -> float:
-        """Of the gradient over all ranks' pieces."""
+        """The norm of the gradient over the shards of all ranks."""
         squares = [
-            torch.linalg.vector_norm(piece.of(piece.flat.grad), dtype=torch.float64).square().cpu()
-            for piece in self.pieces
-            if piece.flat.grad is not None
+            torch.linalg.vector_norm(part.of(part.flat.grad), dtype=torch.float64).square().cpu()
+            for part in self.ranges
+            if part.flat.grad is not None
         ]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         self._ranks.all_reduce([total], dist.ReduceOp.SUM, "replicate", "shard")
@@ -120,10 +120,10 @@ class ZeroAdamW(torch.optim.AdamW):
     def refresh_masters(self) -> None:
         """Masters anew from the live weights, after these have been replaced from outside."""
         live = {name: flat_part(weight) for name, weight in self._model.named_parameters()}
-        for piece in self.pieces:
-            weight = live[piece.name]
-            whole = weight.numel() == math.prod(piece.shape)
-            piece.of(piece.flat.detach()).copy_(weight[piece.start :][: piece.size] if whole else weight[: piece.size])
+        for part in self.ranges:
+            weight = live[part.name]
+            whole = weight.numel() == math.prod(part.shape)
+            part.of(part.flat.detach()).copy_(weight[part.start :][: part.size] if whole else weight[: part.size])
 
     def offload(self, what: Collection[str] = ("optimizer",)) -> None:
         """Move masters and moments ("optimizer") to host memory."""
@@ -188,7 +188,7 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
                 deepspeed.zero.register_external_parameter(forward, weight)
     flats = [weight for group in adam.param_groups for weight in group["params"]]
     flats = flats or [*engine.optimizer.fp32_partitioned_groups_flat]  # stage 3 shows them while it steps only
-    adam.begin([*_pieces(forward.model, deepspeed, flats)], flats)
+    adam.begin([*_master_ranges(forward.model, deepspeed, flats)], flats)
     return engine, adam
 
 
@@ -233,7 +233,7 @@ def held_run(weight: Any) -> tuple[int, int]:
     return start, max(0, min(weight.ds_tensor.ds_numel, weight.ds_numel - start))
 
 
-def _pieces(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Iterator[Piece]:
+def _master_ranges(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Iterator[MasterRange]:
     for name, weight in model.named_parameters():
         cut: Any = weight
         if not weight.requires_grad:
@@ -248,4 +248,5 @@ def _pieces(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Iterator[P
             continue
         (flat,) = (f for f in flats if f.untyped_storage().data_ptr() == master.untyped_storage().data_ptr())
         if size:
-            yield Piece(name, shape, weight.dtype, start, size, flat, master.storage_offset() - flat.storage_offset())
+            flat_start = master.storage_offset() - flat.storage_offset()
+            yield MasterRange(name, shape, weight.dtype, start, size, flat, flat_start)

@@ -91,6 +91,9 @@ class Pipeline:
                 self._swap(self._after, outputs["hidden"])
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        # Each round swaps once with the stage after (this forward's result, for a gradient that comes back), then once
+        # with the stage before (what became of that gradient, for the next input). So two neighbours make equally many
+        # swaps, in one order; with sends and receives by themselves both could be in a send, and wait forever.
         self._depends = False
         ahead = self._stage.count - 1 - self._stage.number
         coming = ((one, self._forward.pack(one.batch)) for one in micro_batches)

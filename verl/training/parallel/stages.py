@@ -42,12 +42,12 @@ class Stage:
         return self.number == self.count - 1
 
     def enter(self, _: Tensor) -> Tensor:
-        """Of the layer before the first that is kept: what the stage before computed."""
+        """Return the hidden states received from the previous stage."""
         assert self.incoming is not None
         return self.incoming
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Of the layer after the last that is kept."""
+        """Keep the hidden states of the last layer here, for the next stage."""
         self.outgoing = hidden
         return hidden
 
@@ -99,7 +99,7 @@ class StageSplit:
         return stage
 
     def parameters(self, number: int) -> set[nn.Parameter]:
-        """Those of a stage; tied ones may be on the first and on the last."""
+        """The parameters of a stage; tied ones may be on the first stage and on the last."""
         layers = self._stack[self._bounds[number] : self._bounds[number + 1]]
         kept = [one.module for one in self._around if self._keeps(number, one)]
         return {weight for module in (*layers, *kept) for weight in module.parameters()}

@@ -82,7 +82,7 @@ class _Cutter:
                 _STYLES[style](self, name, module)
 
     def cut_vocabulary(self, embedding: Any, head: Any) -> None:
-        """Those that are here by rows, if they are of the plain kinds; tied ones stay tied."""
+        """Cut embedding and head by rows where they are on this stage and of the plain kinds; tied ones stay tied."""
         here = [module for module in (embedding, head) if module is not None and any(True for _ in module.parameters())]
         if not all(isinstance(module, nn.Embedding | nn.Linear) for module in here):
             return
@@ -230,7 +230,7 @@ def _norm_of_heads(cutter: _Cutter, name: str, module: nn.Module) -> None:
 
 
 def _gpt2_attention(cutter: _Cutter, name: str, module: Any) -> None:
-    """Its code splits the fused result by the size it notes."""
+    """GPT-2's attention splits the fused result by a size that it stores."""
     module.split_size //= cutter.size
 
 

@@ -26,7 +26,7 @@ WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where a worker stands; the default is a role of one rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place:
 
 
 #: A role of one rank.
-ALONE = Place()
+ALONE = RankContext()
 
 
 @dataclass(frozen=True)
