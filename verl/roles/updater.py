@@ -101,7 +101,10 @@ class Updater:
 
 def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
     """Metrics of one role's update under its name: `loss` becomes `loss/<role>`, others likewise."""
-    own = ("loss", "grad_norm", "lr", "update/steps", "update/skipped", "update/empty")
+    own = (
+        "loss", "grad_norm", "lr", "update/steps", "update/skipped", "update/empty", "update/rows_left_out",
+        "update/tokens_left_out",
+    )  # fmt: skip
     return {f"{name}/{role}" if name in own else name: value for name, value in metrics.items()}
 
 
