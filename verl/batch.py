@@ -275,6 +275,13 @@ class Batch:
             return Batch(self.table.slice(*runs[0]))
         return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
 
+    def among(self, rows: Sequence[int], count: int) -> Batch:
+        """A batch of `count` rows: those of the numbers `rows` are these, in their order, the others null."""
+        number: list[int | None] = [None] * count
+        for index, row in enumerate(rows):
+            number[row] = index
+        return Batch(self.table.take(pa.array(number, pa.int64())))
+
     @checked
     def filter(self, keep: Sequence[bool]) -> Batch:
         if len(keep) != len(self):

@@ -383,6 +383,9 @@ def trainer() -> dict[str, Shown]:
         "max_staleness": Shown(run, 0, 2, {"trainer.total_steps": 4}, slow=True),
         "timeline": Shown(run, False, True, slow=True),
         "control": Shown(run, None, "zero_lr", slow=True),
+        "leave_out": Shown(
+            run, True, False, {"reward.path": "../user.py:half", "data.batch_size": 8}, count="training/forward.py:pack"
+        ),
         "max_resamples": Shown(run, 0, 4, {"reward.path": "../user.py:third"}, {"algorithm.name": "dapo"}, slow=True),
         "max_skipped_updates": Shown(
             run, 1, 2, {**overflow, "reward.path": "../user.py:infinite", "trainer.total_steps": 3}, slow=True

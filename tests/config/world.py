@@ -93,6 +93,11 @@ def third(responses, prompts):
     return [float(i) if late else 1.0 for i, r in enumerate(responses)]
 
 
+def half(responses, prompts):
+    """The samples of one of two prompts score alike."""
+    return [float(sum(map(ord, r)) % 7) if len(prompts[0]) % 2 else 1.0 for r in responses]
+
+
 def policy(module):
     return type(module).__name__ in ("Qwen2MLP", "Qwen2Attention")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -30,7 +30,10 @@ from verl.checked import validated
 from verl.errors import ConfigError, DataError, nearest
 from verl.record import Positive
 
-__all__ = ["ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present"]
+__all__ = [
+    "ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present",
+    "states",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,12 @@ NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"
 #: Models an algorithm may ask for. Trained ones: actor, critic, cost_critic.
 ROLES = frozenset({"actor", "critic", "reference", "reward", "cost", "cost_critic"})
 _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
+#: The methods that a role's loss is made of.
+_LOSSES = {
+    "actor": ("compute_loss", "policy_loss", "importance"),
+    "critic": ("compute_critic_loss",),
+    "cost_critic": ("compute_cost_critic_loss",),
+}
 
 
 @dataclass_transform(kw_only_default=True, eq_default=False)
@@ -63,6 +72,10 @@ class BaseAlgorithm(ABC):
         needs_constraint: samples come under one, an episode of the task's or the actor's.
         measures: roles out of "reward" and "cost" that it may be given, is measured by, and does not learn from.
         unread: options that its loss never reads, and why; see `unread_options`.
+        no_gradient_at_zero: a statement about the losses of the class in which it stands: a token whose weight or whose
+            advantage is 0 has a gradient of exactly 0, whatever the model predicts. Rows of such tokens alone need not
+            be computed. A subclass that overrides a loss (`compute_loss`, `policy_loss`, `importance`; of critics
+            `compute_critic_loss`, `compute_cost_critic_loss`) has to state it anew.
     """
 
     name: ClassVar[str] = ""
@@ -75,6 +88,7 @@ class BaseAlgorithm(ABC):
     needs_constraint: ClassVar[bool] = False
     measures: ClassVar[frozenset[str]] = frozenset()
     unread: ClassVar[Mapping[str, str]] = {}
+    no_gradient_at_zero: ClassVar[bool] = False
 
     loss_agg_mode: AggregationMode = "token-mean"
     loss_scale_factor: Positive | None = None
@@ -166,6 +180,12 @@ class BaseAlgorithm(ABC):
         """Rows worth training on, once rewards are there; None: all. The trainer samples more in their place."""
         return None
 
+    def needs(self, batch: Batch, role: str) -> list[bool] | None:
+        """Scored samples for which `prepare` and an update without rows of advantage 0 read what a model computes of
+        them; None: all. Of the role "actor" these are the log-probs before the update; the others have none, and are
+        null there."""
+        return None
+
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """All detached statistics of the whole batch, as new columns, and metrics.
 
@@ -253,6 +273,11 @@ class RoleObjective:
         """Whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0."""
         return self.role != "actor" or not (self.algorithm.coupled or self.algorithm.head == "score")
 
+    @property
+    def no_gradient_at_zero(self) -> bool:
+        """Whether the algorithm states it of this role's loss, and the loss is by token."""
+        return self.by_token and states(self.algorithm, "no_gradient_at_zero", _LOSSES[self.role])
+
     def token_weights(self, batch: Batch) -> Tensor:
         return self.algorithm.token_weights(batch)
 
@@ -263,6 +288,17 @@ class RoleObjective:
             "cost_critic": self.algorithm.compute_cost_critic_loss,
         }
         return losses[self.role](x)
+
+
+def states(algorithm: BaseAlgorithm, statement: str, methods: Collection[str]) -> bool:
+    """Whether a class attribute that states something of some methods is true, and of these very methods: a class that
+    overrides one of them has lost the statement, unless it repeats it."""
+    for names in (vars(algorithm), *map(vars, type(algorithm).__mro__)):
+        if statement in names:
+            return bool(names[statement])
+        if not names.keys().isdisjoint(methods):
+            return False
+    return False
 
 
 def drop_abstained(

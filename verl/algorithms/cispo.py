@@ -18,6 +18,7 @@ class CISPO(GRPO):
     """GRPO's advantages; the ratio is a detached, clipped weight, so every token keeps a gradient."""
 
     unread = NO_DUAL_CLIP
+    no_gradient_at_zero = True
 
     clip_ratio_low: NotNegative | None = 1.0
     clip_ratio_high: NotNegative | None = 4.0

@@ -149,18 +149,18 @@ def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, fl
     }
 
 
-def mismatch_shares(log_ratio: Tensor, active: Tensor, total_active: int) -> dict[str, Tensor | float]:
+def mismatch_shares(log_ratio: Tensor, active: Tensor, computed_tokens: int) -> dict[str, Tensor | float]:
     """`mismatch` without weights, as the additive shares of a micro-batch. Its means are over all tokens that count:
     how many are finite elsewhere is not known here, so one that is not adds 0.
 
     Args:
         log_ratio: `[R]`, the trainer's log-probs minus the engine's.
         active: `[R]` bool, the tokens that count.
-        total_active: how many count in the whole mini-batch.
+        computed_tokens: how many count in the computed rows of the whole mini-batch.
     """
     usable = active & log_ratio.isfinite()
     d = torch.where(usable, log_ratio, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    count = max(total_active, 1)
+    count = max(computed_tokens, 1)
     return {
         "mismatch/kl": -d.sum() / count,
         "mismatch/k3": (d.exp() - 1 - d).sum() / count,

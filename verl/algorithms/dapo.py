@@ -29,6 +29,8 @@ class DAPO(GRPO):
             limit over which the punishment grows from 0 to overlong_penalty.
     """
 
+    zero_where_alike = True
+
     clip_ratio_high: NotNegative | None = 0.28
     filter_groups: bool = True
     filter_metric: str = "reward"

@@ -34,6 +34,7 @@ class Distillation(BaseAlgorithm):
     roles = frozenset({"actor", "reference"})
     measures: ClassVar[frozenset[str]] = frozenset({"reward"})
     samples_per_prompt: ClassVar[int] = 4
+    no_gradient_at_zero: ClassVar[bool] = True
 
     max_log_ratio: Positive | None = 10.0
 

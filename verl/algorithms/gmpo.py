@@ -22,6 +22,7 @@ class GMPO(GRPO):
     """GRPO's advantages; a row's objective is the geometric mean of its ratios. Clip bounds are on log-ratios."""
 
     unread = NO_DUAL_CLIP
+    no_gradient_at_zero = True
 
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 0.4

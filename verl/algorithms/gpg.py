@@ -20,6 +20,8 @@ class GPG(PolicyGradient):
     """Plain policy gradient, no ratio: centred rewards, scaled up for rows that carry no signal."""
 
     needs_groups = True
+    zero_where_alike = True
+    no_gradient_at_zero = True
     unread = dict.fromkeys(
         ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), "its loss has no ratio to clip"
     )

@@ -18,6 +18,7 @@ class GRPO(PolicyGradient):
     """Advantage: the reward, centred and scaled (`norm_adv_by_std`) within the group of samples of one prompt."""
 
     needs_groups = True
+    zero_where_alike = True
 
     norm_adv_by_std: bool = True
 

@@ -18,6 +18,7 @@ from verl.algorithms.registry import register_algorithm
 class GRPOPassK(GRPO):
     """Only the best sample of a group learns, by its lead over the second best."""
 
+    zero_where_alike = True
     unread = dict.fromkeys(("clip_ratio_low", "clip_ratio_c"), "it clips negative advantages, and there are none")
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ class GSPO(GRPO):
     """GRPO's advantages; the ratio and its clipping are the row's. Clip bounds are the paper's."""
 
     unread = NO_DUAL_CLIP
+    no_gradient_at_zero = True
 
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 3e-4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from torch import Tensor
@@ -47,8 +48,17 @@ class LossInput:
     """Tokens with a weight other than 0 in the whole mini-batch on all ranks: without those that were rejected."""
     total_groups: int
     """Groups of the whole mini-batch on all ranks."""
+    computed_tokens: int = -1
+    """Of `total_active` those in rows that are computed, for the means of metrics; without it, all."""
+    computed_sequences: int = -1
+    """Of `total_sequences` those that are computed; see `verl.training.left_out`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Number columns of the batch: token-aligned `[R]`, one a row `[S]`; `group` as an int64 index `[S]`."""
+
+    def __post_init__(self) -> None:
+        for name, every in (("computed_tokens", self.total_active), ("computed_sequences", self.total_sequences)):
+            if getattr(self, name) < 0:
+                object.__setattr__(self, name, every)
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
         """`[R]` -> `[S]`: the sum over each row's tokens (0 for an empty response). Differentiable."""
@@ -83,12 +93,22 @@ class LossNeeds:
         temperature: log-probs and entropies are of logits divided by it.
         entropy: whether the loss reads entropies.
         coupled: rows of one `group` meet in one micro-batch.
+        no_gradient_at_zero: a token of weight 0, or of advantage 0 where nothing but advantages count, has a gradient
+            of exactly 0; see `BaseAlgorithm`.
     """
 
     columns: Sequence[str] = ()
     temperature: float = 1.0
     entropy: bool = False
     coupled: bool = False
+    no_gradient_at_zero: bool = False
+
+    @property
+    def advantages_decide(self) -> bool:
+        """Whether a token whose advantage is 0 has no gradient: nothing beside advantages counts in the loss, no KL to
+        a reference, whatever its coefficient, and no entropy bonus."""
+        beside = self.entropy or self.coupled or "ref_log_probs" in self.columns
+        return self.no_gradient_at_zero and "advantages" in self.columns and not beside
 
 
 @dataclass(frozen=True)
@@ -99,12 +119,20 @@ class LossPart:
         rows: the mini-batch, of all ranks.
         loss: from the record of a micro-batch to its additive loss.
         weights: `[R]` aggregation weights of the response tokens of `rows`.
+        left_out: those of the rows that are not computed, because their gradient is known to be 0; ascending.
     """
 
     rows: Batch
     loss: LossFn
     weights: Tensor
     needs: LossNeeds = LossNeeds()
+    left_out: Sequence[int] = ()
+
+    @cached_property
+    def computed(self) -> list[int]:
+        """The other rows, ascending."""
+        left_out = {*self.left_out}
+        return [row for row in range(len(self.rows)) if row not in left_out]
 
 
 def combine_metrics(parts: list[Mapping[str, Tensor | float]]) -> dict[str, float]:

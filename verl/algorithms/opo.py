@@ -17,6 +17,7 @@ class OPO(PolicyGradient):
     """Advantage: the reward minus the group's length-weighted mean, the baseline of least variance."""
 
     needs_groups = True
+    zero_where_alike = True
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         lengths = e.responses.count(e.responses.written)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs
+from verl.algorithms.advantages import group_equal
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs, present, states
 from verl.algorithms.correction import (
     Level,
     LogRatio,
@@ -38,6 +39,8 @@ from verl.record import Count, NotNegative, Number, Positive
 
 #: `unread` of a token loss without PPO's dual clip.
 NO_DUAL_CLIP = {"clip_ratio_c": "its loss has no dual clip"}
+#: The methods that advantages come from.
+_OF_REWARDS = ("prepare", "estimate", "outcome_rewards", "own_outcome")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class PolicyGradient(BaseAlgorithm):
             engine's and the trainer's log-probs, applied when the batch has both; see `correction`.
         rollout_rs, rollout_rs_threshold, rollout_rs_lower: rejection between them.
     """
+
+    no_gradient_at_zero: ClassVar[bool] = True
+    #: A statement about `estimate` and the rewards that it reads, lost when they are overridden, as
+    #: `no_gradient_at_zero` is: advantages are 0 where all samples of a prompt, of several, have one reward.
+    zero_where_alike: ClassVar[bool] = False
 
     clip_ratio: NotNegative = 0.2
     clip_ratio_low: NotNegative | None = None
@@ -174,6 +182,17 @@ class PolicyGradient(BaseAlgorithm):
         """Factor of each token's loss from the importance weights `[R]` of the off-policy correction."""
         return weights
 
+    def needs(self, batch: Batch, role: str) -> list[bool] | None:
+        """Of the actor, where rewards alone decide whether an advantage is 0: the samples that have a reward, without
+        those of prompts whose samples all scored alike."""
+        alone = states(self, "zero_where_alike", _OF_REWARDS) and self.kl_in == "none"
+        if role != "actor" or not alone or self.rollout_rs is not None or self.rollout_is_normalize:
+            return None
+        needed = present(batch)
+        scored = batch.filter(needed.tolist())
+        needed[needed.clone()] = ~group_equal(self.outcome_rewards(scored), Responses(scored).groups)
+        return needed.tolist()
+
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, metrics = drop_abstained(batch, by_group=self.needs_groups)
         batch, measured = self._correct(old_log_probs(batch))
@@ -212,7 +231,7 @@ class PolicyGradient(BaseAlgorithm):
         total = policy = (x.weights * per_token).sum()
         metrics: dict[str, Tensor | float] = {"loss/policy": policy.detach(), **_policy_metrics(x, terms, loss)}
         if "rollout_log_probs" in x.columns:  # the policy is the one that sampled, and nothing has measured it yet
-            metrics |= mismatch_shares(current.detach() - x.columns["rollout_log_probs"], active, x.total_active)
+            metrics |= mismatch_shares(current.detach() - x.columns["rollout_log_probs"], active, x.computed_tokens)
         if self.kl_in == "loss":
             kl = kl_estimate(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0), self.kl_name)
             penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()
@@ -253,9 +272,13 @@ class PolicyGradient(BaseAlgorithm):
         return (coefficient * estimate if self.kl_in == "reward" else nothing), {"kl": kl, "kl_coef": coefficient}
 
     def _correct(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Off-policy correction between `rollout_log_probs` and `log_probs`, where the batch has both."""
+        """Off-policy correction between `rollout_log_probs` and `log_probs`, of the rows that have both."""
         if "log_probs" not in batch or "rollout_log_probs" not in batch:
             return batch, {}
+        rows = batch.arrow("log_probs").is_valid().to_numpy(zero_copy_only=False).nonzero()[0].tolist()
+        if len(rows) < len(batch) and self.rollout_rs is None:  # which rejects what has none
+            corrected, metrics = self._correct(batch.take(rows))
+            return batch.add(corrected.drop(batch.columns).among(rows, len(batch))), metrics
         responses = Responses(batch)
         log_ratio = LogRatio.of(responses, responses.tokens("log_probs"), responses.tokens("rollout_log_probs"))
         columns, weights = {}, None
@@ -274,8 +297,8 @@ class PolicyGradient(BaseAlgorithm):
 
 
 def _policy_metrics(x: LossInput, terms: PolicyTerms, loss: PolicyLoss) -> dict[str, Tensor | float]:
-    """Means over the mini-batch's tokens that count, as additive shares."""
-    tokens = max(x.total_active, 1)
+    """Means over the tokens that count in the computed rows of the mini-batch, as additive shares."""
+    tokens = max(x.computed_tokens, 1)
     metrics: dict[str, Tensor | float] = {"policy/kl": -terms.log_ratio.detach().sum() / tokens}
     for name, where in (("policy/clip_fraction", loss.clipped), ("policy/clip_fraction_lower", loss.clipped_lower)):
         if where is not None:

@@ -28,7 +28,7 @@ def critic_loss(x: LossInput, prefix: str, clip: float | None) -> Loss:
         torch.where(active, v, 0.0) for v in (x.values, x.columns[f"{prefix}values"], x.columns[f"{prefix}returns"])
     )
     per_token, clipped = value_loss(values, old, returns, clip)
-    tokens = max(x.total_active, 1)
+    tokens = max(x.computed_tokens, 1)
     metrics: dict[str, Tensor | float] = {
         f"{prefix}critic/clip_fraction": (clipped & active).sum(dtype=x.weights.dtype) / tokens,
         f"{prefix}critic/value_mean": values.detach().sum() / tokens,
@@ -45,6 +45,7 @@ class PPO(PolicyGradient):
     """
 
     samples_per_prompt: ClassVar[int] = 1
+    no_gradient_at_zero: ClassVar[bool] = True
 
     gamma: Share = 1.0
     lam: Share = 1.0

@@ -17,6 +17,7 @@ class RLOO(PolicyGradient):
     """Advantage: the reward minus the mean reward of the group's other samples."""
 
     needs_groups = True
+    zero_where_alike = True
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         return {"advantages": e.responses.spread(rloo(e.outcome, e.responses.groups))}

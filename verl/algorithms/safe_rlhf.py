@@ -12,7 +12,7 @@ trained.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class SafeRLHF(ConstrainedPolicyGradient):
     norm_adv_by_std: with group baselines, divide each by the group's standard deviation, as GRPO does; lambda is
         then no longer the price of a unit of cost in units of reward.
     """
+
+    no_gradient_at_zero: ClassVar[bool] = True
 
     baseline: Literal["group", "critics"] = "group"
     norm_adv_by_std: bool = False

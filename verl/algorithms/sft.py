@@ -22,6 +22,7 @@ class SFT(BaseAlgorithm):
     roles = frozenset({"actor"})
     loss_columns = ()
     online: ClassVar[bool] = False
+    no_gradient_at_zero: ClassVar[bool] = True
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         if "label" not in batch:

@@ -398,6 +398,12 @@ class TrainerConfig(Record):
         default=None,
         description="a run that should learn nothing: rewards dealt out at random, or learning rate 0",
     )
+    leave_out: bool = free(
+        "cost",
+        True,
+        "rows whose gradient is known to be 0, such as samples of a prompt that all scored alike, are not computed in "
+        "updates; metrics of the update's forward pass are then of the other rows (false: all are computed)",
+    )
     max_resamples: Natural = limit(
         default=4, description="further rollouts in one step when an algorithm rejects samples"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
+from verl.workers.update import loss_needs
 
 if TYPE_CHECKING:
     from verl.roles.actor import Actor
@@ -51,14 +52,26 @@ def experience(algorithm: BaseAlgorithm, sequences: Batch, wanted: Iterable[Read
 def prepare(
     algorithm: BaseAlgorithm, actor: Actor, samples: Batch, together: int | None = None
 ) -> tuple[Batch, dict[str, float]]:
-    """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed.
+    """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed. They are null in rows that
+    the update leaves out by what is known already; where it leaves out all, there is no such column.
 
     Args:
         together: samples of the whole update, where it has others besides.
     """
     if "log_probs" not in samples and actor.needs_old_log_probs(algorithm, samples, together):
-        samples = samples.add(actor.compute_log_probs(samples))
+        rows = _rows_in_update(algorithm, actor, samples)
+        if len(rows) == len(samples):
+            samples = samples.add(actor.compute_log_probs(samples))
+        elif rows:
+            samples = samples.add(actor.compute_log_probs(samples.take(rows)).among(rows, len(samples)))
     return algorithm.prepare(samples)
+
+
+def _rows_in_update(algorithm: BaseAlgorithm, actor: Actor, samples: Batch) -> list[int]:
+    """The rows that the update may compute, as far as is known before `prepare`; ascending."""
+    decides = loss_needs(algorithm.objective("actor")).advantages_decide and not algorithm.needs_log_probs
+    needed = algorithm.needs(samples, "actor") if actor.plan.leave_out and decides else None
+    return [row for row in range(len(samples)) if needed is None or needed[row]]
 
 
 def _values(critic: Critic, column: str) -> Callable[[Batch], Batch]:

@@ -112,6 +112,7 @@ def build_trainer(
         max_skipped_updates=settings.max_skipped_updates,
         max_failed_episodes=config.reward.max_failure_rate,
         permute_rewards=settings.control == "permute_rewards",
+        leave_out=settings.leave_out,
         deadline=settings.deadline,
         async_save=settings.async_save,
         logger=logger,

@@ -128,6 +128,7 @@ _OTHERS: dict[str, Any] = {
     "config_path": str | Path | None,
     "dataloader": InstanceOf[Iterable[Any]] | None,
     "permute_rewards": bool,
+    "leave_out": bool,
 }
 
 
@@ -148,6 +149,7 @@ class TrainerKeywords(AlgorithmKeywords, total=False):
     config_path: str | Path | None
     dataloader: Iterable[Any] | None
     permute_rewards: bool
+    leave_out: bool
     checkpoint_dir: str | Path | None
     save_every: int | None
     keep_checkpoints: int | None

@@ -104,6 +104,7 @@ class Trainer:
             - `config_path`: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`
             - `dataloader`: what `train` goes over
             - `permute_rewards`: a control: rewards are dealt out at random among the samples, so nothing can be learned
+            - `leave_out`: rows whose gradient is known to be 0 are not computed in updates (True)
             - options of the algorithm, such as `kl_coef`
 
     Raises:
@@ -150,6 +151,7 @@ class Trainer:
         #: What `train` goes over.
         self.dataloader: Iterable[Any] | None = of_tasks.pop("dataloader", None)
         permute_rewards = of_tasks.pop("permute_rewards", False)
+        leave_out = of_tasks.pop("leave_out", True)
         tasks = tasks_of(
             rest,
             **of_tasks,
@@ -170,6 +172,8 @@ class Trainer:
         self.limits = options.limits
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=tasks[0].algorithm.head)
         self._make_tasks(tasks, critic, options)
+        for handle in self.roles.values():
+            handle.plan = replace(handle.plan, leave_out=leave_out)
         self.update_phase = UpdatePhase(self.actor, self.tasks, self.runner, permute_rewards=permute_rewards)
         self.mixture = Mixture(self.tasks)
         if options.buffer.buffer != "memory":  # it lies outside of the process, and belongs to the driver

@@ -62,6 +62,7 @@ class UpdatePhase:
         if len(updates) == len(empty):  # no model had anything to learn from
             return {**metrics, "update/empty": 1.0}
         trained = sum(sum(own_samples(batch).lengths("response_tokens")) for batch in samples.values())
+        trained -= round(metrics.get("update/tokens_left_out/actor", 0.0))
         seconds = sum(updates)
         timed = {"train/tokens": trained, "train/tokens_per_s": trained / max(seconds, 1e-9), "time/update": seconds}
         return metrics | timed

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class TrainEngine(ABC):
         runner: from rows to predictions, losses and metrics.
         weights: this rank's part of the weights.
         steps: from losses to steps of the optimizer, and its state; None: the model is only read.
+        has_auxiliary_loss: the model adds a loss of its own to gradients, such as one that balances experts. None of
+            the engines here has one.
 
     Raises:
         ConfigError: there is nothing to train, the model has no gradient checkpointing, or the layout does not go with
@@ -67,6 +69,7 @@ class TrainEngine(ABC):
     runner: MicroBatchRunner
     weights: LocalWeights
     steps: Steps | None = None
+    has_auxiliary_loss: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -133,7 +136,8 @@ class TrainEngine(ABC):
         """One optimizer step on the sum of all parts' losses. Cutting it into micro-batches never changes the gradient.
 
         Every rank is given all parts with the rows of all ranks, and computes those of its data-parallel index. A rank
-        that has no rows of a part takes part in its collectives nevertheless.
+        that has no rows of a part takes part in its collectives nevertheless. Rows that are left out are computed by
+        none; where they are all, no rank runs a forward pass, and the optimizer steps on a gradient of zeros.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `lr`, `update/skipped` and the losses' own metrics; metrics of one

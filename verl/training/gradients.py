@@ -105,6 +105,13 @@ class Gradients:
     def any(self) -> bool:
         return any(weight.has_gradient for weight in self.weights)
 
+    def fill_zeros(self) -> None:
+        """A gradient of 0 for every weight."""
+        self._allocate()
+        for weight in self.weights:
+            weight._sum().zero_()
+            weight.has_gradient = True
+
     def norm(self, copies: Callable[[Weight], int] = lambda _: 1) -> float:
         """Global 2-norm of the sums; NaN or infinite if any element is. The square of each weight's is divided by its
         `copies`, so that squares of ranks that hold the same one add up to it."""

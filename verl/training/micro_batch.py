@@ -2,8 +2,8 @@
 
 This is the one place that may see fewer rows than the mini-batch has (`computed` of `deal`). All else is decided over
 all of its rows, whether they are computed or not: mini-batches and shuffles (`workers.update`), weights, denominators
-and totals (`MiniBatch`), and whether there is an optimizer step. So rows whose gradient is known to be 0 can be left
-out here, and nothing else changes.
+and totals (`MiniBatch`), and whether there is an optimizer step. So rows whose gradient is known to be 0 (`left_out`)
+are missing here, and nothing else changes.
 
 A micro-batch costs its flat tokens: a prompt that several of its rows share counts once, and the last token
 of a response does not count, because nothing is predicted from it.

@@ -33,11 +33,14 @@ class MiniBatch:
         self._part, self._precision = part, precision
         self._weights = [weights[end - length : end] for length, end in zip(lengths, ends, strict=True)]
         masked = "response_mask" in rows
+        active = int(weights.count_nonzero())
         self._totals: dict[str, Any] = {
             "total_sequences": len(rows),
             "total_tokens": int(rows.tensor("response_mask").count_nonzero()) if masked else sum(lengths),
-            "total_active": int(weights.count_nonzero()),
+            "total_active": active,
             "total_groups": len(rows.group_indices()),
+            "computed_tokens": active - sum(int(self._weights[row].count_nonzero()) for row in part.left_out),
+            "computed_sequences": len(part.computed),
         }
 
     def loss(self, rows: list[int], batch: Batch, outputs: dict[str, Tensor]) -> Loss:

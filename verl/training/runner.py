@@ -136,6 +136,12 @@ class MicroBatchRunner:
         with recomputing(self.forward.model) if self.options.gradient_checkpointing else nullcontext():
             return [*self.schedule.forward_backward(self._micro_batches(parts), loss_scale)]
 
+    def backward_of_nothing(self) -> None:
+        """One forward and backward pass that all ranks make without rows: a gradient of zeros, for a back end that has
+        no other way to it."""
+        want = self.forward.wanted(False)
+        [*self.schedule.forward_backward(iter([MicroBatch(_IDLE, want, 1.0, _no_loss)]), 1.0)]
+
     def loss(self, parts: Sequence[LossPart]) -> Metrics:
         """`loss` and metrics, without a backward pass."""
         return self.metrics([*self.schedule.forward(self._micro_batches(parts))])
@@ -150,7 +156,7 @@ class MicroBatchRunner:
         """The micro-batches of this rank, part after part, with their losses."""
         if not any(len(part.rows) for part in parts):
             raise DataError("the mini-batch has no rows: there is nothing to train on")
-        for part in (part for part in parts if len(part.rows)):
+        for part in (part for part in parts if part.computed):
             self.forward.check_batch(part.rows)
             mini_batch = MiniBatch(part, self.precision)
             want = self.forward.wanted(part.needs.entropy)
@@ -164,7 +170,7 @@ class MicroBatchRunner:
         and the deal need no communication, and no rank can be dealt another one's rows."""
         rows, coupled, in_step = part.rows, part.needs.coupled, self.parallel.in_step
         index, size = self.ranks.mesh.rows(self.ranks.rank) or (0, 1)
-        return deal(rows, range(len(rows)), size, self._limits(), coupled=coupled, in_step=in_step)[index]
+        return deal(rows, part.computed, size, self._limits(), coupled=coupled, in_step=in_step)[index]
 
     def _limits(self) -> Limits:
         options = self.options

@@ -39,6 +39,11 @@ class Steps(Protocol):
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None: ...
 
 
+def nothing_to_compute(parts: Sequence[LossPart]) -> bool:
+    """Whether there are rows, and all of them are left out. Every rank is given the same parts, so all ranks agree."""
+    return any(len(part.rows) for part in parts) and not any(part.computed for part in parts)
+
+
 class OptimizerSteps:
     """Steps of our own optimizer, on gradient sums that are added up over ranks once a step."""
 
@@ -50,9 +55,7 @@ class OptimizerSteps:
         optimizer = self.optimizer
         optimizer.onload()
         try:
-            with optimizer.gradients.collecting():
-                losses = self._runner.backward(parts, optimizer.gradients.loss_scale)
-            return self._step(losses)
+            return self._step(self._losses(parts))
         finally:
             optimizer.gradients.clear()
             if self._runner.options.fsdp_config.optimizer_offload:
@@ -62,10 +65,20 @@ class OptimizerSteps:
 
                 return_free_memory()
 
-    def _step(self, losses: Sequence[Loss]) -> Metrics:
+    def _losses(self, parts: Sequence[LossPart]) -> list[Loss]:
+        """The losses of this rank's micro-batches; the gradient sums are those of all ranks then."""
         gradients = self.optimizer.gradients
+        if nothing_to_compute(parts):
+            gradients.fill_zeros()
+            return []
+        with gradients.collecting():
+            losses = self._runner.backward(parts, gradients.loss_scale)
         for reduce in self._runner.parallel.reductions:
             reduce(gradients)
+        return losses
+
+    def _step(self, losses: Sequence[Loss]) -> Metrics:
+        gradients = self.optimizer.gradients
         metrics, grad_norm, lr = self._runner.metrics(losses), self._grad_norm(), self.optimizer.lr
         if not gradients.any():
             raise TrainingError(NO_GRADIENT)

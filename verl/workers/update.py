@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossPart
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
+from verl.training.left_out import left_out
 from verl.training.steps import Memory
 
 _SUMS: tuple[Memory, ...] = ("gradients",)
@@ -30,6 +31,8 @@ class Objective(Protocol):
     def needs_entropy(self) -> bool: ...
     @property
     def by_token(self) -> bool: ...
+    @property
+    def no_gradient_at_zero(self) -> bool: ...
     def token_weights(self, batch: Batch) -> torch.Tensor: ...
     def compute_loss(self, x: LossInput) -> Loss: ...
 
@@ -61,12 +64,14 @@ class UpdatePlan:
         epochs: passes over the batch.
         temperature: of the rollout, where samples do not say another.
         seed: of the order in which groups are visited.
+        leave_out: rows whose gradient is known to be 0 are not computed; see `verl.training.left_out`.
     """
 
     mini_batch_size: int | None = None
     epochs: int = 1
     temperature: float = 1.0
     seed: int = 0
+    leave_out: bool = True
 
     def __post_init__(self) -> None:
         if self.mini_batch_size is not None and self.mini_batch_size < 1:
@@ -129,9 +134,10 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
 
     Returns:
         `update/steps`: mini-batches that reached the optimizer; `update/skipped`: those of them whose loss or gradient
-        was not finite, so that nothing moved; and the other metrics of `TrainEngine.update`: means over the steps
-        that were made (`/max` keys: maxima), or over the skipped ones if no step was made. Of several parts, each has
-        its own metrics and its unweighted `loss` under its name.
+        was not finite, so that nothing moved; `update/rows_left_out` and `update/tokens_left_out`, rows that each pass
+        over the samples did not compute, and the tokens of their responses; and the other metrics of
+        `TrainEngine.update`: means over the steps that were made (`/max` keys: maxima), or over the skipped ones if no
+        step was made. Of several parts, each has its own metrics and its unweighted `loss` under its name.
 
     Raises:
         DataError: there are no samples.
@@ -140,40 +146,62 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         raise DataError(
             "the update got no samples: every reward abstained, or every group was filtered out or had one sample left"
         )
-    steps = []
+    steps, rows_left_out, tokens_left_out = [], 0, 0
     for batches in mini_batches([part.rows for part in parts], plan, round_):
         present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]
         losses = [_loss(part, rows) for part, rows in present]
-        if losses := [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]:
+        losses = [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]
+        if plan.leave_out:
+            losses = [_without_zeros(loss, engine) for loss in losses]
+        if losses:
             steps.append(engine.update(losses))
+        rows_left_out += sum(len(loss.left_out) for loss in losses)
+        tokens_left_out += sum(sum(loss.rows.take(loss.left_out).lengths("response_tokens")) for loss in losses)
     if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
         engine.offload(_SUMS)
     skipped = [step for step in steps if step["update/skipped"]]
-    counts = {"update/steps": float(len(steps)), "update/skipped": float(len(skipped))}
+    counts = {
+        "update/steps": float(len(steps)),
+        "update/skipped": float(len(skipped)),
+        "update/rows_left_out": rows_left_out / plan.epochs,
+        "update/tokens_left_out": tokens_left_out / plan.epochs,
+    }
     if not steps:
         return {"loss": 0.0, "grad_norm": 0.0, **counts, "update/empty": 1.0}
     return mean_metrics([step for step in steps if not step["update/skipped"]] or skipped) | counts
 
 
-def compute_loss(engine: TrainEngine, part: UpdatePart) -> dict[str, float]:
-    """`loss` and metrics of a whole batch under the weights as they are."""
-    return engine.loss([_loss(part, part.rows)])
+def compute_loss(engine: TrainEngine, part: UpdatePart, leave_out: bool = False) -> dict[str, float]:
+    """`loss` and metrics of a whole batch under the weights as they are; `leave_out` as of `UpdatePlan`."""
+    loss = _loss(part, part.rows)
+    return engine.loss([_without_zeros(loss, engine) if leave_out else loss])
 
 
 def _counts(part: UpdatePart, loss: LossPart) -> bool:
     return not part.objective.by_token or bool(loss.weights.any())
 
 
-def _loss(part: UpdatePart, rows: Batch) -> LossPart:
-    objective = part.objective
-    needs = LossNeeds(
+def loss_needs(objective: Objective, temperature: float = 1.0) -> LossNeeds:
+    """What its loss reads."""
+    return LossNeeds(
         columns=objective.loss_columns,
-        temperature=part.temperature,
+        temperature=temperature,
         entropy=objective.needs_entropy,
         coupled=objective.coupled,
+        no_gradient_at_zero=objective.no_gradient_at_zero,
     )
+
+
+def _loss(part: UpdatePart, rows: Batch) -> LossPart:
+    objective = part.objective
+    needs = loss_needs(objective, part.temperature)
     compute = partial(_weighted, part) if part.name else objective.compute_loss
     return LossPart(rows, compute, objective.token_weights(rows), needs)
+
+
+def _without_zeros(loss: LossPart, engine: TrainEngine) -> LossPart:
+    rows = left_out(loss.rows, loss.weights, loss.needs, auxiliary_loss=engine.has_auxiliary_loss)
+    return replace(loss, left_out=rows)
 
 
 def _weighted(part: UpdatePart, x: LossInput) -> Loss:

@@ -23,6 +23,7 @@ from verl.training.options import EngineOptions, OptimConfig
 from verl.training.parallel.result import Parallel
 from verl.training.ranks import Ranks
 from verl.training.runner import NO_GRADIENT, Metrics, MicroBatch, MicroBatchRunner, OneStage
+from verl.training.steps import nothing_to_compute
 from verl.weights.cuts import run_blocks
 from verl.weights.meta import give_memory
 from verl.weights.shard import Shard, ShardedDim, Stream, WeightSpec
@@ -92,7 +93,11 @@ class ZeroSteps:
         adam.onload()
         self._schedule.has_gradient = False
         # DeepSpeed takes the mean over ranks, of what adds up.
-        losses = self._runner.backward(parts, self._runner.ranks.mesh.size)
+        losses: list[Loss] = []
+        if nothing_to_compute(parts):
+            self._runner.backward_of_nothing()
+        else:
+            losses = self._runner.backward(parts, self._runner.ranks.mesh.size)
         metrics, lr = self._runner.metrics(losses), adam.next_lr
         depends = torch.tensor(float(self._schedule.has_gradient))
         self._runner.ranks.all_reduce([depends], dist.ReduceOp.MAX, "replicate", "shard")
