@@ -1,12 +1,16 @@
 """Time generation on the same prompts: ours, vLLM's, transformers' `generate`. One line of JSON an engine, then ratios.
 
     .venv/bin/python benchmarks/rollout.py                              # 32 prompts x 8 samples x 128 tokens
+    .venv/bin/python benchmarks/rollout.py --sizes large small long --engines embedded vllm --rounds 3
     .venv/bin/python benchmarks/rollout.py --natural --repeats 3        # responses end where they end: useful tokens
     .venv/bin/python benchmarks/rollout.py --prompts 4 --prompt-tokens 83 --new-tokens 64 --engines embedded
 
-`ceiling_tokens_per_second` of the embedded engine is what this machine's matrix products alone would allow: those of
-layers and head at the batch that runs, and of the prompts, timed with torch alone; `share_of_ceiling` is what of it
-is reached.
+Sizes: `large` is 256 sequences of 94 + 128 tokens, `small` 32 of them, `long` 32 of 1,792 + 256 tokens. Engines take
+turns in each of `--rounds`, and the ratios are of medians over the rounds.
+
+`ceiling_tokens_per_second` of the embedded engine is what this machine's matrix products alone would allow
+(`ceiling.py`: those of its own forwards, timed by torch alone after each rollout); `share_of_ceiling` is what of it is
+reached, by a peer too, in the last line of a size.
 
 Temperature 1 over the whole vocabulary, in the dtype that `dtype: auto` means here. Each engine runs in a process of
 its own, one after the other, at its best: Intel's OpenMP and tcmalloc are preloaded for all (`peer_env.sh preload`;
@@ -29,16 +33,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import workload
+from ceiling import Ceiling, Forwards
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("embedded", "vllm", "generate", "hf")
 BATCHES = (32, 64, 128, 256)
+SIZES = {
+    "large": {"prompts": 32, "prompt_tokens": 94, "samples": 8, "new_tokens": 128},
+    "small": {"prompts": 4, "prompt_tokens": 94, "samples": 8, "new_tokens": 128},
+    "long": {"prompts": 4, "prompt_tokens": 1792, "samples": 8, "new_tokens": 256},
+}
 _STORY = (
     "In a town by the sea there are {a} fishing boats. On the first day {b} of them sail out before sunrise, and each "
     "brings home {c} baskets of herring and {d} baskets of cod. The harbour master buys a third of the herring for the "
@@ -148,7 +159,7 @@ def vllm_run(args: argparse.Namespace) -> tuple[Callable[[], int], Callable[[], 
         dtype=args.dtype,
         **best,
         max_num_seqs=args.batch,
-        max_model_len=2048,
+        max_model_len=max(2048, args.prompt_tokens * 11 // 10 + args.new_tokens),
         kv_cache_memory_bytes=int(args.kv_cache_gb * 2**30),
     )
     vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
@@ -171,42 +182,6 @@ def vllm_run(args: argparse.Namespace) -> tuple[Callable[[], int], Callable[[], 
     return run, split
 
 
-def wait(device: str) -> None:
-    """Until a device has done what it was asked."""
-    import torch
-
-    if device != "cpu":
-        torch.accelerator.synchronize()
-
-
-def product_ceiling(args: argparse.Namespace, model: Any) -> float:
-    """Tokens a second if nothing but the matrix products of the rollout were computed."""
-    import torch
-
-    head = model.get_output_embeddings()
-    layers = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    rows = min(args.batch, args.prompts * args.samples)
-
-    def seconds(linears: list[Any], count: int) -> float:
-        options = {"dtype": head.weight.dtype, "device": head.weight.device}
-        inputs = {m.in_features: torch.randn(count, m.in_features, **options) for m in linears}
-        times = []
-        for _ in range(6):
-            wait(args.device)
-            start = time.perf_counter()
-            for m in linears:
-                torch.nn.functional.linear(inputs[m.in_features], m.weight, m.bias)
-            wait(args.device)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[1:])
-
-    with torch.no_grad():
-        step, prompt = seconds(layers, rows) + seconds([head], rows), seconds(layers, 2048) / 2048
-    responses = args.prompts * args.samples
-    whole = responses / rows * args.new_tokens * step + args.prompts * args.prompt_tokens * prompt
-    return responses * args.new_tokens / whole
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Load the model, warm up on one prompt, then time the rollouts: medians."""
     import torch
@@ -224,24 +199,35 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         make = generate_run if args.engine == "generate" else engine_run
         make(warm_up, model)[0]()
         run, split = make(args, model)
-    seconds, cpu, tokens = [], [], []
-    for _ in range(args.repeats):
-        start, start_cpu = time.perf_counter(), time.process_time()
-        tokens.append(run())  # host integers: nothing is under way on the device any more
-        seconds.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - start_cpu)
+    seconds, cpu, tokens, products = [], [], [], []
+    with ExitStack() as stack:
+        seen = stack.enter_context(Forwards.recorded()) if args.engine == "embedded" else None
+        if seen is not None:
+            ceiling = stack.enter_context(Ceiling(args.model, args.dtype, args.threads, args.device))
+        for _ in range(args.repeats):
+            start, start_cpu = time.perf_counter(), time.process_time()
+            tokens.append(run())  # host integers: nothing is under way on the device any more
+            seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - start_cpu)
+            if seen is not None:
+                products.append(ceiling.seconds(seen.rollout))
+                seen.clear()
     expected = args.prompts * args.samples * args.new_tokens
     if not args.natural and set(tokens) != {expected}:
         raise SystemExit(f"{args.engine} gave {tokens} tokens instead of {expected}: this is not the agreed work")
     speed = statistics.median(n / t for n, t in zip(tokens, seconds, strict=True))
-    peak, ceiling = workload.peak_memory_gb(args.device), {}
-    if args.engine == "embedded":
-        allowed = product_ceiling(args, model)
-        ceiling = {"ceiling_tokens_per_second": round(allowed, 1), "share_of_ceiling": round(speed / allowed, 3)}
+    peak, limit = workload.peak_memory_gb(args.device), {}
+    if products:
+        limit = {
+            "ceiling_tokens_per_second": round(
+                statistics.median(n / t for n, t in zip(tokens, products, strict=True)), 1
+            ),
+            "share_of_ceiling": round(statistics.median(p / t for p, t in zip(products, seconds, strict=True)), 3),
+        }
     return {
         "engine": args.engine,
         "tokens_per_second": round(speed, 1),
-        **ceiling,
+        **limit,
         "tokens": round(statistics.median(tokens)),
         "seconds": round(statistics.median(seconds), 3),
         "cpu_seconds": round(statistics.median(cpu), 3),
@@ -265,61 +251,93 @@ def vllm_python(args: argparse.Namespace) -> str:
     return args.vllm_python or (sys.executable if here else str(ROOT / ".venv-vllm" / "bin" / "python"))
 
 
-def measured(args: argparse.Namespace, engine: str, more: dict[str, str], batch: int) -> dict[str, Any]:
-    """The result of one engine, from a process of its own; printed as well."""
+def measured(args: argparse.Namespace, engine: str, batch: int, seconds: float | None = None) -> dict[str, Any]:
+    """The result of one engine, from a process of its own.
+
+    Args:
+        args: of `parsed`, with a size.
+        seconds: that it may take.
+
+    Raises:
+        SystemExit: it failed.
+        subprocess.TimeoutExpired: it took longer.
+    """
     python = vllm_python(args) if engine == "vllm" else sys.executable
-    arguments = [value for value in sys.argv[1:] if value != "--engines" and value not in ENGINES]
-    command = [python, __file__, *arguments, "--engine", engine, "--batch", str(batch)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=workload.environment(python, **more))
+    job = json.dumps(vars(args) | {"engine": engine, "batch": batch})
+    more = {"OMP_NUM_THREADS": str(args.threads)}
+    if args.device == "cpu" and not args.no_preload:
+        preload = subprocess.run([ROOT / "benchmarks" / "peer_env.sh", "preload"], stdout=subprocess.PIPE, text=True)
+        more["LD_PRELOAD"] = preload.stdout.strip()
+    environment = workload.environment(python, **more)
+    done = workload.call([python, __file__, "--job", job], environment, seconds)
     if done.returncode:
         raise SystemExit(f"{engine} failed")
-    line = done.stdout.splitlines()[-1]
-    print(line, flush=True)
-    result: dict[str, Any] = json.loads(line)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measure the engines on one size in turn; print each result, and the ratios."""
+    speeds: dict[str, dict[int, list[float]]] = {}
+    limits = []
+    for _ in range(args.rounds):
+        for engine in args.engines:
+            for batch in [args.batch] if args.batch else BATCHES if engine == "generate" else [256]:
+                result = measured(args, engine, batch)
+                print(json.dumps(result), flush=True)
+                speeds.setdefault(engine, {}).setdefault(batch, []).append(result["tokens_per_second"])
+                limits += [result["ceiling_tokens_per_second"]] if engine == "embedded" else []
+    best = {engine: max(map(statistics.median, tried.values())) for engine, tried in speeds.items()}
+    if "embedded" in best:
+        limit = statistics.median(limits)
+        ratios: dict[str, Any] = {f"embedded / {name}": round(best["embedded"] / best[name], 2) for name in best}
+        print(json.dumps(ratios | {"share_of_ceiling": {name: round(best[name] / limit, 3) for name in best}}))
+
+
+def sized(args: argparse.Namespace, size: str) -> argparse.Namespace:
+    """With the numbers of this size where the command line has none."""
+    return argparse.Namespace(**vars(args) | {name: getattr(args, name) or n for name, n in SIZES[size].items()})
+
+
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded", "vllm", "generate"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["large"])
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--model", default=str(workload.MODEL))
+    parser.add_argument("--device", default="cpu", help="such as cuda; nothing is preloaded then")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--prompts", type=int, help="instead of those of the size, as are the next three")
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--samples", type=int, help="of each prompt")
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--natural", action="store_true", help="chats whose answers end where they end")
+    parser.add_argument("--batch", type=int, help="responses at a time (256; generate: the best of 32 to 256)")
+    parser.add_argument("--kv-cache-gb", type=float, default=2.0, help="of the embedded engine and vLLM")
+    parser.add_argument("--repeats", type=int, default=1, help="timed rollouts of a process; their median is reported")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of every engine, in processes of their own")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-preload", action="store_true", help="without Intel's OpenMP and tcmalloc")
+    parser.add_argument("--vllm-python", help="one that has vLLM (this one, else that of `make vllm`)")
+    return parser.parse_args(words)
 
 
 def main() -> None:
     """Measure one engine here, or each of several in a process of its own."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded", "vllm", "generate"])
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--model", default=str(workload.MODEL))
-    parser.add_argument("--device", default="cpu", help="such as cuda; nothing is preloaded then")
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=94)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--natural", action="store_true", help="chats whose answers end where they end")
-    parser.add_argument("--batch", type=int, help="responses at a time (256; generate: the best of 32 to 256)")
-    parser.add_argument("--kv-cache-gb", type=float, default=2.0, help="of the embedded engine and vLLM")
-    parser.add_argument("--repeats", type=int, default=1, help="timed rollouts; their median is reported")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--no-preload", action="store_true", help="without Intel's OpenMP and tcmalloc")
-    parser.add_argument("--vllm-python", help="one that has vLLM (this one, else that of `make vllm`)")
-    args = parser.parse_args()
-    if args.engine:
+    args = parsed()
+    if args.job:
         from verl.models.loading import resolved_dtype
 
+        args = argparse.Namespace(**json.loads(args.job))
         args.dtype = resolved_dtype(args.model, args.dtype) or args.dtype
         print(json.dumps(measure(args)))
         return
-    more = {"OMP_NUM_THREADS": str(args.threads)}
-    if args.device == "cpu" and not args.no_preload:
-        made = subprocess.run([ROOT / "benchmarks" / "peer_env.sh", "preload"], stdout=subprocess.PIPE, text=True)
-        more["LD_PRELOAD"] = made.stdout.strip()
-    best: dict[str, float] = {}
     if "vllm" in args.engines and not Path(vllm_python(args)).exists():
         args.engines.remove("vllm")
         print("without vLLM: neither this environment nor .venv-vllm has it", flush=True)
-    for engine in args.engines:
-        batches = [args.batch] if args.batch else BATCHES if engine == "generate" else [256]
-        for batch in batches:
-            speed = measured(args, engine, more, batch)["tokens_per_second"]
-            best[engine] = max(best.get(engine, 0.0), speed)
-    if "embedded" in best:
-        print(json.dumps({f"embedded / {name}": round(best["embedded"] / best[name], 2) for name in best}))
+    for size in args.sizes:
+        compare(sized(args, size))
 
 
 if __name__ == "__main__":

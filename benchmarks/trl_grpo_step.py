@@ -72,16 +72,16 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
 
 def make_trainer(args: argparse.Namespace, output: str, clock: StepClock) -> TimedTrainer:
     """A trainer that takes one warm-up step and `args.steps` timed ones."""
-    completions = workload.PROMPTS * workload.SAMPLES
+    completions = args.prompts * args.samples
     config = trl.GRPOConfig(
         output_dir=output,
         max_steps=1 + args.steps,
         per_device_train_batch_size=args.micro_batch,
         gradient_accumulation_steps=completions // args.micro_batch,
         generation_batch_size=completions,
-        num_generations=workload.SAMPLES,
-        max_completion_length=workload.NEW_TOKENS,
-        generation_kwargs={"min_new_tokens": workload.NEW_TOKENS},
+        num_generations=args.samples,
+        max_completion_length=args.new_tokens,
+        generation_kwargs={"min_new_tokens": args.new_tokens},
         learning_rate=workload.LEARNING_RATE,
         lr_scheduler_type="constant",
         model_init_kwargs={
@@ -104,7 +104,7 @@ def make_trainer(args: argparse.Namespace, output: str, clock: StepClock) -> Tim
         args=config,
         processing_class=tokenizer,
         reward_funcs=rewards,
-        train_dataset=Dataset.from_dict({"prompt": workload.prompts(tokenizer)}),
+        train_dataset=Dataset.from_dict({"prompt": workload.prompts(tokenizer, args.prompts)}),
         callbacks=[clock],
     )
 
@@ -117,8 +117,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         trainer = make_trainer(args, output, clock)
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "completions/min_length" in entry]
-    if any(entry["completions/min_length"] != workload.NEW_TOKENS for entry in logs) or not logs:
-        raise SystemExit(f"completions are not {workload.NEW_TOKENS} tokens long: this is not the agreed work")
+    if any(entry["completions/min_length"] != args.new_tokens for entry in logs) or not logs:
+        raise SystemExit(f"completions are not {args.new_tokens} tokens long: this is not the agreed work")
     steps, generation = clock.seconds[1:], trainer.generation_seconds[1:]
     if not len(steps) == len(generation) == args.steps:
         raise SystemExit(f"{len(steps)} steps, {len(generation)} generations: one of each was expected a step")
@@ -134,8 +134,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "micro_batch": args.micro_batch,
         "device": args.device,
         "threads": args.threads,
-        "completions": workload.PROMPTS * workload.SAMPLES,
-        "new_tokens": workload.NEW_TOKENS,
+        "completions": args.prompts * args.samples,
+        "new_tokens": args.new_tokens,
         "steps": args.steps,
         "step_seconds": round(statistics.median(steps), 3),
         "generation_seconds": round(statistics.median(generation), 3),
@@ -148,14 +148,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, with everything that TRL prints sent to standard error."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--autocast", action="store_true", help="TRL's bf16=True: autocast around the forward")
     parser.add_argument("--micro-batch", type=int, choices=[1, 2, 4, 8, 16, 32], default=16)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", default=str(workload.MODEL))
-    parser.add_argument("--device", default="cpu", help="such as cuda")
+    workload.add_arguments(parser)
     args = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):
         result = measure(args)

@@ -1,15 +1,20 @@
 """The work of the GRPO-step benchmark, the same for every contender: four prompts, eight samples each.
 
-A contender takes one optimizer step on `PROMPTS * SAMPLES` completions of exactly `NEW_TOKENS` tokens,
+A contender takes one optimizer step on `prompts * samples` completions of exactly `new_tokens` tokens,
 sampled at temperature 1 from the whole vocabulary. This module needs nothing but a tokenizer, so that it
 can be imported in any contender's environment.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
+import signal
+import subprocess
 import sys
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +40,26 @@ _STORY = (
 )
 
 
-def prompts(tokenizer: Any) -> list[str]:
-    """Four different texts of 80 to 86 tokens each under `tokenizer`, to be encoded as they are.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the work, and what every contender is told."""
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of each prompt")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each completion")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--device", default="cpu", help="such as cuda")
+
+
+def prompts(tokenizer: Any, count: int = PROMPTS) -> list[str]:
+    """Different texts of 80 to 86 tokens each under `tokenizer`, to be encoded as they are.
 
     Raises:
         ValueError: the tokenizer cuts words into so many pieces that a text misses that range.
     """
-    cut = [_cut(tokenizer, text, most) for text, most in zip(texts(), _TOKENS, strict=True)]
+    # Beyond the first four the openings come again, each time before another case.
+    whole = [f"Case {i}. {texts()[i % PROMPTS]}" if i >= PROMPTS else texts()[i] for i in range(count)]
+    cut = [_cut(tokenizer, text, _TOKENS[i % PROMPTS]) for i, text in enumerate(whole)]
     lengths = [len(tokenizer(text)["input_ids"]) for text in cut]
     if not all(80 <= length <= 86 for length in lengths):
         raise ValueError(f"prompts of {lengths} tokens: this tokenizer does not fit the benchmark's texts")
@@ -61,8 +79,27 @@ def _cut(tokenizer: Any, text: str, most: int) -> str:
 
 
 def reward(completion: str) -> float:
-    """How often the letter e occurs: free of charge, and different from sample to sample."""
-    return float(completion.count("e"))
+    """How often the letter e occurs, and a part below 1 that no other text has: free of charge, and different from
+    sample to sample, so that every row has a gradient."""
+    return completion.count("e") + zlib.crc32(completion.encode()) / 2**32
+
+
+def call(
+    command: Sequence[str], environment: Mapping[str, str], seconds: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command and read what it prints; its standard error is shown as it comes.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `seconds`; all that it started has been killed.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    try:
+        printed, _ = process.communicate(timeout=seconds)
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, printed)
 
 
 def environment(python: str = sys.executable, **more: str) -> dict[str, str]:

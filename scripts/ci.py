@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ class Part:
         outcome: in words.
         failed: neither passed nor missing.
         seconds: wall time.
+        cpu_seconds: of all its processes that were waited for, user and system.
         summaries: what pytest said last.
         left: what pytest said of the shares of other turns.
         durations: the slowest of its tests: seconds, phase and name.
@@ -64,13 +66,14 @@ class Part:
     outcome: str = "NOT RUN: the time was up before"
     failed: bool = True
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     summaries: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     durations: list[tuple[float, str]] = field(default_factory=list)
 
     def run(self, until: float) -> None:
         """Run it, copying its output, and end it at `until` (of the monotonic clock)."""
-        begun = time.monotonic()
+        begun, cpu_begun = time.monotonic(), _cpu_seconds()
         print(f"\n{'#' * 8} {' '.join(self.command)}", flush=True)
         environment = {**os.environ, "TEST_ARGS": "--durations=10"}
         process = subprocess.Popen(
@@ -91,7 +94,7 @@ class Part:
             self.outcome = "FAILED: the time was up"
             _end(process)
         reader.join(5)
-        self.seconds = time.monotonic() - begun
+        self.seconds, self.cpu_seconds = time.monotonic() - begun, _cpu_seconds() - cpu_begun
 
     def _copy(self, output: IO[bytes]) -> None:
         line = b""
@@ -107,6 +110,11 @@ class Part:
                     self.durations.append((float(match[1]), f"{match[2]:8} {match[3]}"))
                 elif text.startswith(_LEFT):
                     self.left.append(text)
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -183,7 +191,7 @@ def main() -> None:
             print(f"  {_LEFT}{other}: {', '.join(ENVIRONMENTS[other])}")
     print("Done by this one:")
     for part in every:
-        print(f"  {part.seconds:6.0f} s  {' '.join(part.command)}: {part.outcome}")
+        print(f"  {part.seconds:6.0f} s, {part.cpu_seconds:6.0f} of CPU  {' '.join(part.command)}: {part.outcome}")
         for summary in part.summaries:
             print(f"            {summary}")
     failed = [" ".join(part.command) for part in every if part.failed]

@@ -53,6 +53,7 @@ def test_every_command_runs_on_a_cpu(tmp_path: Path) -> None:
     ]
     assert all(": passed in " in line for line in headings)
     assert "greedy: 3 of 3 equal" in text and '"engine": "embedded"' in text and "micro-batch 32" in text
+    assert '"share_of_ceiling"' in text and "of the ceiling: step" in text
 
 
 @pytest.mark.slow
