@@ -218,7 +218,7 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
     for tp in range(1, min(most, problem.cluster.per_machine, size.kv_heads) + 1):
         if size.heads % tp or size.kv_heads % tp or ranks % tp or most % tp:
             continue
-        # Training pieces of the compute dtype are slices of what is gathered.
+        # Where training does not gather, its shards are slices of the generation weights, and are not held twice.
         held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
         room = free - size.weight_bytes / tp + held
         room -= memory.workspace(size, tp, problem.step_tokens, work.max_num_seqs)

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its pieces of a role's tensors, those that several ranks hold once."""
+"""What one rank writes of a checkpoint: its shards of a role's tensors, those that several ranks hold once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RankFiles:
     """Files that this rank of a group writes into a directory; the other ranks of the group write theirs.
 
     Args:
-        parts: this rank's pieces, the same each time they are drawn, by the stem of their files.
+        parts: this rank's shards, the same each time they are drawn, by the stem of their files.
         group: torch's; None for a rank alone.
-        background: write in a thread, from a copy of the pieces in host memory.
+        background: write in a thread, from a copy of the shards in host memory.
     """
 
     def __init__(self, folder: Path, parts: Mapping[str, Iterable[Shard]], group: Any, *, background: bool) -> None:
