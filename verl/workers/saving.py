@@ -90,7 +90,7 @@ def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set
         load[writer] += size
         if group is None or writer == dist.get_rank(group):
             mine.add((name, offset))
-    # A filter lets go of a piece before the next one is made; a generator expression would not.
+    # A filter lets go of a shard before the next one is made; a generator expression would not.
     share = Stream(lambda: filter(lambda shard: (shard.name, shard.offset) in mine, shards))
     return share, {name for name, *_ in holders}
 
