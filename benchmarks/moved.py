@@ -108,14 +108,14 @@ class MeasuredWeights(HybridWeights):
         assert self.transfer is not None
         self.received, self.sent, self.staged = self.transfer.received, self.transfer.sent, self.transfer.staged
         self.peak += self.staged
-        own = {name: size for name, size in self._own_bytes().items() if name not in self._lent}
+        own = {name: size for name, size in self._own_bytes().items() if name not in self._released}
         self.redundant = sum(min(size, self._held_bytes(name)) for name, size in own.items())
 
     def _begin(self, number: int) -> None:
         self._begun.append(time.perf_counter())
         super()._begin(number)
         buffers = sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
-        self.peak = max(self.peak, buffers + self._pieces - sum(map(self._held_bytes, self._lent)))
+        self.peak = max(self.peak, buffers + self._pieces - sum(map(self._held_bytes, self._released)))
 
     def _end(self, number: int) -> None:
         super()._end(number)

@@ -83,7 +83,7 @@ class AutomaticCheckpoints:
         Raises:
             CheckpointError: a content that a checkpoint cannot hold, such as a tensor that is not finite.
         """
-        saving, self._pending = self._pending, None
+        saving, self._pending = self._pending, None  # a save that raises is over: it is not polled again
         result = None if saving is None else saving.poll(wait=wait)
         if saving is None or result is None:
             self._pending = saving

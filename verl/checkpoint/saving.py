@@ -35,7 +35,7 @@ class SaveResult:
 
 
 class Writer(Protocol):
-    """Writes files of a checkpoint beside its saver: the ranks of a role, which have their pieces of tensors."""
+    """Writes files of a checkpoint beside its saver: the ranks of a role, which have their shards of tensors."""
 
     def begin(self, folder: Path) -> None:
         """Begin to write into a staging directory.

@@ -60,7 +60,7 @@ class Call:
         rows: the ranks of the mesh in its order, each with its rows of the first argument; None: all of it.
         answering: the ranks whose answers count.
         is_stream: whether answers come item by item.
-        is_apart: ranks do not wait for each other in it, so that the failure of some leaves the others in step.
+        is_independent: ranks do not wait for each other in it, so that the failure of some leaves the others in step.
     """
 
     role: int
@@ -71,7 +71,7 @@ class Call:
     rows: Mapping[int, Sequence[int] | None]
     answering: Collection[int]
     is_stream: bool
-    is_apart: bool
+    is_independent: bool
 
 
 class Job(Protocol):
@@ -139,7 +139,7 @@ class RankGroup(Generic[W]):
             rows=rows,
             answering=() if spec.collect == "none" else answering,
             is_stream=spec.collect in STREAMS,
-            is_apart=spec.split == "rows",
+            is_independent=spec.split == "rows",
         )
         if call.is_stream:
             return (item for _, item in self.job.run(call))

@@ -27,8 +27,8 @@ class Buffer(Protocol):
     def add(self, batch: Batch) -> None:
         """Take the samples in. Raises DataError if there is no room for all of them; then none is taken."""
 
-    def drain(self, count: int | None = None) -> Batch:
-        """Give out the `count` oldest samples (all of them if there are fewer, or if `count` is None)."""
+    def drain(self) -> Batch:
+        """Give out the samples that wait, in order."""
 
     def state(self) -> Batch:
         """The samples that wait, in order."""

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import weakref
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -60,42 +59,31 @@ class MemoryBuffer:
     @checked
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self._batches: deque[Batch] = deque()
-        self._size = 0
+        self._batches: list[Batch] = []
 
     @property
     def room(self) -> int:
-        return self.capacity - self._size
+        return self.capacity - len(self)
 
     def __len__(self) -> int:
-        return self._size
+        return sum(map(len, self._batches))
 
     def add(self, batch: Batch) -> None:
         if len(batch) > self.room:
             raise no_room(self, batch)
         if len(batch):
             self._batches.append(batch)
-            self._size += len(batch)
 
-    def drain(self, count: int | None = None) -> Batch:
-        want = _wanted(count, self._size)
-        taken: list[Batch] = []
-        while want:
-            first = self._batches.popleft()
-            if len(first) > want:
-                self._batches.appendleft(first.slice(want))
-                first = first.slice(0, want)
-            taken.append(first)
-            want -= len(first)
-            self._size -= len(first)
-        return Batch.concat(taken)
+    def drain(self) -> Batch:
+        batch = self.state()
+        self._batches.clear()
+        return batch
 
     def state(self) -> Batch:
         return Batch.concat(self._batches)
 
     def load_state(self, batch: Batch) -> None:
         self._batches.clear()
-        self._size = 0
         self.add(batch)
 
 
@@ -143,25 +131,11 @@ class DiskBuffer:
             raise no_room(self, batch)
         self._append(batch)
 
-    def drain(self, count: int | None = None) -> Batch:
-        want = _wanted(count, len(self))
-        taken: list[Batch] = []
-        finished: list[int] = []
-        cursor, offset = self._first, self._offset
-        for number, size in self._sizes.items():
-            if not want:
-                break
-            part = Batch.from_parquet(self._file(number)).slice(offset, want)
-            taken.append(part)
-            want -= len(part)
-            cursor, offset = number, offset + len(part)
-            if offset == size:
-                finished.append(number)
-                cursor, offset = number + 1, 0
-        batch = Batch.concat(taken)
-        if taken:
-            self._move_cursor(cursor, offset)
-            self._forget(finished)
+    def drain(self) -> Batch:
+        batch = self.state()
+        if self._sizes:
+            self._move_cursor(max(self._sizes) + 1)
+            self._forget(list(self._sizes))
         return batch
 
     def state(self) -> Batch:
@@ -173,7 +147,7 @@ class DiskBuffer:
         old = list(self._sizes)
         start = self._next
         self._append(batch)
-        self._move_cursor(start, 0)
+        self._move_cursor(start)
         self._forget(old)
 
     def close(self) -> None:
@@ -206,10 +180,10 @@ class DiskBuffer:
         if not self._unlock.alive:
             raise DataError(f"the buffer in {self.path} has been closed, and may be another's now: make a new one")
 
-    def _move_cursor(self, segment: int, row: int) -> None:
+    def _move_cursor(self, segment: int) -> None:
         self._check_open()
-        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment, "row": row}))
-        self._first, self._offset = segment, row
+        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment, "row": 0}))
+        self._first, self._offset = segment, 0
 
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -218,16 +192,10 @@ class DiskBuffer:
 
 
 class _Cursor(BaseModel):
-    """`cursor.json`: the first sample that has not been given out."""
+    """`cursor.json`: the first sample that has not been given out. Older versions gave out a part of one."""
 
     segment: int = Field(ge=0, lt=2**53)
     row: int = Field(ge=0, lt=2**53)
-
-
-def _wanted(count: int | None, size: int) -> int:
-    if count is not None and count < 0:
-        raise DataError(f"a buffer cannot give out {count} samples")
-    return size if count is None else min(count, size)
 
 
 def _rows_of(file: Path) -> int | None:

@@ -6,13 +6,12 @@ them back. A process that drains gets references, and takes the samples from the
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.buffer import Capacity, check_saved, no_room
-from verl.errors import ClusterError, DataError
+from verl.errors import ClusterError
 from verl.ray_session import connect
 
 #: Seconds that the ledger's actor or the samples of a node may take to answer.
@@ -49,10 +48,8 @@ class DistributedBuffer:
         if len(batch) and not self._ask("add", *self._stored(batch)):
             raise no_room(self, batch)
 
-    def drain(self, count: int | None = None) -> Batch:
-        if count is not None and count < 0:
-            raise DataError(f"a buffer cannot give out {count} samples")
-        return self._fetched(self._ask("drain", count))
+    def drain(self) -> Batch:
+        return self._fetched(self._ask("drain"))
 
     def state(self) -> Batch:
         return self._fetched(self._ask("parts"))
@@ -64,11 +61,8 @@ class DistributedBuffer:
     def _stored(self, batch: Batch) -> tuple[bytes, int]:
         return batch.to_ipc(), len(batch)
 
-    def _fetched(self, parts: list[tuple[Any, int, int]]) -> Batch:
-        data = self._get([reference for reference, _, _ in parts])
-        return Batch.concat(
-            Batch.from_ipc(held).slice(start, count) for held, (_, start, count) in zip(data, parts, strict=True)
-        )
+    def _fetched(self, references: list[Any]) -> Batch:
+        return Batch.concat(map(Batch.from_ipc, self._get(references)))
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._get(getattr(self._ledger, method).remote(*args))
@@ -83,41 +77,34 @@ class DistributedBuffer:
 
 
 class _Ledger:
-    """Which samples wait, in their order: (reference, first row, rows). One call at a time, so all or nothing."""
+    """Which samples wait, in their order: references, and how many each has. One call at a time, so all or nothing."""
 
     def __init__(self, capacity: int) -> None:
         import ray
 
         self._put = ray.put
         self._capacity = capacity
-        self._parts: deque[tuple[Any, int, int]] = deque()
+        self._parts: list[tuple[Any, int]] = []
 
     def capacity(self) -> int:
         return self._capacity
 
     def size(self) -> int:
-        return sum(count for _, _, count in self._parts)
+        return sum(count for _, count in self._parts)
 
-    def parts(self) -> list[tuple[Any, int, int]]:
-        return list(self._parts)
+    def parts(self) -> list[Any]:
+        return [reference for reference, _ in self._parts]
 
     def add(self, data: bytes, count: int) -> bool:
         if self.size() + count > self._capacity:
             return False
-        self._parts.append((self._put(data), 0, count))
+        self._parts.append((self._put(data), count))
         return True
 
-    def drain(self, count: int | None) -> list[tuple[Any, int, int]]:
-        left = self.size() if count is None else min(count, self.size())
-        taken = []
-        while left:
-            reference, start, rows = self._parts.popleft()
-            if rows > left:
-                self._parts.appendleft((reference, start + left, rows - left))
-                rows = left
-            taken.append((reference, start, rows))
-            left -= rows
+    def drain(self) -> list[Any]:
+        taken = self.parts()
+        self._parts.clear()
         return taken
 
     def replace(self, data: bytes, count: int) -> None:
-        self._parts = deque([(self._put(data), 0, count)] if count else [])
+        self._parts = [(self._put(data), count)] if count else []

@@ -23,7 +23,7 @@ class HeadSizes:
 
     @classmethod
     def of(cls, memory: float | None) -> HeadSizes:
-        """The sizes of an accelerator with `memory` bytes in all; None: of a CPU."""
+        """Of an accelerator with `memory` bytes in all; None: of a CPU."""
         if memory is None:
             return CPU
         # Each operation is a kernel over the whole chunk. With two fp32 copies it takes a fiftieth of the memory.
@@ -32,7 +32,7 @@ class HeadSizes:
 
     @classmethod
     def on(cls, where: object) -> HeadSizes:
-        """The sizes of a device here ("cuda:0" or a `torch.device`)."""
+        """Of a device here ("cuda:0" or a `torch.device`)."""
         return cls.of(device.total_memory(str(where)) if device.is_accelerator(str(where)) else None)
 
     def work_bytes(self, logits: float, weight: float, itemsize: int) -> int:

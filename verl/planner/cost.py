@@ -125,23 +125,23 @@ class Costs:
         return Generation(tp, together, waves, prefill, waves * work.response * step)
 
     def transition(self, size: ModelSize, strategy: Strategy, layout: Layout, tp: int) -> tuple[float, float]:
-        """(bytes that a rank receives, seconds) of the hybrid engine: one gather inside the group of ranks whose pieces
-        make up one generation shard. Where FSDP's rows become tensor-parallel columns, of which each rank has a part,
-        the group is all ranks with pieces."""
+        """(bytes that a rank receives, seconds) of the hybrid engine: one gather inside the group of ranks whose
+        training shards make up one generation shard. Where FSDP's rows become tensor-parallel columns, of which each
+        rank has a part, the group is all ranks that hold training shards."""
         whole = size.parameters * size.itemsize
-        pieces = layout.tp * layout.pp
+        shards = layout.tp * layout.pp
         dims = [(layout.pp, layout.data_size * layout.tp), (max(1, layout.tp // tp), 1)]
         across = 0.0
         if strategy.gathers:
-            pieces *= layout.data_size
+            shards *= layout.data_size
             if tp > layout.tp:
                 columns = size.layers * size.hidden * (size.heads * size.head_dim + size.intermediate)
                 across = min(1.0, columns / size.parameters)
-        held = (1 - across + across * layout.tp / tp) / pieces
+        held = (1 - across + across * layout.tp / tp) / shards
 
-        def seconds(share: float, shards: int, stride: int) -> float:
-            cut = [(shards, stride)] if strategy.gathers else []
-            return self.cluster.gather(share * whole / tp, *dims, *cut) if share else 0.0
+        def seconds(share: float, size: int, stride: int) -> float:
+            sharded = [(size, stride)] if strategy.gathers else []
+            return self.cluster.gather(share * whole / tp, *dims, *sharded) if share else 0.0
 
         rows = seconds(1 - across, layout.data_size * min(layout.tp, tp) // tp, max(layout.tp, tp))
         return whole * (1 / tp - held), rows + seconds(across, layout.data_size, layout.tp)

@@ -15,12 +15,12 @@ RESERVE = 0.08
 
 @dataclass(frozen=True)
 class Strategy:
-    """How ranks share training: bytes a weight takes, and which parts data-parallel ranks cut among themselves.
+    """How ranks share training: bytes a weight takes, and which parts are sharded over data-parallel ranks.
 
     Attributes:
         wire: bytes of a weight that is gathered to be computed with, and of its gradient that is summed.
         overlaps: what is gathered arrives while the layer before is computed.
-        offloaded: pieces, moments and gradients lie, and are stepped, in host memory.
+        offloaded: shards, moments and gradients are kept and stepped in host memory.
         parked: between updates moments and masters lie in host memory, and there are no gradients.
     """
 
@@ -50,12 +50,12 @@ def ddp(itemsize: int = 2, fp32_moments: bool = False) -> Strategy:
 
 
 def fsdp(itemsize: int = 2, *, offloaded: bool = False, parked: bool = False) -> Strategy:
-    """This project's: pieces are in fp32, and are the masters."""
+    """This project's: shards are in fp32, and are the masters."""
     return Strategy("fsdp", 4, 4, 8, ALL, wire=(itemsize, 4), offloaded=offloaded, parked=parked)
 
 
 def shared_by(strategy: Strategy, layout: Layout, part: str) -> int:
-    """Over how many ranks a part of the training state is cut."""
+    """Over how many ranks a part of the training state is sharded."""
     return layout.tp * layout.pp * (layout.data_size if part in strategy.cut else 1)
 
 

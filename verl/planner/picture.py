@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from verl.planner import memory
 from verl.planner.hardware import GB
-from verl.planner.search import STAGES, Group, PlacementPlan
+from verl.planner.search import STAGES, Group, PlacementPlan, generation_bytes
 
 #: Width of the text timeline.
 _COLUMNS = 72
@@ -66,10 +65,7 @@ def peak(plan: PlacementPlan, group: Group) -> float:
     engine, actor = group.generation, group.choice("actor")
     if engine is None or actor is None:
         return resting + working
-    problem, size = plan.problem, actor.model.size
-    held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
-    step = memory.workspace(size, engine.tp, problem.step_tokens, problem.work.max_num_seqs)
-    return resting + max(working, size.weight_bytes / engine.tp - held + step + group.kv_bytes)
+    return resting + max(working, generation_bytes(plan.problem, actor, engine.tp) + group.kv_bytes)
 
 
 def runners_up(plans: Iterable[PlacementPlan]) -> str:

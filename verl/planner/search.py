@@ -218,11 +218,7 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
     for tp in range(1, min(most, problem.cluster.per_machine, size.kv_heads) + 1):
         if size.heads % tp or size.kv_heads % tp or ranks % tp or most % tp:
             continue
-        # Training pieces of the compute dtype are slices of what is gathered.
-        held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
-        room = free - size.weight_bytes / tp + held
-        room -= memory.workspace(size, tp, problem.step_tokens, work.max_num_seqs)
-        engine = problem.costs.generate(size, ranks, tp, room)
+        engine = problem.costs.generate(size, ranks, tp, free - generation_bytes(problem, actor, tp))
         if engine is None:
             continue
         _, seconds = problem.costs.transition(size, actor.strategy, layout, tp)
@@ -230,6 +226,15 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
         if engine.seconds <= problem.most_seconds:
             tokens = engine.together * (work.prompt / work.n + work.response)
             yield engine, tokens * memory.kv_bytes_per_token(size, tp)
+
+
+def generation_bytes(problem: Problem, actor: Choice, tp: int) -> float:
+    """What generation takes of a rank beside all that its models keep, without keys and values."""
+    size = actor.model.size
+    # Where training does not gather, its shards are slices of the generation weights, and are not held twice.
+    held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
+    workspace = memory.workspace(size, tp, problem.step_tokens, problem.work.max_num_seqs)
+    return size.weight_bytes / tp - held + workspace
 
 
 def fits(problem: Problem, chosen: Sequence[Choice]) -> float:

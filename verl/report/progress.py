@@ -116,9 +116,8 @@ def describe_tasks(record: Mapping[str, Any]) -> list[str]:
     width = max(map(len, names), default=0)
     lines = []
     for name in names:
-        values = {label: record.get(f"task/{name}/{key}") for label, key, _ in TASK_COLUMNS}
-        forms = {label: form for label, _, form in TASK_COLUMNS}
-        shown = [f"{label} {forms[label].format(value)}" for label, value in values.items() if value is not None]
+        values = [(label, form, record.get(f"task/{name}/{key}")) for label, key, form in TASK_COLUMNS]
+        shown = [f"{label} {form.format(value)}" for label, form, value in values if value is not None]
         if f"task/{name}/samples" in record:
             lines.append(f"{name:<{width}}  {'  '.join(shown)}")
     return lines

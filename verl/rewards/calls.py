@@ -131,7 +131,7 @@ def serve(
         tasks.pop(number, None)
 
     def take(number: int, *request: Any) -> None:
-        if len(request) > 1:
+        if len(request) > 1:  # args, kwargs and rows; a cancellation has the number of a call alone
             tasks[number] = loop.create_task(score(number, *request))
             return
         if late := tasks.pop(request[0], None):
@@ -182,7 +182,7 @@ class FunctionCaller:
                 return None
             if (scores := answer.result()) is not None:
                 return scores
-            self._deaths += self._host is host
+            self._deaths += self._host is host  # each async call under way learns of it; the first counts it
             self._end(host)
         return [failure("its process died (the function ended it: os._exit, a crash, too much memory)")] * rows
 

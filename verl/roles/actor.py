@@ -78,7 +78,7 @@ class Actor(ModelHandle[ActorWorker]):
         algorithm: what `update` optimises: a name or an instance of an algorithm. None: PPO when `update` is given
             values, else GRPO where every prompt has several samples, else REINFORCE++ (a whitened batch baseline).
         optim: `OptimConfig`, a mapping of its fields, your own `torch.optim.Optimizer` over the model's parameters, or
-            a function that makes one of a list of parameters (where ranks cut weights, of their pieces).
+            a function that makes one of a list of parameters (where weights are sharded, of their shards).
         rollout: the engine that generates: "auto" (vLLM on a GPU where it is installed and can do what is set, else
             embedded), "embedded" (on the very tensors that are trained), "hf", "vllm", a function or class that makes a
             `RolloutEngine`, "FILE.py:NAME" of one, or `RolloutOptions`.

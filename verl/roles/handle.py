@@ -113,10 +113,10 @@ class ModelHandle(Generic[W_co]):
 
     def save(self, folder: str, background: bool = False) -> dict[str, Any]:
         """Begin to write the weights, without their base, and the optimizer's state into a directory that all ranks
-        see, every rank its pieces. The group's `saved` ends it and names the files; see `TrainedWorker`.
+        see, every rank its shards. The group's `saved` ends it and names the files; see `TrainedWorker`.
 
         Args:
-            background: copy the pieces to host memory, and write them while training goes on.
+            background: copy the shards to host memory, and write them while training goes on.
 
         Returns:
             What `load` needs beside the files, as JSON.
@@ -130,7 +130,7 @@ class ModelHandle(Generic[W_co]):
         """Go on from what `save` wrote and returned, at any layout.
 
         Args:
-            weights, optimizer: files, which every rank reads its pieces from.
+            weights, optimizer: files, which every rank reads its shards from.
 
         Raises:
             CheckpointError: it is of another model, base or optimizer, or incomplete.

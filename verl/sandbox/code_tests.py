@@ -232,7 +232,8 @@ def _text(content: Any) -> str:
 
 
 class _Altered(ast.NodeTransformer):
-    """Tests that pass if one side of an equality equals something that is not expected of it, too."""
+    """Rewrites tests of equality so that they pass where a side equals a random value in place of the other side. A
+    program that passes the tests and these as well returns objects that are equal to anything."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         node.test = self.altered(node.test)
@@ -247,7 +248,7 @@ class _Altered(ast.NodeTransformer):
         return node  # it may want the error of an assert
 
     def visit_With(self, node: ast.With) -> ast.AST:
-        return node
+        return node  # likewise: `assertRaises`, `pytest.raises`
 
     def altered(self, test: ast.expr) -> ast.expr:
         if isinstance(test, ast.BoolOp):

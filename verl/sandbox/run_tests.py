@@ -552,13 +552,13 @@ altered, failed = 0, False
 
 
 def agrees(one: Any, two: Any) -> bool:
-    """Whether two values that should be equal also equal something else."""
+    """Whether one of two values that should be equal also equals a random value in place of the other."""
     global altered
     altered += 1
-    return bool(one == other(two) or other(one) == two)
+    return bool(one == random_like(two) or random_like(one) == two)
 
 
-def other(value: Any) -> Any:
+def random_like(value: Any) -> Any:
     noise, kind = os.urandom(8).hex(), type(value)
     if kind is bool:
         return not value

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def critics_of(tasks: Sequence[Task], critic: Any) -> dict[str, Critic | None]:
-    """The critic of each task, or None where it is made from the actor: its own, or else `given`. Several tasks with a
+    """The critic of each task, or None where it is made from the actor: its own, or else `critic`. Several tasks with a
     critic that are given one have a copy of it each."""
     shared, used = as_critic(critic), False
     critics: dict[str, Critic | None] = {}

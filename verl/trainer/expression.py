@@ -89,7 +89,7 @@ class Flow:
         """One step on these prompts.
 
         Args:
-            given: strings, chats, token ids, mappings or a `Batch`, see `Actor.prompts`.
+            prompts: strings, chats, token ids, mappings or a `Batch`, see `Actor.prompts`.
 
         Returns:
             The metrics of all nodes, `reward` (a mean; NaN if all abstained) and those of its parts; as of a

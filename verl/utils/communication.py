@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
@@ -39,11 +38,3 @@ def collective_times() -> Iterator[dict[str, CollectiveTime]]:
             entry.calls += 1
             entry.seconds += event.time_range.elapsed_us() / 1e6
             entry.elements += sum(math.prod(shape) for shape in event.input_shapes or () if shape)
-
-
-def communication_table(times: dict[str, CollectiveTime]) -> Table:
-    """What `collective_times` found as a table, the longest first."""
-    table = Table("collective", "calls", "seconds", "elements")
-    for name, entry in sorted(times.items(), key=lambda item: -item[1].seconds):
-        table.add_row(name, str(entry.calls), f"{entry.seconds:.4f}", f"{entry.elements:,}")
-    return table

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 #: What is looked into: containers, and objects of these packages.
@@ -36,15 +35,6 @@ def memory_by_role(roles: Mapping[str, Any]) -> dict[str, dict[str, int]]:
                 sizes[kind] += storage.nbytes()
         by_role[role] = dict(sizes)
     return by_role
-
-
-def memory_table(by_role: Mapping[str, Mapping[str, int]]) -> Table:
-    """What `memory_by_role` found as a table, in MB."""
-    table = Table("role", "what", "MB")
-    for role, sizes in by_role.items():
-        for kind, size in sorted(sizes.items(), key=lambda item: -item[1]):
-            table.add_row(role, kind, f"{size / 1e6:,.1f}")
-    return table
 
 
 def _tensors(thing: Any, holder: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:

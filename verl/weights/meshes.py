@@ -48,7 +48,7 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
 
 def transition_shares(train: Layout, generation: Layout) -> tuple[float, float]:
     """What each rank receives before a rollout and then holds, as shares of the bytes of weights that tensor and
-    pipeline parallelism cut evenly (table 2 of the paper). With FSDP the pieces are smaller by `shard`, and so much
+    pipeline parallelism cut evenly (table 2 of the paper). With FSDP the shards are smaller by `shard`, and so much
     more is received."""
     parts = generation.pp * generation.tp
     return 1 / parts - 1 / (train.pp * train.tp * train.shard), 1 / parts

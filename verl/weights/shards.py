@@ -38,7 +38,7 @@ def outline(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_shards(model: nn.Module) -> Iterator[Shard]:
-    """Every weight and persistent buffer on the live tensors; of weights that are cut over ranks, the pieces here."""
+    """Every weight and persistent buffer on the live tensors; of sharded weights, this rank's shards."""
     for name, tensor in named_weights(model):
         for offset, block in blocks_of(tensor.detach()):
             yield Shard(name, tuple(tensor.shape), offset, block)

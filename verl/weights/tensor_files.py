@@ -2,7 +2,7 @@
 
 The library's own writer holds a copy of a whole file's tensors in memory and refuses views of one storage; the
 format is a length, a JSON header and the bytes, so it is written here and read by the library. The ranks of a job
-write files of their own, `<stem>-<rank>-00001.safetensors` and so on; each tensor in them may be a piece of a weight.
+write files of their own, `<stem>-<rank>-00001.safetensors` and so on; each tensor in them may be a shard of a weight.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from verl.weights.shard import Shard, buckets
 
 MAX_FILE_BYTES = 1 << 28
 SUFFIX = ".safetensors"
-# Of a part of a weight, in the file's metadata: name, global shape, offset.
-_PIECES = dict[str, tuple[str, list[int], list[int]]]
+# Of each shard that is not a whole weight, in the file's metadata: name, global shape, offset.
+_SHARDS = dict[str, tuple[str, list[int], list[int]]]
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -78,14 +78,14 @@ def read_shards(paths: Iterable[Path]) -> Iterator[Shard]:
     """The shards in files; the tensors are views of the mapped files.
 
     Raises:
-        DamagedCheckpointError: a file is no safetensors file, or names a piece that does not lie in its weight.
+        DamagedCheckpointError: a file is no safetensors file, or names a shard that does not lie in its weight.
     """
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                pieces = parse_json((file.metadata() or {}).get("shards", "{}").encode(), _PIECES)
+                partial_shards = parse_json((file.metadata() or {}).get("shards", "{}").encode(), _SHARDS)
                 for key in file.keys():  # noqa: SIM118 - not a dictionary
-                    yield _shard(key, file.get_tensor(key), pieces.get(key))
+                    yield _shard(key, file.get_tensor(key), partial_shards.get(key))
         except (SafetensorError, OSError, ValueError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read as tensors: {error}") from None
 
@@ -108,10 +108,10 @@ def _has_width(width: int, shard: Shard) -> bool:
     return shard.tensor.itemsize == width
 
 
-def _shard(key: str, tensor: torch.Tensor, piece: tuple[str, list[int], list[int]] | None) -> Shard:
-    if piece is None:
+def _shard(key: str, tensor: torch.Tensor, part: tuple[str, list[int], list[int]] | None) -> Shard:
+    if part is None:
         return Shard.whole(key, tensor)
-    name, shape, offset = piece
+    name, shape, offset = part
     shard = Shard(name, tuple(shape), tuple(offset), tensor)
     if not (len(shape) == len(offset) == tensor.dim() and shard.is_inside):
         raise ValueError(f"'{key}' of shape {list(tensor.shape)} at {offset} does not lie in {shape}")
@@ -121,8 +121,8 @@ def _shard(key: str, tensor: torch.Tensor, piece: tuple[str, list[int], list[int
 def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[Shard]) -> Path:
     """Write a file of the tensors that `part` outlines by their names there; their values come in the same order."""
     header: dict[str, Any] = {}
-    if pieces := {key: (s.name, s.global_shape, s.offset) for key, s in part if not s.is_whole}:
-        header["__metadata__"] = {"shards": json.dumps(pieces)}
+    if partial_shards := {key: (s.name, s.global_shape, s.offset) for key, s in part if not s.is_whole}:
+        header["__metadata__"] = {"shards": json.dumps(partial_shards)}
     end = 0
     for key, shard in part:
         span = [end, end := end + shard.nbytes]

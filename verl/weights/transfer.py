@@ -30,7 +30,7 @@ class Transfer:
         shards: what this rank holds, in the order of the plan.
         buffers: this rank's parts in the target by name, to be filled; they need memory when their bucket begins.
         begin: called with the number of a bucket before it begins.
-        end: called with it when its weights are in place and this rank's pieces of them have been given.
+        end: called with it when its weights are in place and this rank has sent its shards of them.
 
     Attributes:
         received, sent: bytes to and from other ranks.
@@ -59,7 +59,7 @@ class Transfer:
         """Move everything.
 
         Raises:
-            ConfigError: this rank's pieces are not those of the plan.
+            ConfigError: this rank's shards are not those of the plan.
             RuntimeError: a rank did not answer within the deadline (torch's error).
         """
         under_way: deque[_Bucket] = deque()
@@ -151,7 +151,7 @@ class _LocalShards:
         self._by_name: dict[str, list[Shard]] = {}
 
     def find(self, region: Region) -> Tensor:
-        """A region: a block of one piece, or a copy put together from several.
+        """A region: a view of one shard, or a copy put together from several.
 
         Raises:
             ConfigError: this rank does not hold all of it.

@@ -1,6 +1,6 @@
 """Generation weights of one rank: filled from the training engines of all ranks, and freed after the rollout.
 
-While they are filled, no byte of a training piece is held twice: what lies within this rank's part of the
+While they are filled, no byte of a training shard is held twice: what lies within this rank's part of the
 generation weights is copied there (from memory to memory, no rank is asked) and its own memory is freed, until
 `release` copies it back.
 """
@@ -85,7 +85,7 @@ class HybridWeights:
         backend: Any = group._get_backend(group._device_types[0])
         self._deadline: float = backend.options._timeout.total_seconds()
         self._last = {item.name: number for number, bucket in enumerate(self.plan.buckets) for item in bucket}
-        #: Weights of which this rank's whole training piece lies within its generation part.
+        #: Weights whose training shard on this rank lies within its generation part.
         self._within = {name for name, size in self._own_bytes().items() if size and size == self._held_bytes(name)}
         self._thread: threading.Thread | None = None
         #: By bucket, from `start` to `release`: done when its weights are in place.
@@ -136,7 +136,7 @@ class HybridWeights:
             yield from self._shards_of(name, buffer if self._arrived is None else self.ready(name))
 
     def release(self) -> None:
-        """Give the training engine its pieces back, and free the buffers."""
+        """Give the training engine its shards back, and free the buffers."""
         if self._thread is not None:
             self._thread.join(self._deadline * max(1, len(self.plan.buckets)))
             self._thread = None
@@ -178,7 +178,7 @@ class HybridWeights:
                 self._resize(item.name, self._sizes[item.name])
 
     def _end(self, number: int) -> None:
-        # A training piece may go once nothing reads it any more, after the last bucket with a part of its weight, and
+        # A training shard may go once nothing reads it any more, after the last bucket with a part of its weight, and
         # if all of it lies in this rank's buffer: what lies elsewhere could not be given back from here (`release`).
         for item in self.plan.buckets[number]:
             is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._released

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its pieces of a role's tensors, those that several ranks hold once."""
+"""What one rank writes of a checkpoint: its shards of a role's tensors, those that several ranks hold once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RankFiles:
     """Files that this rank of a group writes into a directory; the other ranks of the group write theirs.
 
     Args:
-        parts: this rank's pieces, the same each time they are drawn, by the stem of their files.
+        parts: this rank's shards, the same each time they are drawn, by the stem of their files.
         group: torch's; None for a rank alone.
-        background: write in a thread, from a copy of the pieces in host memory.
+        background: write in a thread, from a copy of the shards in host memory.
     """
 
     def __init__(self, folder: Path, parts: Mapping[str, Iterable[Shard]], group: Any, *, background: bool) -> None:
@@ -90,7 +90,7 @@ def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set
         load[writer] += size
         if group is None or writer == dist.get_rank(group):
             mine.add((name, offset))
-    # A filter lets go of a piece before the next one is made; a generator expression would not.
+    # A filter lets go of a shard before the next one is made; a generator expression would not.
     share = Stream(lambda: filter(lambda shard: (shard.name, shard.offset) in mine, shards))
     return share, {name for name, *_ in holders}
 

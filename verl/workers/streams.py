@@ -18,7 +18,7 @@ from verl.weights.shards import load_model_shards, model_shards, whole_weights
 
 
 def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
-    """The weights whose pieces the ranks of a group hold (some may hold none), at every rank: a piece of bounded size
+    """The weights whose shards the ranks of a group hold (some may hold none), at every rank: a shard of bounded size
     at a time, those of one weight one after the other.
 
     All ranks draw in step. What every rank holds whole does not travel.
@@ -42,18 +42,18 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
             outline = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
             holders.setdefault(name, []).append((rank, Shard(name, tuple(shape), tuple(offset), outline)))
     # Every rank goes through the weights in the order of the gathered outlines, which is equal on all of them, whatever
-    # order its own pieces come in: a broadcast matches the call that its peers make at the same time, not a name. Of
-    # equal pieces the rank listed first sends.
+    # order its own shards come in: a broadcast matches the call that its peers make at the same time, not a name. Of
+    # equal shards the rank listed first sends.
     local_shards = _ShardsOnDemand(shards)
     for name, held_by in holders.items():
-        whole = [(rank, piece) for rank, piece in held_by if piece.is_whole]
+        whole = [(rank, shard) for rank, shard in held_by if shard.is_whole]
         if len(whole) == dist.get_world_size(group):
             yield local_shards.take(name, whole[0][1].offset)
             continue
-        once = {piece.offset: (rank, piece) for rank, piece in reversed(whole[:1] or held_by)}
-        for rank, piece in reversed(once.values()):
+        by_offset = {shard.offset: (rank, shard) for rank, shard in reversed(whole[:1] or held_by)}
+        for rank, shard in reversed(by_offset.values()):
             is_here = rank == dist.get_rank()
-            for part in split_large([local_shards.take(name, piece.offset) if is_here else piece]):
+            for part in split_large([local_shards.take(name, shard.offset) if is_here else shard]):
                 moved = part.tensor.contiguous() if is_here else torch.empty_like(part.tensor, device=_device(group))
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
@@ -68,8 +68,8 @@ class _ShardsOnDemand:
 
     def take(self, name: str, offset: tuple[int, ...]) -> Shard:
         while (name, offset) not in self._seen:
-            piece = next(self._coming)
-            self._seen[piece.name, piece.offset] = piece
+            shard = next(self._coming)
+            self._seen[shard.name, shard.offset] = shard
         return self._seen.pop((name, offset))
 
 

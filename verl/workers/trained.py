@@ -129,10 +129,10 @@ class TrainedWorker:
     @dispatch("train")
     def save(self, folder: str, background: bool = False, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Begin to write the weights and the optimizer's tensors into a directory that all ranks see, every rank its
-        pieces; `saved` ends it.
+        shards; `saved` ends it.
 
         Args:
-            background: copy the pieces to host memory, and write them while training goes on.
+            background: copy the shards to host memory, and write them while training goes on.
             names: of the weights; None: all.
 
         Returns:
@@ -176,7 +176,7 @@ class TrainedWorker:
         meta: Mapping[str, Any],
         names: Sequence[str] | None = None,
     ) -> None:
-        """Go on from what `save` wrote, at any layout: every rank reads its pieces out of the files.
+        """Go on from what `save` wrote, at any layout: every rank reads its shards out of the files.
 
         Args:
             names: of the weights that `save` wrote, where it left out a base; those beside them stay as they are.

@@ -149,7 +149,7 @@ class RayJob:
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
         calls = self._begin(call)
         if not call.is_stream:
-            yield from ((rank, answer) for rank, answer in self.gather(calls, call.what, safe=call.is_apart).items())
+            yield from self.gather(calls, call.what, safe=call.is_independent).items()
             return
         for rank, item in self.stream(calls, call.what):
             yield from ((rank, shard) for shard in item) if isinstance(item, list) else ((rank, item),)

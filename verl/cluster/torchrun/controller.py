@@ -159,8 +159,8 @@ class TorchrunJob:
             if is_batch:
                 content = [first if local_rows is None else first.take(local_rows)]
             local = worker.execute(replace(order, answers=0 in call.answering), *content)
-        is_shared = call.is_stream and call.is_apart and len(call.answering) < len(call.rows)
-        return iter(_Running(self, call.what, messages, local, fed, call.is_apart, is_shared))
+        is_shared = call.is_stream and call.is_independent and len(call.answering) < len(call.rows)
+        return iter(_Running(self, call.what, messages, local, fed, call.is_independent, is_shared))
 
     def _fed(self, stream: Iterator[Any], to: Sequence[int]) -> Iterator[Any]:
         """The stream, whose items are sent to other ranks on the way."""
@@ -291,7 +291,7 @@ class _Running:
 
     Attributes:
         fed: a stream that goes to the other ranks while it is drawn.
-        is_apart: a failure of some ranks does not set them apart from the others.
+        is_independent: a failure of some ranks does not set them apart from the others.
         is_shared: a stream whose ranks compute together: while this rank is not in it, the others wait.
         pending: the other ranks that have not ended yet.
     """
@@ -301,7 +301,7 @@ class _Running:
     messages: Mapping[int, Message]
     local: Iterator[Any] | None
     fed: Iterator[Any] | None = None
-    is_apart: bool = False
+    is_independent: bool = False
     is_shared: bool = False
     serial: int = 0
     count: int = 0
@@ -383,7 +383,7 @@ class _Running:
             raise late from (broken[0] if broken else None)
         if not self.errors:
             return
-        is_broken = bool(self.pending or self.dead) or not (self.is_apart or len(self.errors) == self.count)
+        is_broken = bool(self.pending or self.dead) or not (self.is_independent or len(self.errors) == self.count)
         raise_cause(self.job, self.errors, is_broken)
 
 

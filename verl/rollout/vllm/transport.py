@@ -22,7 +22,7 @@ from torch import Tensor
 from verl.device import synchronize
 from verl.weights.shard import Shard, checksum
 
-#: Every piece begins at a multiple of so many bytes, whatever its dtype.
+#: Every tensor begins at a multiple of so many bytes, whatever its dtype.
 _ALIGNED = 256
 
 
@@ -79,8 +79,8 @@ class DeviceTransport:
             (str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), begin)
             for s, begin in zip(shards, begins, strict=True)
         ]
-        for piece, shard in zip(_pieces(buffer, pieces_at), shards, strict=True):
-            piece.copy_(shard.tensor.detach())
+        for view, shard in zip(_views(buffer, pieces_at), shards, strict=True):
+            view.copy_(shard.tensor.detach())
         memory = MEMORIES[self._device.type]
         message = {
             "memory": self._device.type,
@@ -135,13 +135,12 @@ def received(message: Mapping[str, Any], rank: int, device: torch.device | str) 
     """
     places = message["places"]
     if message.get("memory") is not None:
-        pieces = _from_device(message, rank, torch.device(device))
-        return _shards(places, pieces)
+        return shards_of(places, _from_device(message, rank, torch.device(device)))
     path = message.get("path")
     if path is None or not Path(path).is_file():
         raise ValueError(f"no weights came: there is no file '{path}' where this worker runs")
     stored = load_file(path)
-    shards = _shards(places, [stored[str(number)] for number in range(len(places))])
+    shards = shards_of(places, [stored[str(number)] for number in range(len(places))])
     if checksum(shards) != message["checksum"]:
         raise ValueError(f"the weights in {path} are not those that were sent")
     return shards
@@ -153,12 +152,12 @@ def _from_device(message: Mapping[str, Any], rank: int, device: torch.device) ->
         raise ValueError(f"this worker cannot open memory of '{message['memory']}', only of {', '.join(MEMORIES)}")
     storage = memory.open(*_as_handle(message["handles"][rank]))
     shared = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    # A copy, since vLLM may keep pieces until a layer is whole, and the sender uses its memory again.
+    # A copy, since vLLM may keep shards until a layer is whole, and the sender uses its memory again.
     buffer = shared.to(device, copy=True)
     checksum = device_checksum(buffer)  # which waits for the copy
     if checksum != message["checksum"]:
         raise ValueError("the weights in device memory are not those that were sent")
-    return _pieces(buffer, message["pieces_at"])
+    return _views(buffer, message["pieces_at"])
 
 
 def places_of(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -175,12 +174,13 @@ def device_checksum(buffer: Tensor) -> str:
     return f"{sums[0] % (1 << 64):016x}{sums[1] % (1 << 64):016x}"
 
 
-def _shards(places: Sequence[Sequence[Any]], pieces: Sequence[Tensor]) -> list[Shard]:
-    paired = zip(places, pieces, strict=True)
-    return [Shard(name, tuple(shape), tuple(offset), piece) for (name, shape, offset), piece in paired]
+def shards_of(places: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> list[Shard]:
+    """The shards of these tensors; `places`: see `places_of`."""
+    paired = zip(places, tensors, strict=True)
+    return [Shard(name, tuple(shape), tuple(offset), tensor) for (name, shape, offset), tensor in paired]
 
 
-def _pieces(buffer: Tensor, pieces_at: Sequence[Sequence[Any]]) -> list[Tensor]:
+def _views(buffer: Tensor, pieces_at: Sequence[Sequence[Any]]) -> list[Tensor]:
     """Views of the parts of a buffer `[bytes]`."""
     tensors = []
     for name, shape, begin in pieces_at:

@@ -1,7 +1,7 @@
-"""Pieces of weights on their way into vLLM's model, in a worker of vLLM's.
+"""Shards of weights on their way into vLLM's model, in a worker of vLLM's.
 
 The first version is loaded by vLLM's own loaders, one whole weight at a time; what they copy to where is recorded. A
-layer that computes with those very tensors gets later versions in place, piece by piece: a piece of a query matrix goes
+layer that computes with those very tensors gets later versions in place, shard by shard: a shard of a query matrix goes
 to its rows of the fused one. What vLLM stores otherwise (packed for a CPU, quantised, experts) is loaded weight by
 weight each time.
 """
@@ -51,9 +51,9 @@ class _Route(NamedTuple):
 
 
 class WeightSink:
-    """A model of vLLM's that takes policy versions, one after the other, in pieces that may be cut anyhow.
+    """A model of vLLM's that takes policy versions, one after the other, in shards that may be cut anyhow.
 
-    The pieces of one weight should come one after the other: where they are not put in place, they are put together.
+    The shards of one weight should come one after the other: where they are not put in place, they are put together.
     """
 
     def __init__(self, model: nn.Module, config: Any) -> None:
@@ -78,7 +78,7 @@ class WeightSink:
 
     @torch.no_grad()
     def take(self, shard: Shard) -> None:
-        """Put a piece in place, or keep it until its weight is whole, and load that."""
+        """Put a shard in place, or keep it until its weight is whole, and load that."""
         name, tensor = shard.name, shard.tensor
         self._left[name] = self._left.get(name, math.prod(shard.global_shape)) - tensor.numel()
         if name == _HEAD:

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from verl.rollout.vllm.transport import received
+from verl.rollout.vllm.transport import received, shards_of
 from verl.rollout.vllm.weights import WeightSink
 from verl.weights.shard import Shard
 
@@ -36,15 +36,15 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A part of the weights of one policy version: pieces, by the checkpoint names of the weights.
+    """A part of the weights of one policy version: shards, by the checkpoint names of the weights.
 
     Attributes:
         tied: further names of tied weights, which come once but of which vLLM may keep copies.
-        places: of each piece the name and shape of the weight, and where the piece begins.
-        path: a safetensors file that the worker can read, with the pieces under the keys "0", "1" and so on, and
+        places: of each shard the name and shape of its weight, and its offset there.
+        path: a safetensors file that the worker can read, with the shards under the keys "0", "1" and so on, and
             `checksum` of them; or
         memory, handles, pieces_at: a buffer on a device, likewise with a `checksum`, see `DeviceTransport`; or
-        pieces: the pieces themselves, for a worker in the trainer's process.
+        pieces: the shards' tensors, for a worker in the trainer's process.
     """
 
     version: int
@@ -81,7 +81,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._version = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Read and check some pieces, and put them in place.
+        """Read and check some shards, and put them in place.
 
         Raises:
             ValueError: there are none, or not those that were sent.
@@ -111,8 +111,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _read(self, update: UpdateInfo) -> list[Shard]:
         if update.pieces is None:
             return received(vars(update), self.parallel_config.rank, self.device)
-        places = zip(update.places, update.pieces, strict=True)
-        return [Shard(name, tuple(shape), tuple(offset), piece) for (name, shape, offset), piece in places]
+        return shards_of(update.places, update.pieces)
 
 
 class ScaledSampler(Sampler):
