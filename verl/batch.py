@@ -14,7 +14,7 @@ Columns the system knows (others are the user's and travel along untouched):
     response_tokens    [int32]  R tokens; the columns below are aligned with it
     response_mask      [uint8]  0 on tokens that the policy did not write
     rollout_log_probs  [float]  by the engine that sampled
-    log_probs          [float]  by the trainer, before the update
+    log_probs          [float]  by the trainer, before the update; null: it leaves the row out
     ref_log_probs      [float]  by the reference policy
     values, advantages, returns   [float]
     token_rewards      [float]  in the place of `reward`; one on a token not written counts at the one before it

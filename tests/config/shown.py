@@ -384,7 +384,12 @@ def trainer() -> dict[str, Shown]:
         "timeline": Shown(run, False, True, slow=True),
         "control": Shown(run, None, "zero_lr", slow=True),
         "leave_out": Shown(
-            run, True, False, {"reward.path": "../user.py:half", "data.batch_size": 8}, count="training/forward.py:pack"
+            run,
+            True,
+            False,
+            {"reward.path": "../user.py:half", "data.batch_size": 8},
+            count="training/forward.py:pack",
+            slow=True,
         ),
         "max_resamples": Shown(run, 0, 4, {"reward.path": "../user.py:third"}, {"algorithm.name": "dapo"}, slow=True),
         "max_skipped_updates": Shown(

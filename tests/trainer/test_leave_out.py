@@ -120,6 +120,22 @@ def test_where_all_rows_are_left_out_there_are_no_log_probs_and_no_mismatch(exac
     assert record["train/tokens"] == 0 and record["update/rows_left_out/actor"] == 8
 
 
+def test_where_no_row_is_left_that_has_log_probs_there_is_no_mismatch() -> None:
+    """The one that has them is alone of its prompt, and dropped."""
+    length = [[-1.0, -2.0]]
+    batch = Batch.from_columns({
+        "group": ["a", "a", "b", "b"],
+        "response_tokens": [[5, 6]] * 4,
+        "reward": [0.5, None, 0.3, 0.3],
+        "rollout_log_probs": length * 4,
+        "log_probs": length + [None] * 3,
+    })  # fmt: skip
+    assert make_algorithm("grpo").needs(batch, "actor") == [True, False, False, False]
+    prepared, metrics = make_algorithm("grpo").prepare(batch)
+    assert prepared["log_probs"] == [None, None] and "rollout_is_weights" not in prepared
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+
+
 class Entropic(GRPO):
     """Advantages that are not of rewards alone."""
 

@@ -196,12 +196,13 @@ def test_of_several_tasks_one_may_have_nothing_to_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", ["fast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layouts", "several", "zero"))]
+    "cases",
+    ["fast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layouts", "several", "megatron", "zero"))],
 )
 def test_ranks_learn_the_same_with_and_without_the_rows(cases: str) -> None:
     """0, 1, 2 and 3 groups are left on four ranks, in each layout; and all, on some."""
-    if cases == "zero":
-        pytest.importorskip("deepspeed")
+    if cases in ("megatron", "zero"):
+        pytest.importorskip({"megatron": "megatron.core", "zero": "deepspeed"}[cases])
     done = job(2 if cases == "zero" else 4, SCRIPT, cases)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines

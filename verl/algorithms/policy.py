@@ -276,7 +276,9 @@ class PolicyGradient(BaseAlgorithm):
         if "log_probs" not in batch or "rollout_log_probs" not in batch:
             return batch, {}
         rows = batch.arrow("log_probs").is_valid().to_numpy(zero_copy_only=False).nonzero()[0].tolist()
-        if len(rows) < len(batch) and self.rollout_rs is None:  # which rejects what has none
+        if len(rows) < len(batch) and self.rollout_rs is None:  # which is of all rows
+            if not rows:
+                return batch, {}
             corrected, metrics = self._correct(batch.take(rows))
             return batch.add(corrected.drop(batch.columns).among(rows, len(batch))), metrics
         responses = Responses(batch)
