@@ -73,6 +73,26 @@ def test_experts_are_refused(benchmark: Benchmark, tmp_path: Path) -> None:
         benchmark("ceiling").Products(tmp_path, "float32", "cpu")
 
 
+def test_many_rows_are_timed_by_parts(benchmark: Benchmark, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks as they fit, and of equal weights a few; what was not timed counts as what was."""
+    ceiling = benchmark("ceiling")
+    products, calls = ceiling.Products(tiny, "float32", "cpu"), []
+
+    def median(weights: Any, rows: int, backward: bool) -> float:
+        calls.append((len(weights), rows))
+        return float(sum(weight.numel() for weight in weights) * rows)
+
+    monkeypatch.setattr(products, "_median", median)
+    monkeypatch.setattr(ceiling, "_CHUNK", 64 * 1000)
+    monkeypatch.setattr(ceiling, "_FEW", 1)
+    layers = [torch.empty(64, 32)] * 3 + [torch.empty(32, 32)]
+    assert products.timed(layers, 2500, False) == 2500 * (3 * 64 + 32) * 32
+    assert calls == [(1, 1000), (1, 500)] * 2
+    calls.clear()
+    assert products.timed(layers, 100, True) == 100 * (3 * 64 + 32) * 32
+    assert calls == [(4, 100)]
+
+
 def test_few_sizes_are_timed(benchmark: Benchmark) -> None:
     timed: list[int] = []
 
