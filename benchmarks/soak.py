@@ -26,6 +26,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -253,17 +254,24 @@ def soak(mode: str, steps: int, seconds: float, out: Path | None) -> list[Readin
     command += ["--steps", str(steps), "--hours", str(seconds / 3600)]
     readings = []
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
+        )
         assert process.stdout is not None
-        for line in process.stdout:
-            readings.append(Reading(**json.loads(line)))
-            if out is not None:
-                with (out / f"{mode}.jsonl").open("a") as file:
-                    file.write(line)
-        if process.wait():
-            errors.seek(0)
-            raise SystemExit(f"{mode} failed after {len(readings)} readings:\n{errors.read()[-3000:]}")
-    shutil.rmtree(folder, ignore_errors=True)
+        try:
+            for line in process.stdout:
+                readings.append(Reading(**json.loads(line)))
+                if out is not None:
+                    with (out / f"{mode}.jsonl").open("a") as file:
+                        file.write(line)
+            if process.wait():
+                errors.seek(0)
+                raise SystemExit(f"{mode} failed after {len(readings)} readings:\n{errors.read()[-3000:]}")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
     return readings
 
 
