@@ -15,7 +15,7 @@ At each point every system works in a process of its own, one after the other: g
 vLLM (`rollout.py`), a GRPO step by ours and by TRL (`verl_grpo_step.py`, `trl_grpo_step.py`, micro-batches of eight),
 all in one precision. A system that needs more than `--limit` seconds at a point (ten minutes, with loading and warming
 up) is reported so and not compared there. Each result is a line of OUT/growth.jsonl at once; what is there is not run
-again, so that the command goes on where it was ended. After `--budget` seconds no further one begins.
+again, so that the command goes on where it was ended. After `--budget` seconds, 3,000, no further one begins.
 
 Printed are seconds, peak memory of the process, the share of the ceiling (`ceiling.py`: products of our own forwards,
 for all systems), how many times as fast ours is, and for each system the exponent of a factor: with an exponent of 1
@@ -287,7 +287,12 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="timed rollouts and steps of a process, after a warm-up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of one system at one point")
-    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no further one begins")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=3000.0,
+        help="seconds after which no further one begins: within an hour all is over",
+    )
     parser.add_argument("--models", type=Path, default=HERE.parent / "models" / "made", help="where models are made")
     parser.add_argument("--no-preload", action="store_true", help="generation without Intel's OpenMP and tcmalloc")
     parser.add_argument("--vllm-python", help="one that has vLLM (this one, else that of `make vllm`)")
