@@ -41,6 +41,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 _CHUNK = 1 << 25
 #: Timings of a shape, of which the median counts, after one that does not.
 _REPEATS = 3
+#: From so many rows on reading a weight is nothing beside the product: of weights of one shape a few are timed for all.
+#: Below, all of a pass are, one after the other, so that they come from memory as in a run.
+_MANY, _FEW = 512, 4
 #: Shapes that are timed for one run; the seconds of others are interpolated between them.
 _SHAPES = 16
 #: Layers that see one input.
@@ -180,31 +183,44 @@ class Products:
             for shape, count in some.items():
                 tokens[shape.tokens] += count
                 rows[shape.rows] += count
-            # One way for all sizes would be enough: the faster one of each is the higher ceiling.
             total += _interpolated(tokens, lambda n, b=backward: min(self.timed(way, n, b) for way in self.ways))
             total += _interpolated(rows, lambda n, b=backward: self.timed([self.head], n, b))
         return total
 
     def timed(self, weights: Sequence[Any], count: int, backward: bool) -> float:
-        """Seconds of the products of `count` rows with each of these weights, the median of a few."""
+        """Seconds of the products of `count` rows with each of these weights."""
+        chunk = max(1, min(count, _CHUNK // max(len(weight) for weight in weights)))
+        parts = Counter(min(chunk, count - start) for start in range(0, count, chunk))
+        alike: list[list[Any]] = [list(weights)]
+        if count >= _MANY:
+            by_shape: dict[Any, list[Any]] = {}
+            for weight in weights:
+                by_shape.setdefault(weight.shape, []).append(weight)
+            alike = [*by_shape.values()]
+        total = 0.0
+        for same in alike:
+            some = same[:_FEW] if count >= _MANY else same
+            once = sum(times * self._median(some, rows, backward) for rows, times in parts.items())
+            total += once * len(same) / len(some)
+        return total
+
+    def _median(self, weights: Sequence[Any], rows: int, backward: bool) -> float:
         import torch
 
         options = {"dtype": self.head.dtype, "device": self.device}
-        chunk = max(1, min(count, _CHUNK // max(len(weight) for weight in weights)))
-        parts = [min(chunk, count - start) for start in range(0, count, chunk)]
-        inputs = {weight.shape[1]: torch.randn(chunk, weight.shape[1], **options) for weight in weights}
-        grads = {len(weight): torch.randn(chunk, len(weight), **options) for weight in weights if backward}
+        inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1], **options) for weight in weights}
+        grads = {len(weight): torch.randn(rows, len(weight), **options) for weight in weights if backward}
         times = []
         for _ in range(1 + _REPEATS):
             self._wait()
             start = time.perf_counter()
             for weight in weights:
-                x, grad = inputs[weight.shape[1]], grads.get(len(weight))
-                for rows in parts:
-                    torch.mm(x[:rows], weight.t())
-                    if grad is not None:
-                        torch.mm(grad[:rows], weight)
-                        torch.mm(grad[:rows].t(), x[:rows])
+                x = inputs[weight.shape[1]]
+                torch.mm(x, weight.t())
+                if backward:
+                    grad = grads[len(weight)]
+                    torch.mm(grad, weight)
+                    torch.mm(grad.t(), x)
             self._wait()
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])

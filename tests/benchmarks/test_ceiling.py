@@ -19,8 +19,8 @@ Benchmark = Callable[[str], ModuleType]
 PROMPTS = ["one", "another", "one more"]
 
 
-def first_letter(texts: list[str]) -> list[float]:
-    return [float(len(text) and ord(text[0])) for text in texts]
+def all_different(texts: list[str]) -> list[float]:
+    return [float(i) for i in range(len(texts))]
 
 
 def sums(shapes: Mapping[Any, int]) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def sums(shapes: Mapping[Any, int]) -> tuple[int, int]:
 
 def test_forwards_are_recorded_as_they_are_packed(benchmark: Benchmark, tiny: Path) -> None:
     actor = verl.Actor(str(tiny), dtype="float32", sampling={"max_new_tokens": 5, "ignore_eos": True})
-    trainer = verl.Trainer(actor, reward_fn=first_letter, algorithm="grpo", n=4, log_dir=False)
+    trainer = verl.Trainer(actor, reward_fn=all_different, algorithm="grpo", n=4, log_dir=False)
     lengths = sum(len(actor.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
     with benchmark("ceiling").Forwards.recorded() as seen:
         trainer.step(PROMPTS)
@@ -71,6 +71,26 @@ def test_experts_are_refused(benchmark: Benchmark, tmp_path: Path) -> None:
     MixtralConfig(vocab_size=260, num_key_value_heads=2, num_local_experts=4, **sizes).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="experts"):
         benchmark("ceiling").Products(tmp_path, "float32", "cpu")
+
+
+def test_many_rows_are_timed_by_parts(benchmark: Benchmark, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks as they fit, and of equal weights a few; what was not timed counts as what was."""
+    ceiling = benchmark("ceiling")
+    products, calls = ceiling.Products(tiny, "float32", "cpu"), []
+
+    def median(weights: Any, rows: int, backward: bool) -> float:
+        calls.append((len(weights), rows))
+        return float(sum(weight.numel() for weight in weights) * rows)
+
+    monkeypatch.setattr(products, "_median", median)
+    monkeypatch.setattr(ceiling, "_CHUNK", 64 * 1000)
+    monkeypatch.setattr(ceiling, "_FEW", 1)
+    layers = [torch.empty(64, 32)] * 3 + [torch.empty(32, 32)]
+    assert products.timed(layers, 2500, False) == 2500 * (3 * 64 + 32) * 32
+    assert calls == [(1, 1000), (1, 500)] * 2
+    calls.clear()
+    assert products.timed(layers, 100, True) == 100 * (3 * 64 + 32) * 32
+    assert calls == [(4, 100)]
 
 
 def test_few_sizes_are_timed(benchmark: Benchmark) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -16,6 +17,39 @@ def test_no_work_grew_unsaid() -> None:
     command = [sys.executable, str(work.ROOT / "scripts" / "work.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+#: What the meter is to see: a product and its backward in another thread, one of two copies, two reads, a process.
+KNOWN = """
+import json, subprocess, sys, threading
+from collections import Counter
+import torch
+from scripts.work import Meter
+counts, meter = Counter(), Meter()
+x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 16)
+x.detach().clone()
+with meter.counting(counts):
+    thread = threading.Thread(target=lambda: (x @ w).sum().backward())
+    thread.start()
+    thread.join()
+    w.clone()
+    w.tolist()
+    w[0, 0].item()
+    subprocess.run([sys.executable, "-c", ""])
+w.tolist()
+print(json.dumps(counts))
+"""
+
+
+def test_all_threads_are_counted_and_no_more_than_was_asked() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(work.ROOT)}
+    command = [sys.executable, "-c", KNOWN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    counts = json.loads(done.stdout)
+    product = 2 * 4 * 8 * 16
+    assert (counts["products"], counts["flops"]) == (2, 2 * product)  # the weight wants no gradient
+    assert (counts["copied"], counts["waits"], counts["processes"]) == (8 * 16 * 4, 2, 1)
+    assert counts["operators"] > 4
 
 
 def test_the_record_has_every_count() -> None:
