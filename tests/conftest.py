@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tests.properties  # noqa: F401 - its profiles
-from tests import forked, leaks, session
+from tests import forked, leaks, session, setup_worker
 from tests.session import (  # noqa: F401 - hooks
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -38,9 +39,17 @@ def rewards_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.
         monkeypatch.setattr("verl.rewards.functions.can_travel", lambda function: False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def warm_ray() -> None:
+    forked.warm_ray()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leaks)
     session.pytest_configure(config)
+    if count := config.getoption("numprocesses", None):
+        forked.start()
+        config.option.tx = [f"popen//python={shlex.join([sys.executable, setup_worker.__file__])}"] * count
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,6 +70,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in this process: each of its own would import torch
 os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported, which a test may do before the package
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -10,22 +10,72 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import multiprocessing
+import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import traceback
 import types
-from collections.abc import Mapping, Sequence
-from multiprocessing.reduction import DupFd
+import warnings
+from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-#: The parent of all of them, started with the first. It has no thread.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.preloaded"])
+from tests import setup_worker
+from tests.setup_worker import ADDRESS, exit_code, fork
+
+#: The parent of all of them. It has no thread.
+_SERVE = f"import sys; sys.path[:] = {sys.path!r}; from tests import forked; forked.serve()"
+_server: subprocess.Popen[bytes] | None = None
+
+
+def start() -> None:
+    """Start their parent, unless a process that started this one has done so. It imports the libraries meanwhile."""
+    global _server
+    if ADDRESS in os.environ:
+        return
+    os.environ[ADDRESS] = str(Path(tempfile.mkdtemp(prefix="forked-", dir="/tmp"), "socket"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    _server = subprocess.Popen([sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, env=environment)
+    atexit.register(stop)
+
+
+def stop() -> None:
+    """End their parent, if this process started it."""
+    global _server
+    if _server is not None:
+        _server.kill()
+        _server.wait()
+        _server = None
+        path = Path(os.environ.pop(ADDRESS))
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def warm_ray() -> None:
+    """From now on, clusters that this process starts through this package have their workers forked."""
+    from verl import ray_session
+
+    import_ray = ray_session.import_ray
+
+    @wraps(import_ray)
+    def warm() -> Any:
+        ray = import_ray()
+        from ray._private import ray_constants
+
+        if not ray.is_initialized():
+            start()
+            ray_constants.SETUP_WORKER_FILENAME = setup_worker.__file__
+        return ray
+
+    ray_session.import_ray = warm
 
 
 class Popen(subprocess.Popen):
@@ -41,22 +91,20 @@ class Popen(subprocess.Popen):
         if python != sys.executable or preexec_fn or pass_fds or shell or process_group != -1:
             raise ValueError(f"only a plain command of {sys.executable} can be forked, not {python}")
         ends = (p2cread, c2pwrite, errwrite)
-        streams = [DupFd(number if end == -1 else end) for number, end in enumerate(ends)]
-        environment = dict(os.environ if env is None else env)
-        self._process = _SERVER.Process(
-            target=_run, args=(line, environment, streams, str(cwd or os.getcwd()), start_new_session)
-        )
-        self._process.start()
-        self.pid = self._process.pid
+        streams = [number if end == -1 else end for number, end in enumerate(ends)]
+        start()
+        environment = {ADDRESS: os.environ[ADDRESS], **(os.environ if env is None else env)}
+        self._end, self.pid = fork(line, environment, streams, str(cwd or os.getcwd()), new_session=start_new_session)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         """What `os.waitpid` would say: the server, whose child it is, tells the exit status."""
-        if not wait_flags & os.WNOHANG:
-            self._process.join()
-        code = self._process.exitcode
-        return (0, 0) if code is None else (self.pid, -code if code < 0 else code << 8)
+        if not select.select([self._end], [], [], 0 if wait_flags & os.WNOHANG else None)[0]:
+            return 0, 0
+        code = exit_code(self._end)
+        self._end.close()
+        return self.pid, -code if code < 0 else code << 8
 
     def _internal_poll(self, _deadstate: Any = None, **_: Any) -> int | None:
         if self.returncode is None and self._waitpid_lock.acquire(False):
@@ -93,14 +141,60 @@ def run(
     return done
 
 
-def _run(
-    line: list[str], environment: Mapping[str, str], streams: Sequence[Any], folder: str, new_session: bool
-) -> None:
-    """In the forked process: what the interpreter does with the command, to its end."""
-    for number, stream in enumerate(streams):
-        end = stream.detach()
-        os.dup2(end, number)
-        os.close(end)
+def serve() -> NoReturn:
+    """Fork the processes that are asked for, until the process that started this one is gone."""
+    import tests.preloaded  # noqa: F401
+
+    woken, wake = socket.socketpair()
+    for end in (woken, wake):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ends: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.environ[ADDRESS])
+        listener.listen(64)
+        while True:
+            ready = select.select([0, woken, listener], [], [])[0]
+            if 0 in ready:
+                os._exit(0)
+            if woken in ready:
+                woken.recv(4096)
+            while ends and (child := os.waitpid(-1, os.WNOHANG))[0]:
+                with ends.pop(child[0]) as end, contextlib.suppress(OSError):  # nobody may wait for it
+                    end.send(os.waitstatus_to_exitcode(child[1]).to_bytes(4, "big", signed=True))
+            if listener in ready:
+                order, _ = listener.accept()
+                if (pid := os.fork()) == 0:
+                    for end in (listener, woken, wake, *ends.values()):
+                        end.close()
+                    _obey(order)
+                ends[pid] = order
+
+
+def _obey(order: socket.socket) -> NoReturn:
+    """In the forked process: `_become` what is ordered."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _, streams, _, _ = socket.recv_fds(order, 1, 3)
+        with order, order.makefile("rb") as text:
+            told = json.load(text)
+            order.send(os.getpid().to_bytes(4, "big"))
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _become(**told)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _become(line: list[str], environment: dict[str, str], folder: str, new_session: bool) -> NoReturn:
+    """What the interpreter does with a command, to its end."""
     by_line = "PYTHONUNBUFFERED" in environment
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), line_buffering=by_line)  # noqa: SIM115
@@ -137,7 +231,10 @@ def _run(
 
 def _execute(line: list[str]) -> None:
     kind, *rest = line
-    if kind == "-m":
+    if kind == "-W":
+        warnings.simplefilter(rest[0])  # type: ignore[arg-type]
+        _execute(rest[1:])
+    elif kind == "-m":
         sys.argv = rest
         sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

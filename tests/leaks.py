@@ -10,14 +10,15 @@ import atexit
 import os
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 #: The environment variable that all processes of a session have.
 MARK = "VERL_TEST_SESSION"
@@ -130,11 +131,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if leaks is None:
         return
     # What ends with this process is nothing left behind.
-    server = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid is not None:
-        # It would end with a pipe that processes forked from this one, such as a reward's, hold open too.
-        os.kill(server._forkserver_pid, signal.SIGTERM)
-    server._stop()
+    forked.stop()  # which would end with a pipe that processes forked from this one, such as a reward's, hold open too
     atexit._run_exitfuncs()
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     left = leaks.found()

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # loaded by name when first asked for
 
 import tests.conftest
+import tests.forked
 import verl
 import verl.algorithms
 import verl.cli.main
@@ -24,6 +25,7 @@ import verl.training.torch_engine
 import verl.workers.actor
 
 torch.set_num_threads(1)
+tests.forked.warm_ray()
 gc.freeze()  # in no forked process does the collector walk through what is here
 
 __all__ = [

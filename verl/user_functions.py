@@ -19,6 +19,7 @@ from verl.user_code import describe
 DEFAULT_FUNCTION = "compute_score"
 #: Modules imported from users' files, by the names that they have here.
 user_modules: dict[str, ModuleType] = {}
+_real = cache(os.path.realpath)  # of folders of modules: hundreds, which are asked for at each start of a run
 #: SHA-256 of these files as they were imported.
 _imported: dict[Path, str] = {}
 
@@ -39,10 +40,10 @@ def digest(spec: str) -> str:
 def user_files() -> dict[str, str]:
     """SHA-256 of the files of users' code that this process runs, by path (relative, below the working folder): those
     that settings name, as they were imported, and what these import from their own folders."""
-    folders, real = {str(path.parent) for path in _imported}, cache(os.path.realpath)
+    folders = {str(path.parent) for path in _imported}
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     # Of thousands of modules all but a few are passed over by their folders, of which there are hundreds.
-    near = {name for name in names if name and (real(os.path.dirname(name)) in folders or os.path.islink(name))}
+    near = {name for name in names if name and (_real(os.path.dirname(name)) in folders or os.path.islink(name))}
     beside = {path for name in near if str((path := Path(name).resolve()).parent) in folders and path.is_file()}
     digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside - _imported.keys()} | _imported
     here = Path.cwd()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.algorithms.support import OFFLINE, ONLINE
 from verl.algorithms import algorithm_names, make_algorithm, registry
 
@@ -42,9 +42,7 @@ def test_the_example_trains(
 def test_each_algorithm_has_a_page_with_all_its_options() -> None:
     # In a process of its own: Python 3.11 cannot parse in two threads at a time, and tests before this one left some.
     code = "import algorithm_pages, json; print(json.dumps(algorithm_pages.pages()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "scripts", capture_output=True, text=True, check=True
-    )
+    done = forked.run([sys.executable, "-c", code], cwd=ROOT / "scripts", check=True)
     pages = json.loads(done.stdout)
     own = [name for name in algorithm_names() if type(make_algorithm(name)).__module__.startswith("verl.")]
     assert sorted(pages) == own  # examples tried by this process before may have registered theirs

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from verl.cli.doctor import (
     EXTRAS,
     Finding,
@@ -52,6 +53,7 @@ def test_a_dead_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    monkeypatch.setattr("verl.cli.doctor.subprocess.Popen", forked.Popen)
     found = check_collective(timeout=120)
     assert found.state == "fail" and "nope0" in found.detail and "this machine has" in found.advice
 

@@ -35,7 +35,7 @@ SUMS = ("loss", "grad_norm", "tokens", "squares")
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of model of 4 layers in a layout.
+    """A kind of model in a layout.
 
     Attributes:
         task: two losses that use all that there is ("all"), one of a row, so that some ranks have none ("one row"),
@@ -43,6 +43,7 @@ class Case:
         then: the layout that weights and state are loaded in.
         lora: adapters are trained in the place of the weights.
         padded: the cut model computes on padded rows.
+        layers, steps: of the model, and before its weights and state go on.
     """
 
     kind: str
@@ -53,13 +54,15 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     padded: bool = False
+    layers: int = 4
+    steps: int = 3
 
     @property
     def head(self) -> Head:
         return "value" if self.task.endswith("critic") else "lm"
 
     def engine(self, layout: Layout, group: Any = None) -> TorchEngine:
-        model: Any = tiny_model(self.kind, self.dtype, layers=4)
+        model: Any = tiny_model(self.kind, self.dtype, layers=self.layers)
         if self.lora:
             add_lora(model, LoraOptions(r=2))
         options = EngineOptions(
@@ -121,8 +124,8 @@ OF_EXPERTS = (
 )
 CASES = {
     "fast": [
-        Case("llama", Layout(tp=2, pp=2), Layout(shard=2, tp=2), "ppo actor"),
-        Case("gpt2", Layout(shard=2, sp=2), Layout(replicate=2, shard=2)),
+        Case("llama", Layout(tp=2, pp=2), Layout(shard=2, tp=2), "ppo actor", layers=2, steps=2),
+        Case("gpt2", Layout(shard=2, sp=2), Layout(replicate=2, shard=2), layers=2, steps=2),
     ],
     "mixed": [
         Case("gpt2", Layout(replicate=2, shard=2), Layout(shard=4)),
@@ -158,7 +161,7 @@ def compare(case: Case, group: Any) -> Iterator[tuple[str, Any]]:
     batch = ragged_batch(ROWS)
     index, _ = cut.mesh.rows(dist.get_rank()) or (0, 1)
     mine = batch.take([0, 1, 2]) if index % 2 else batch  # ranks with unequal numbers of forwards
-    found = [case.update(cut) for _ in range(3)]
+    found = [case.update(cut) for _ in range(case.steps)]
     weights = [Shard.whole(shard.name, shard.tensor.clone()) for shard in gathered(cut.shards(), group)]
     predicted = case.predict(cut, mine)
     again = case.engine(case.then, group)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import verl
 from tests import forked, ranks
-from verl.errors import ClusterError
-from verl.utils.communication import collective_times
 from verl.utils.debugging import check_same
 from verl.utils.memory import memory_by_role
 
@@ -51,42 +46,15 @@ def test_memory_of_ranks_is_that_of_their_parts(tiny: Path, tmp_path: Path, stra
 
 
 def test_collectives_are_timed_and_ranks_that_differ_are_named(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")  # that of `tests.forked`
-    results, started = context.Queue(), context.Barrier(2)
-    given = (str(tmp_path / "store"), started, results)
-    processes = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    said = dict(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(60)
-    for times, difference in said.values():
+    ranks.job(2, Path(__file__).with_name("rank_times.py"), tmp_path / "told")
+    said = [json.loads(Path(f"{tmp_path / 'told'}-{rank}").read_text()) for rank in range(2)]
+    for times, difference in said:
         assert set(times) == {"gloo:all_reduce", "gloo:broadcast"}
         calls, _, elements = times["gloo:all_reduce"]
         assert (calls, elements) == (3, 3 * 1000)
         assert difference == "'weights' is not the same on all ranks: ranks [0] / ranks [1]"
     # rank 1 came 1.5 s late to the first one, which rank 0 shows
     assert said[0][0]["gloo:all_reduce"][1] > 0.4 > 0.2 > said[1][0]["gloo:all_reduce"][1] - 0.2
-
-
-def rank_main(rank: int, store: str, started: Any, results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    with collective_times() as times:
-        started.wait(60)
-        time.sleep(1.5 * rank)
-        for _ in range(3):
-            dist.all_reduce(torch.ones(1000))
-        dist.broadcast(torch.ones(10), 0)
-    check_same("same", torch.arange(5))
-    check_same("text", "same")
-    try:
-        check_same("weights", torch.tensor([float(rank)]))
-        difference = ""
-    except ClusterError as error:
-        difference = str(error)
-    told = {name: (entry.calls, entry.seconds, entry.elements) for name, entry in times.items()}
-    results.put((rank, (told, difference)))
-    dist.destroy_process_group()
 
 
 def test_a_process_alone_is_the_same() -> None:

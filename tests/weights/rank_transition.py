@@ -35,7 +35,7 @@ KINDS = ("llama", "qwen2", "gpt2")
 
 @dataclass(frozen=True)
 class Case:
-    """A model of 4 layers, its training layout, and the stages and tensor-parallel ranks of generation.
+    """A model, its training layout, and the stages and tensor-parallel ranks of generation.
 
     Attributes:
         bound: the weights go into a generation model that is laid out over its mesh.
@@ -48,6 +48,7 @@ class Case:
     bound: bool = False
     overlap: bool = True
     vocabulary: int = 64
+    layers: int = 4
 
     def __str__(self) -> str:
         sizes = " ".join(f"{dim}={size}" for dim, size in zip(DIMS, self.layout.sizes, strict=True) if size > 1)
@@ -55,14 +56,14 @@ class Case:
         return f"{self.kind}{uneven} {sizes} -> pp={self.pg} tp={self.tg}"
 
 
-def tiny_model(kind: str, vocabulary: int) -> PreTrainedModel:
+def tiny_model(kind: str, vocabulary: int, layers: int) -> PreTrainedModel:
     """Of sizes that 8 ranks divide."""
-    sizes = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 8}
     wide = {**sizes, "intermediate_size": 64, "num_key_value_heads": 8, "max_position_embeddings": 64}
     config: Any = {
         "llama": lambda: LlamaConfig(**wide, tie_word_embeddings=False),
         "qwen2": lambda: Qwen2Config(**wide, tie_word_embeddings=True),
-        "gpt2": lambda: GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=4, n_head=8, n_positions=64),
+        "gpt2": lambda: GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=layers, n_head=8, n_positions=64),
     }[kind]()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
@@ -97,11 +98,11 @@ def cases(size: int, kinds: Iterable[str] = KINDS) -> list[Case]:
 
 CASES = {
     "fast": [
-        Case("llama", Layout(tp=4), 1, 2, bound=True),
-        Case("gpt2", Layout(tp=2, pp=2), 1, 1),
-        Case("qwen2", Layout(shard=4), 1, 2, bound=True),
+        Case("llama", Layout(tp=4), 1, 2, bound=True, layers=2),
+        Case("gpt2", Layout(tp=2, pp=2), 1, 1, layers=2),
+        Case("qwen2", Layout(shard=4), 1, 2, bound=True, layers=2),
         # 53 rows are cut into 14, 14, 14, 11 and into 27, 26: not all training pieces are within the generation part.
-        Case("qwen2", Layout(tp=4), 1, 2, vocabulary=53),
+        Case("qwen2", Layout(tp=4), 1, 2, vocabulary=53, layers=2),
     ],
     "4": [
         Case("qwen2", Layout(tp=2, pp=2), 2, 1, overlap=False),
@@ -126,7 +127,7 @@ def equal_to(whole: dict[str, Tensor], shards: Iterable[Shard]) -> bool:
 
 def engine_of(case: Case, mesh: Mesh, group: Any, *, trains: bool) -> TorchEngine:
     options = EngineOptions(optim=OPTIM if trains else None)
-    return TorchEngine(tiny_model(case.kind, case.vocabulary), options, mesh=mesh, group=group)
+    return TorchEngine(tiny_model(case.kind, case.vocabulary, case.layers), options, mesh=mesh, group=group)
 
 
 def back(weights: HybridWeights, engine: TorchEngine, group: Any) -> None:
@@ -156,7 +157,9 @@ def run(case: Case, group: Any) -> dict[str, Any]:
     rank = dist.get_rank()
     train = Mesh(tuple(range(case.layout.size)), case.layout)
     generation = generation_mesh(train, case.pg, case.tg)
-    whole = {name: weight.detach() for name, weight in named_weights(tiny_model(case.kind, case.vocabulary))}
+    whole = {
+        name: weight.detach() for name, weight in named_weights(tiny_model(case.kind, case.vocabulary, case.layers))
+    }
     engine = engine_of(case, train, group, trains=True)
     model = engine_of(case, generation, group, trains=False) if case.bound else None
     targets = dict(named_weights(model.model)) if model is not None else None
@@ -170,7 +173,7 @@ def run(case: Case, group: Any) -> dict[str, Any]:
     found["whole parts"] = held == sum(shard.tensor.numel() for shard in weights.shards())
     batch = ragged_batch(ROWS)
     if model is not None:
-        expected = log_probs(TorchEngine(tiny_model(case.kind, case.vocabulary), EngineOptions()), batch)
+        expected = log_probs(TorchEngine(tiny_model(case.kind, case.vocabulary, case.layers), EngineOptions()), batch)
         found["log_probs"] = float((log_probs(model, batch) - expected).abs().max())
     moved = moved_bytes(weights.plan, rank)
     found["bytes"] = [weights.received, moved.received]
