@@ -28,6 +28,7 @@ from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
+from verl.data.task_loader import note_scores, pooled
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
@@ -391,9 +392,19 @@ class Trainer:
 
     def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
         records = {name: self.tasks[name].collector.record(drawn) for name, drawn in samples.items()}
+        sizes = self._note(samples)
         if len(self.tasks) == 1:
-            return records[self.task.name]
-        return joined({name: drawn.rows for name, drawn in samples.items()}, records)
+            return records[self.task.name] | sizes
+        return joined({name: drawn.rows for name, drawn in samples.items()}, records) | sizes
+
+    def _note(self, samples: Mapping[str, Samples]) -> dict[str, int]:
+        """Tell a loader with pools how its prompts scored; their sizes."""
+        scores: dict[str, list[float | None]] = {}
+        metrics = {source.pools.options.metric for source in pooled(self._loader).values() if source.pools}
+        for metric in metrics:
+            for name, drawn in samples.items():
+                scores |= drawn.scores(metric) if self.tasks[name].algorithm.online else {}
+        return note_scores(self._loader, scores)
 
     def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
         self.update_phase.weights.update(self.mixture.weights(samples))
@@ -547,10 +558,10 @@ class Trainer:
 
     def _read_ahead(self, loader: Any) -> Any:
         """A loader whose next batch is read while this one trains. The shares that a scheduler changes after a step are
-        those of the next batch, which is not read before."""
+        those of the next batch, and so are pools: it is not read before."""
         if not isinstance(loader, Loader) or isinstance(loader, Prefetch | OfflineDatasetLoader):
             return loader
-        return loader if self.mixture.scheduler is not None else Prefetch(loader)
+        return loader if self.mixture.scheduler is not None or pooled(loader) else Prefetch(loader)
 
     def _place_of(self, loader: Loader) -> dict[str, Any]:
         return loader.state_dict()
