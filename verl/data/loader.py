@@ -13,6 +13,7 @@ import numpy as np
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.pools import PoolOptions, Pools
+from verl.data.prefetch import RowsAhead
 from verl.data.prompts import PromptDataset, PromptStream
 from verl.errors import ConfigError, DamagedCheckpointError, DataError
 from verl.record import Count
@@ -161,6 +162,11 @@ class PromptLoader:
         ids = [f"e{epoch}.{row}" for epoch, row in visits]
         return batch.add({"id": ids, "group": ids})
 
+    def read_ahead(self) -> None:
+        """From now on read as many rows of a stream as were taken last, while these are used."""
+        if isinstance(self._walk, _StreamWalk):
+            self._walk.reads_ahead = True
+
     def note(self, scores: Mapping[str, Sequence[float | None]]) -> None:
         """Tell how the samples of drawn prompts scored, by the prompts' `group`; others are none of this."""
         assert self.pools is not None
@@ -215,8 +221,9 @@ class _StreamWalk:
     def __init__(self, data: PromptStream) -> None:
         self.data = data
         self.epoch = self.position = 0
-        self._rows: Iterator[tuple[int, dict[str, Any], Any]] | None = None
+        self._rows: RowsAhead | None = None
         self._mark: Any = None  # of the last row
+        self.reads_ahead = False
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
@@ -224,8 +231,8 @@ class _StreamWalk:
         barren = 0
         while len(rows) < count:
             if self._rows is None:
-                self._rows = self.data.marked_rows(self.epoch, self.position, self._mark)
-            number, row, mark = next(self._rows, (-1, {}, None))
+                self._rows = RowsAhead(self.data.marked_rows(self.epoch, self.position, self._mark))
+            number, row, mark = self._rows.next((-1, {}, None))
             if row:
                 visits.append((self.epoch, number))
                 rows.append(row)
@@ -237,6 +244,8 @@ class _StreamWalk:
                     f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
                 )
             self.epoch, self.position, self._mark, self._rows = self.epoch + 1, 0, None, None
+        if self._rows is not None and self.reads_ahead:
+            self._rows.read(count)
         return visits, Batch.from_rows(rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,4 +260,6 @@ class _StreamWalk:
         if not state.get("stream"):
             raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
         epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        if self._rows is not None:
+            self._rows.close()
         self.epoch, self.position, self._mark, self._rows = epoch, position, state.get("mark"), None

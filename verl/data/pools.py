@@ -24,27 +24,21 @@ from verl.record import Number, Record, result, wrong
 NAMES = ("solved", "failed")
 #: Large enough for an epoch to draw something before long.
 Chance = Annotated[float, Field(ge=0.01, le=1)]
+#: One for all tasks, or by task.
+Bound = Number | dict[str, Number]
 
 
 class PoolOptions(Record):
     """How often prompts are drawn whose samples were all solved, or have all failed."""
 
-    solved: Chance = result(
-        default=0.25, description="chance that an epoch draws a prompt whose samples were all solved when last drawn"
-    )
-    failed: Chance = result(default=0.25, description="the same, of a prompt whose samples have all failed")
+    solved: Chance = result(default=0.25, description="chance that an epoch draws a prompt of the pool solved")
+    failed: Chance = result(default=0.25, description="the same of the pool failed")
     decay: Annotated[float, Field(ge=0, lt=1)] = result(
         default=0.5, description="factor of what such a chance lacks to 1, each time that an epoch passes a prompt over"
     )
-    metric: str = result(
-        default="reward", description="what says so: reward, or a part of it by name, such as reward/accuracy"
-    )
-    solved_at: Number | dict[str, Number] = result(
-        default=1.0, description="a sample with at least this is solved (of several tasks: {TASK: NUMBER, ...})"
-    )
-    failed_at: Number | dict[str, Number] = result(
-        default=0.0, description="a sample with at most this has failed (of several tasks: {TASK: NUMBER, ...})"
-    )
+    metric: str = result(default="reward", description="what counts: reward, or a part of it, such as reward/accuracy")
+    solved_at: Bound = result(default=1.0, description="a sample with at least this is solved; or {TASK: NUMBER, ...}")
+    failed_at: Bound = result(default=0.0, description="a sample with at most this has failed; likewise")
 
     @model_validator(mode="after")
     def _check(self) -> PoolOptions:
@@ -60,12 +54,12 @@ class PoolOptions(Record):
         return {name for bound in (self.solved_at, self.failed_at) if isinstance(bound, dict) for name in bound}
 
     def bounds(self, task: str) -> tuple[float, float]:
-        """`solved_at` and `failed_at` of a task; 1 and 0 where numbers are given by task and it has none."""
-        solved, failed = self.solved_at, self.failed_at
-        return (
-            solved.get(task, 1.0) if isinstance(solved, dict) else solved,
-            failed.get(task, 0.0) if isinstance(failed, dict) else failed,
-        )
+        """`solved_at` and `failed_at` of a task; 1 and 0 where numbers are by task and it has none."""
+        numbers = {"solved_at": 1.0, "failed_at": 0.0}
+        for key, usual in numbers.items():
+            bound = getattr(self, key)
+            numbers[key] = bound.get(task, usual) if isinstance(bound, dict) else bound
+        return numbers["solved_at"], numbers["failed_at"]
 
 
 class Pools:

@@ -185,11 +185,16 @@ class MixedLoader:
         self.mixture.load_state_dict(state)
 
 
-def pooled(loader: Any) -> dict[str, PromptLoader]:
-    """The loaders with pools that a loader draws from, by what they are called in names of prompts."""
+def sources_of(loader: Any) -> dict[str, PromptLoader]:
+    """The loaders of prompts that a loader draws from, by what they are called in names of prompts."""
     mixture = getattr(loader, "mixture", loader)
     sources = mixture.sources if isinstance(mixture, TaskLoader) else {"": loader}
-    return {name: source for name, source in sources.items() if getattr(source, "pools", None) is not None}
+    return {name: source for name, source in sources.items() if isinstance(source, PromptLoader)}
+
+
+def pooled(loader: Any) -> dict[str, PromptLoader]:
+    """Those that have pools."""
+    return {name: source for name, source in sources_of(loader).items() if source.pools is not None}
 
 
 def note_scores(loader: Any, scores: Mapping[str, Sequence[float | None]]) -> dict[str, int]:

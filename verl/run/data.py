@@ -14,7 +14,7 @@ from verl.config.schema import is_by_task, mixed
 from verl.data.by_task import COLUMN, by_task
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader, is_recorded
-from verl.data.prefetch import Loader, Prefetch
+from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.data.tokenize import tokenize_prompts
@@ -133,7 +133,7 @@ def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, flo
     if mixture:
         return MixedLoader(sources, mixture, batch_size=data.batch_size, seed=seed)
     (source,) = sources.values()
-    return source if data.pools is not None else Prefetch(source)
+    return source
 
 
 def _unseen(held_out: Data, train: Mapping[str, Data], notes: list[str]) -> PromptDataset | Batch:
