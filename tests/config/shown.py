@@ -248,7 +248,26 @@ def of_data() -> dict[str, Shown]:
         "train.split": Shown(data, "train", "eval", task, slow=True),
         "train.holdout": Shown(data, 0.2, 0.6, task, slow=True),
     }
-    return {f"data.{name}": case for name, case in shown.items()}
+    return {f"data.{name}": case for name, case in (shown | pools()).items()}
+
+
+def pools() -> dict[str, Shown]:
+    """Of rewards that all count as solved, or as failed, in about three epochs."""
+    long, rare = {"trainer.total_steps": 16}, {"data.pools.solved": 0.01}
+    solved = {**long, "data.pools.solved_at": -1.0, "data.pools.failed_at": -2.0}
+    failed = {**long, "data.pools.solved_at": 900.0, "data.pools.failed_at": 800.0}
+    parts = {"a": {"path": "../user.py:low"}, "b": {"path": "../user.py:length"}}
+    summed = {**long, "reward.path": None, "reward.components": parts, "data.pools.solved_at": 1.5}
+    shown = {
+        "solved": Shown(run, 0.01, 1.0, solved, slow=True),
+        "failed": Shown(run, 0.01, 1.0, failed, slow=True),
+        "decay": Shown(run, 0.0, 0.9, solved | rare, slow=True),
+        "metric": Shown(run, "reward", "reward/a", summed | rare, slow=True),
+        "solved_at": Shown(run, -1.0, 900.0, solved | rare, slow=True),
+        "failed_at": Shown(run, -2.0, 800.0, failed | {"data.pools.failed": 0.01}, slow=True),
+    }
+    whole = Shown(run, None, {"solved": 0.01, "solved_at": -1.0, "failed_at": -2.0}, long, slow=True)
+    return {"pools": whole, **{f"pools.{name}": case for name, case in shown.items()}}
 
 
 def scoring() -> dict[str, Shown]:

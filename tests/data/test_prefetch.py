@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.properties import examples
 from verl.batch import Batch
 from verl.data.loader import PromptLoader
-from verl.data.prefetch import Prefetch
+from verl.data.prefetch import Prefetch, RowsAhead
 from verl.data.prompts import load_prompts
 from verl.errors import DataError
 
@@ -74,3 +78,28 @@ def test_reading_and_training_overlap_and_errors_come_when_it_is_their_turn() ->
     with pytest.raises(DataError, match="line 4"):
         next(ahead)
     assert ahead.state_dict() == {"number": 3}
+
+
+@given(size=st.integers(0, 30), broken=st.integers(0, 40), counts=st.lists(st.integers(1, 7), max_size=12))
+@examples(60)
+def test_rows_read_ahead_are_those_of_the_source_and_errors_come_where_their_row_would(
+    size: int, broken: int, counts: list[int]
+) -> None:
+    def source() -> Iterator[int]:
+        for number in range(size):
+            if number == broken:
+                raise DataError(f"row {number}")
+            yield number
+
+    plain, ahead = source(), RowsAhead(source())
+    for count in counts:
+        for _ in range(count):
+            try:
+                expected: Any = next(plain, None)
+            except DataError as error:
+                with pytest.raises(DataError, match=str(error)):
+                    ahead.next(None)
+            else:
+                assert ahead.next(None) == expected
+        ahead.read(count)
+    ahead.close()

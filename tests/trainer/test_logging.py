@@ -65,7 +65,8 @@ def test_console_shows_each_step(capsys: pytest.CaptureFixture[str]) -> None:
         "left 0:0",
     ):
         assert part in lines[0]
-    assert lines[1] == "evaluating"
+    assert lines[1].startswith("about 0:0") and "left: 6 steps of " in lines[1]
+    assert lines[2:] == ["evaluating"]
 
 
 def test_terminal_gets_a_bar_with_the_numbers() -> None:

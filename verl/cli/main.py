@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -20,7 +21,11 @@ from verl.cli.tune import tune
 from verl.errors import ConfigError, VerlError
 from verl.visible import visible
 
+if TYPE_CHECKING:
+    from verl.config import Config
+
 CONFIG_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
+_BEGAN = time.monotonic()
 
 
 class _Commands(TyperGroup):
@@ -137,12 +142,22 @@ def train(
             typer.echo(f"{typer.style(key, bold=True)}: {value}  # {default}")
         typer.echo("\n# All settings:\n" + to_yaml(config))
         return
+    if "console" in config.trainer.loggers:
+        typer.echo(f"verl train {file}: {_in_short(config)}; loading")
     from verl.kernels.library_memory import limit_library_memory
 
     limit_library_memory()
     from verl.run.train import train as run
 
-    run(config, fresh=fresh, accept_edits=accept_edits)
+    run(config, fresh=fresh, accept_edits=accept_edits, began=_BEGAN)
+
+
+def _in_short(config: Config) -> str:
+    """What a run does, before anything is loaded."""
+    trainer, tasks = config.trainer, [task.type for task in config.tasks]
+    steps = f"{trainer.total_epochs} epochs" if trainer.total_epochs else f"{trainer.total_steps} steps"
+    names = " and ".join(tasks) or config.algorithm.name or "the default algorithm"
+    return f"{steps} of {names} on {config.actor_rollout_ref.model.path}"
 
 
 @app.command()

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from verl.config.tasks import TaskConfig, check_names
+from verl.data.pools import PoolOptions
 from verl.errors import nearest
 from verl.models.options import Dtype, ModelOptions
 from verl.record import (
@@ -204,6 +205,11 @@ class DataConfig(Record):
     )
     truncation: Literal["left", "right", "drop", "error"] = result(
         default="error", description="what becomes of a longer prompt: cut at that side, dropped, or refused"
+    )
+    pools: PoolOptions | None = result(
+        default=None,
+        description="draw prompts less of which all samples are solved or all fail: {solved, failed, decay, metric, "
+        "solved_at, failed_at} (null: every prompt once an epoch)",
     )
 
     @model_validator(mode="after")

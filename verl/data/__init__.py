@@ -1,7 +1,7 @@
 """Data: prompts, offline data, buffers, and cursors that resume exactly.
 
-Reading order: `prompts`, `loader`, `files`, `forms`, `chat`, `tokenize`, `text`, `vocabulary`, `prefixes`, `tasks`,
-`offline`, `buffer`, `buffers`, `distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`,
+Reading order: `prompts`, `loader`, `pools`, `files`, `forms`, `chat`, `tokenize`, `text`, `vocabulary`, `prefixes`,
+`tasks`, `offline`, `buffer`, `buffers`, `distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`,
 `alignment`, `time_limit`.
 """
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from verl.batch import Batch
 from verl.checked import checked
+from verl.data.pools import PoolOptions, Pools
+from verl.data.prefetch import RowsAhead
 from verl.data.prompts import PromptDataset, PromptStream
 from verl.errors import ConfigError, DamagedCheckpointError, DataError
 from verl.record import Count
@@ -110,20 +113,42 @@ class PromptLoader:
 
     A batch may reach over the end of an epoch. A stream is read in its own order (`shuffle` must not be True) and
     is resumed by skipping.
+
+    Args:
+        pools: draw prompts less of which all samples are solved or all fail, see `verl.data.pools`; `Trainer.fit` tells
+            the loader how samples scored (`note`). None: every prompt once an epoch.
+        task: whose numbers they go by, where these are by task.
     """
 
     @checked
     def __init__(
-        self, data: PromptDataset | PromptStream, batch_size: Count, *, seed: int = 0, shuffle: bool | None = None
+        self,
+        data: PromptDataset | PromptStream,
+        batch_size: Count,
+        *,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        pools: PoolOptions | Mapping[str, Any] | None = None,
+        task: str = "",
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
         if isinstance(data, PromptStream) and shuffle:
             raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
         self.data, self.batch_size = data, batch_size
-        self._walk = (
-            _StreamWalk(data) if isinstance(data, PromptStream) else _DatasetWalk(data, seed, shuffle is not False)
-        )
+        #: None: every prompt is drawn once an epoch.
+        self.pools: Pools | None = None
+        self._walk: _DatasetWalk | _StreamWalk
+        if isinstance(data, PromptStream):
+            if pools is not None:
+                raise ConfigError(
+                    f"{data.name} is a stream, whose prompts are not drawn again: leave pools out, or use load_prompts"
+                )
+            self._walk = _StreamWalk(data)
+            return
+        if pools is not None:
+            self.pools = Pools(PoolOptions.of(pools, "pools"), len(data), task)
+        self._walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -136,6 +161,18 @@ class PromptLoader:
         visits, batch = self._walk.visit(count)
         ids = [f"e{epoch}.{row}" for epoch, row in visits]
         return batch.add({"id": ids, "group": ids})
+
+    def read_ahead(self) -> None:
+        """From now on read as many rows of a stream as were taken last, while these are used."""
+        if isinstance(self._walk, _StreamWalk):
+            self._walk.reads_ahead = True
+
+    def note(self, scores: Mapping[str, Sequence[float | None]]) -> None:
+        """Tell how the samples of drawn prompts scored, by the prompts' `group`; others are none of this."""
+        assert self.pools is not None
+        for group, of_samples in scores.items():
+            if visit := re.fullmatch(r"e(\d+)\.(\d+)", group):
+                self.pools.note(int(visit[1]), int(visit[2]), of_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next prompt, as JSON."""
@@ -151,22 +188,42 @@ class PromptLoader:
 
 
 class _DatasetWalk(Cursor):
-    def __init__(self, data: PromptDataset, seed: int, shuffle: bool) -> None:
-        identity = {"rows": len(data), "digest": data.fingerprint()}
+    def __init__(self, data: PromptDataset, seed: int, shuffle: bool, pools: Pools | None) -> None:
+        identity: dict[str, Any] = {"rows": len(data), "digest": data.fingerprint()}
+        if pools is not None:
+            identity["pools"] = pools.options.model_dump()
         super().__init__(len(data), seed=seed, shuffle=shuffle, name=data.name, data=identity)
-        self.data = data
+        self.data, self.pools = data, pools
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
-        visits = self.take(count)
+        visits: list[tuple[int, int]] = []
+        while len(visits) < count:
+            visits += filter(self._is_drawn, self.take(count - len(visits)))
         return visits, self.data.take([row for _, row in visits])
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({} if self.pools is None else {"pooled": self.pools.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.pools is None and "pools" in state:
+            raise DataError(f"the saved place in {self.name} was drawn with pools ({state['pools']}): give the same")
+        super().load_state_dict(state)
+        if self.pools is not None:
+            self.pools.load_state_dict(state.get("pooled"))
+
+    def _is_drawn(self, visit: tuple[int, int]) -> bool:
+        chance = 1.0 if self.pools is None else self.pools.chance(*visit)
+        epoch, row = visit
+        return chance == 1 or hashed(hashed(self.seed, epoch), row) < chance * 2**64
 
 
 class _StreamWalk:
     def __init__(self, data: PromptStream) -> None:
         self.data = data
         self.epoch = self.position = 0
-        self._rows: Iterator[tuple[int, dict[str, Any], Any]] | None = None
+        self._rows: RowsAhead | None = None
         self._mark: Any = None  # of the last row
+        self.reads_ahead = False
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
@@ -174,8 +231,8 @@ class _StreamWalk:
         barren = 0
         while len(rows) < count:
             if self._rows is None:
-                self._rows = self.data.marked_rows(self.epoch, self.position, self._mark)
-            number, row, mark = next(self._rows, (-1, {}, None))
+                self._rows = RowsAhead(self.data.marked_rows(self.epoch, self.position, self._mark))
+            number, row, mark = self._rows.next((-1, {}, None))
             if row:
                 visits.append((self.epoch, number))
                 rows.append(row)
@@ -187,6 +244,8 @@ class _StreamWalk:
                     f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
                 )
             self.epoch, self.position, self._mark, self._rows = self.epoch + 1, 0, None, None
+        if self._rows is not None and self.reads_ahead:
+            self._rows.read(count)
         return visits, Batch.from_rows(rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,4 +260,6 @@ class _StreamWalk:
         if not state.get("stream"):
             raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
         epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        if self._rows is not None:
+            self._rows.close()
         self.epoch, self.position, self._mark, self._rows = epoch, position, state.get("mark"), None

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 _BUILD_SECONDS = 120
+_LOCK = threading.Lock()
 
 
 def find_compiler() -> str | None:
@@ -40,7 +42,8 @@ def library() -> ctypes.CDLL | None:
         logger.warning("no C++ compiler here: work on CPU takes the slower torch code")
         return None
     try:
-        return ctypes.CDLL(str(_build(compiler)))
+        with _LOCK:  # a thread may build it ahead
+            return ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or error
         logger.warning("the kernels for CPU cannot be compiled, slower torch code is used: %s", detail)
@@ -54,6 +57,7 @@ def _build(compiler: str) -> Path:
     target = directory / f"kernels-{key.hexdigest()[:20]}.so"
     if target.exists():
         return target
+    logger.info("compiling the kernels for CPU, once for this machine")
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         sources = {path: Path(scratch) / f"{path.stem}.o" for path in sorted(_FOLDER.glob("*.cpp"))}

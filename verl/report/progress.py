@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -37,21 +38,79 @@ TASK_COLUMNS = (
 )
 
 
+#: Steps, and evaluations, that an estimate goes by.
+_LATEST = 50
+
+
+class TimeLeft:
+    """How long a run will go on: the steps and evaluations that are left, each as long as those so far.
+
+    A step lasts from the record before its own to its own, so that what stands between steps (a checkpoint, the page)
+    is part of it. The first is left out once there are others, which find warm what it has to warm up.
+
+    Args:
+        total_steps: the length of the run.
+        start: the step that it goes on from.
+        eval_every: steps from one evaluation to the next, where the last step is evaluated, too; None: none is.
+        now: in seconds, as of `note`.
+    """
+
+    def __init__(self, total_steps: int, start: int = 0, eval_every: int | None = None, *, now: float = 0.0) -> None:
+        self.total_steps, self._step, self._latest = total_steps, start, now
+        self._seconds: dict[str, list[float]] = {"step": [], "evaluation": []}
+        every = eval_every or max(total_steps, 1)
+        due = {*range(every, total_steps, every), total_steps} if eval_every else set()
+        #: Steps after which an evaluation is to come.
+        self.due = {step for step in due if step > start}
+
+    def note(self, step: int, record: Mapping[str, Any], now: float) -> None:
+        """A log record of a step or of the evaluation after it."""
+        kind = "evaluation" if "time/evaluation" in record else "step"
+        self._seconds[kind].append((now - self._latest) / max(step - self._step, 1))
+        self._step, self._latest = step, now
+        self.due -= {step} if kind == "evaluation" else set()
+
+    def of(self, kind: str) -> float:
+        """Seconds of a "step" or an "evaluation"; 0 where there was none."""
+        latest = self._seconds[kind][-_LATEST:]
+        return fmean(latest[1:] or latest or [0.0])
+
+    def seconds(self) -> float | None:
+        """Until the end; None: there was no step."""
+        left = max(self.total_steps - self._step, 0) * self.of("step") + len(self.due) * self.of("evaluation")
+        return left if self._seconds["step"] else None
+
+    def in_words(self) -> str:
+        """The time left, and what it is for."""
+        steps, evaluations = max(self.total_steps - self._step, 0), len(self.due) if self._seconds["evaluation"] else 0
+        counts = {"step": steps, "evaluation": evaluations}
+        parts = [f"{n} {kind}{'s' * (n > 1)} of {self.of(kind):.1f} s" for kind, n in counts.items() if n]
+        return f"about {duration(self.seconds() or 0.0)} left: {' and '.join(parts) or 'no steps'}"
+
+
 class ConsoleSink:
     """A log sink that prints; with a length and on a terminal it keeps a progress bar at the bottom.
 
     Args:
         total_steps: the length of the run; None: no bar and no time left.
         start: the step a resumed run goes on from.
+        eval_every: steps from one evaluation to the next; None: the run has none.
     """
 
     name = "console"
 
-    def __init__(self, total_steps: int | None = None, *, start: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        start: int = 0,
+        eval_every: int | None = None,
+        console: Console | None = None,
+    ) -> None:
         self.console = console or Console(soft_wrap=True, highlight=False)
         self.total_steps = total_steps
-        self._start = start
-        self._began = time.monotonic()
+        self._time = None if total_steps is None else TimeLeft(total_steps, start, eval_every, now=time.monotonic())
+        self._has_said = False
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if total_steps is not None and self.console.is_terminal:
@@ -69,31 +128,32 @@ class ConsoleSink:
             self.console.print(text, markup=False)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        left = self._left(step)
+        if self._time is not None:
+            self._time.note(step, record, time.monotonic())
+        left = self._left()
         total = f"/{self.total_steps}" if self.total_steps is not None else ""
         values = describe(record) or "nothing was measured"  # such as an evaluation of which every sample abstained
         self.console.print(f"step {step}{total}  {values}{f'  left {left}' if left else ''}", markup=False)
         for line in describe_tasks(record):
             self.console.print(f"  {line}", markup=False)
+        if left and not self._has_said and self._time is not None:
+            self._has_said = True
+            self.console.print(self._time.in_words(), markup=False)
         if self._bar is not None:
             reward = describe({name: record[name] for _, name, _ in COLUMNS[:1] if name in record})
-            text = "  ".join(filter(None, (f"{step}{total}", reward, self._rate(step), f"left {left}")))
+            text = "  ".join(filter(None, (f"{step}{total}", reward, self._rate(), f"left {left}")))
             self._bar.update(self._task, description="training", completed=step, text=text)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _rate(self, step: int) -> str:
-        if step <= self._start:
-            return ""
-        return f"{(time.monotonic() - self._began) / (step - self._start):.1f} s/step"
+    def _rate(self) -> str:
+        return "" if self._time is None else f"{self._time.of('step'):.1f} s/step"
 
-    def _left(self, step: int) -> str:
-        if self.total_steps is None or step <= self._start:
-            return ""
-        elapsed = time.monotonic() - self._began
-        return duration(elapsed / (step - self._start) * max(self.total_steps - step, 0))
+    def _left(self) -> str:
+        seconds = None if self._time is None else self._time.seconds()
+        return "" if seconds is None else duration(seconds)
 
 
 def describe(record: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
 from verl.extras import load_extra
-from verl.record import Natural
+from verl.record import Count, Natural
 from verl.report.completions import SHOWN, CompletionFiles
 from verl.schemas import RUN_FILE, write_run_schema
 from verl.user_code import describe, show_once, traceback_of
@@ -268,6 +268,7 @@ def open_logger(
     config: Mapping[str, Any] | None = None,
     total_steps: Natural | None = None,
     resume_step: Annotated[int, Field(ge=-1)] | None = None,
+    eval_every: Count | None = None,
 ) -> Logger:
     """A logger that writes `metrics.jsonl`, `completions/` and TensorBoard events under `directory` (None: no files),
     and what else `sinks` names.
@@ -276,6 +277,7 @@ def open_logger(
         config: flat settings for W&B, Trackio and MLflow.
         total_steps: the length of the run.
         resume_step: the last committed step of a run that is resumed; -1: none was; None: nothing was logged before.
+        eval_every: steps from one evaluation to the next, for what the console says of the time left; None: none.
 
     Raises:
         ConfigError: an unknown sink, or one whose package is not installed.
@@ -283,7 +285,7 @@ def open_logger(
     from verl.report.progress import ConsoleSink
 
     makers: dict[str, Callable[[], Sink]] = {
-        "console": lambda: ConsoleSink(total_steps, start=max(resume_step or 0, 0)),
+        "console": lambda: ConsoleSink(total_steps, start=max(resume_step or 0, 0), eval_every=eval_every),
         "wandb": lambda: WandbSink(project, run_id, directory or ".", config or {}),
         "trackio": lambda: TrackioSink(project, run_id, config or {}),
         "mlflow": lambda: MlflowSink(project, run_id, config or {}),

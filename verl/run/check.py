@@ -12,7 +12,7 @@ from verl.config import Config, CostConfig, differences
 from verl.config.schema import KL
 from verl.data.by_task import by_task
 from verl.data.prompts import PromptDataset
-from verl.errors import ConfigError
+from verl.errors import ConfigError, nearest
 from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
 from verl.rewards.source import RewardSource
@@ -59,6 +59,8 @@ def check_settings(config: Config) -> Checked:
     _check_together(config, algorithms)
     _check_trainer(config, algorithms)
     _check_paths(config)
+    if config.data.pools is not None and (stray := min(config.data.pools.tasks - {*algorithms}, default=None)):
+        raise ConfigError(f"data.pools has numbers of task '{stray}': {nearest(stray, algorithms)}")
     if config.trainer.task_scheduler is not None:
         DynamicTaskWeightScheduler(**dict(config.trainer.task_scheduler))
     sources = sources_of(config)
@@ -130,6 +132,8 @@ def _readers(
         yield f"actor_rollout_ref.actor.{strategy}_config", is_used, f"it is for strategy '{strategy}'"
     yield "reward", calls, "no reward is given"
     yield "trainer.project", bool({*trainer.loggers} & {*EXTRAS}), f"it is for trainer.loggers {', '.join(EXTRAS)}"
+    drawn = [each for each in algorithms.values() if not is_offline(config, each)]
+    yield "data.pools", any("reward" in each.roles for each in drawn), "they go by the rewards of sampled responses"
     yield "trainer.max_resamples", rejects, f"{of} no samples that are rejected"
     yield "trainer.max_resamples", trainer.max_staleness is None, "asynchronous training samples nothing again"
     yield f"{_ROLLOUT}.n", not config.tasks or rollout.n == 1, "each of the tasks has its own n"  # 1: see other_names

@@ -14,7 +14,7 @@ from verl.config.schema import is_by_task, mixed
 from verl.data.by_task import COLUMN, by_task
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader, is_recorded
-from verl.data.prefetch import Loader, Prefetch
+from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.data.tokenize import tokenize_prompts
@@ -123,8 +123,9 @@ def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, flo
     many = len(config.tasks) > 1  # the batches of one task are those of a run without `tasks`
     shares = {task.name: task.share for task in config.tasks if many and task.name in train}
     size = 1 if shares or mixture else data.batch_size
+    order: dict[str, Any] = {"seed": seed, "shuffle": data.shuffle, "pools": data.pools}
     sources: dict[str, PromptLoader | OfflineDatasetLoader] = {
-        name: PromptLoader(of, size, seed=seed, shuffle=data.shuffle) if isinstance(of, PromptDataset) else of
+        name: PromptLoader(of, size, task=name, **order) if isinstance(of, PromptDataset) else of
         for name, of in train.items()
     }
     if shares:
@@ -132,7 +133,7 @@ def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, flo
     if mixture:
         return MixedLoader(sources, mixture, batch_size=data.batch_size, seed=seed)
     (source,) = sources.values()
-    return Prefetch(source)
+    return source
 
 
 def _unseen(held_out: Data, train: Mapping[str, Data], notes: list[str]) -> PromptDataset | Batch:

@@ -8,6 +8,7 @@ import platform
 import shlex
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from verl.config import Config, config_hash, run_id, to_yaml
 from verl.config.schema import KL
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
+from verl.device import default_kind
 from verl.errors import ConfigError, DataError, ModelError, VerlError
+from verl.kernels.build import library
 from verl.log import setup_logging
 from verl.report.compare import flat
 from verl.report.completions import save_table
@@ -34,6 +37,7 @@ from verl.run.data import build_data
 from verl.run.folder import Run, open_run
 from verl.run.memory import check_memory
 from verl.run.resolved import resolve, resolve_engine
+from verl.threads import beside
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
 from verl.user_functions import user_files
@@ -43,17 +47,21 @@ logger = logging.getLogger(__name__)
 _COMPLETION_COLUMNS = ("id", "prompt", "response", "reward", "finish")
 
 
-def train(config: Config, *, fresh: bool = False, accept_edits: bool = False) -> dict[str, Any]:
+def train(
+    config: Config, *, fresh: bool = False, accept_edits: bool = False, began: float | None = None
+) -> dict[str, Any]:
     """Run to the end, or on to the end if it was interrupted; prints a table and returns the summary.
 
     Args:
         fresh: start anew even if the run is unfinished.
         accept_edits: go on even if files of the user's code were edited since the run began.
+        began: when the command began, by `time.monotonic`; None: now.
 
     Raises:
         VerlError: what stops a run, by the boundary where it arose.
         SystemExit: by a signal, after a checkpoint.
     """
+    clock = _Clock(began)
     seed_everything(config.trainer.seed)
     checked = check_settings(config)
     config = _with_steps(config, checked)
@@ -62,6 +70,7 @@ def train(config: Config, *, fresh: bool = False, accept_edits: bool = False) ->
         torch.set_num_threads(settings.threads)
     controller = Controller(settings.placement, timeout=settings.deadline)
     controller.start()
+    kernels = beside(library, name="compile") if controller.is_local and default_kind() == "cpu" else None
     run = open_run(
         settings.output_dir,
         run_id(config),
@@ -77,15 +86,18 @@ def train(config: Config, *, fresh: bool = False, accept_edits: bool = False) ->
             controller.everywhere(setup_logging, each=[(log,) for log in (first, *others)])
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         trainer: Trainer | None = None
+        report = _LiveReport(run)
         try:
             run.note_code(user_files(), accept_edits=accept_edits)
             trainer, prompts = _open_trainer(config, checked, run, controller)
-            trainer.on_log_hook(_LiveReport(run))
+            trainer.on_log_hook(report)
+            clock.started(trainer.steps, kernels)
             trainer.fit(prompts, settings.total_steps - trainer.steps)
             trainer.logger.close()
             summary = _summary(config, trainer, run)
             run.finish(summary, steps=trainer.steps)
-            _print_table(summary, run.path, _report(run))
+            page = report.write()
+            _print_table(summary, run.path, page, clock.parts(read_rows(run.metrics), report.seconds))
             return summary
         except Exception as error:
             # Where another library's error is the cause, its traceback says more, unless the message is for the user.
@@ -100,8 +112,8 @@ def train(config: Config, *, fresh: bool = False, accept_edits: bool = False) ->
             if trainer is not None:
                 trainer.close()
                 trainer.logger.close()
-            if run.path.exists():
-                _report(run)
+            if run.path.exists() and not report.is_last:
+                report.write()
             controller.close()
 
 
@@ -195,6 +207,7 @@ def _logger(config: Config, run: Run, step: int | None) -> Logger:
         config=dict(flat(config.model_dump(mode="json"))),
         total_steps=settings.total_steps,
         resume_step=-1 if step is None and run.status == "resumed" else step,
+        eval_every=None if config.data.eval is None else settings.eval_every or max(settings.total_steps, 1),
     )
 
 
@@ -232,27 +245,63 @@ def _environment() -> dict[str, Any]:
 
 
 class _LiveReport:
-    """Writes the report anew now and then, after a step."""
+    """Writes the report: anew now and then, after a step, and at the end.
+
+    Attributes:
+        seconds: that it took, in all.
+        is_last: it has been written as that of a run that has ended.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run, self.written = run, time.monotonic()
+        self.seconds, self.is_last = 0.0, False
 
     def __call__(self, step: int, record: Mapping[str, Any]) -> None:
         if time.monotonic() - self.written >= REFRESH_SECONDS:
-            _report(self.run, live=True)
+            self.write(live=True)
+
+    def write(self, live: bool = False) -> Path | None:
+        """As far as the run has come; a failed run's report is the one that is wanted most."""
+        began, self.is_last = time.monotonic(), not live
+        try:
+            return write_report(self.run.path, live=live)
+        except (VerlError, OSError) as error:
+            logger.warning("no report was written: %s", error)
+            return None
+        finally:
             self.written = time.monotonic()
+            self.seconds += self.written - began
 
 
-def _report(run: Run, live: bool = False) -> Path | None:
-    """Write the report, as far as the run has come; a failed run's report is the one that is wanted most."""
-    try:
-        return write_report(run.path, live=live)
-    except (VerlError, OSError) as error:
-        logger.warning("no report was written: %s", error)
-        return None
+class _Clock:
+    """Where the time of one attempt went."""
+
+    def __init__(self, began: float | None) -> None:
+        self._began = time.monotonic() if began is None else began
+        self._start = self._compiling = 0.0
+        self._step = 0
+
+    def started(self, step: int, kernels: Future[Any] | None) -> None:
+        """All is loaded, and training begins after a step; kernels that are still being compiled are waited for."""
+        self._step, now = step, time.monotonic()
+        if kernels is not None:
+            kernels.exception()
+        self._start, self._compiling = now - self._began, time.monotonic() - now
+
+    def parts(self, rows: list[dict[str, Any]], report: float) -> dict[str, float]:
+        """Seconds of each part, from the log of the run and those of its report. What goes on beside other work, such
+        as rollouts of asynchronous training, counts in full."""
+        rows = [row for row in rows if row["step"] > self._step or self._step == 0]
+        parts = {"start": self._start, "compiling": self._compiling}
+        for name, key in (("evaluations", "evaluation"), ("rollout", "rollout"), ("update", "update")):
+            parts[name] = math.fsum(row.get(f"time/{key}") or 0.0 for row in rows)
+        parts["report"] = report
+        return {**parts, "the rest": max(time.monotonic() - self._began - sum(parts.values()), 0.0)}
 
 
-def _print_table(summary: Mapping[str, Any], run: Path, page: Path | None) -> None:
+def _print_table(
+    summary: Mapping[str, Any], run: Path, page: Path | None, parts: Mapping[str, float] | None = None
+) -> None:
     table = Table(title="result", show_header=False)
     if "headline" in summary:
         name = summary["headline"]
@@ -272,6 +321,9 @@ def _print_table(summary: Mapping[str, Any], run: Path, page: Path | None) -> No
     table.add_row("trained", f"{summary['train_tokens_per_second']:,.0f} tokens/s")
     table.add_row("peak memory", f"{summary['peak_memory_bytes'] / 1e9:.2f} GB")
     table.add_row("time", f"{summary['seconds'] / 60:.1f} minutes")
+    for name, seconds in (parts or {}).items():
+        if seconds >= 0.05:
+            table.add_row(f"  {name}", f"{seconds:.1f} s")
     if summary["control"]:
         table.add_row("control", str(summary["control"]))
     console = Console(soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -13,7 +13,7 @@ from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
-from verl.data.prefetch import Loader, Prefetch, ahead
+from verl.data.prefetch import Loader, ahead
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import Truncation, tokenize_prompts
 from verl.errors import ConfigError
@@ -51,7 +51,7 @@ def as_loader(
             )
         if max_prompt_length is not None:
             raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
-        return _Repeated(data) if isinstance(data, DataLoader) else data
+        return _Repeated(data, trainer.prepare_prompts) if isinstance(data, DataLoader) else data
     if isinstance(data, Loader | DataLoader):
         raise ConfigError(f"a {type(data).__name__} has batches of its own size: leave batch_size out")
     seed = trainer.actor.plan.seed
@@ -62,7 +62,7 @@ def as_loader(
         return OfflineDatasetLoader(data, trainer.actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
     if not is_files(data) and not hasattr(data, "__len__"):
         stream = stream_prompts(data)
-        return Prefetch(PromptLoader(_limited(stream, trainer, limits) if limits else stream, batch_size))
+        return PromptLoader(_limited(stream, trainer, limits) if limits else stream, batch_size)
     rows = data if isinstance(data, PromptDataset) else load_prompts(data)
     return _Passes(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
 
@@ -89,11 +89,11 @@ def one_pass(loader: Any) -> int:
     return math.ceil(len(loader) / (loader.batch_size if isinstance(loader, OfflineDatasetLoader) else 1))
 
 
-class _Passes(Prefetch):
-    """Batches of prompts without end, read ahead; its length is that of one pass."""
+class _Passes(PromptLoader):
+    """Batches of prompts without end; its length is that of one pass."""
 
     def __init__(self, rows: PromptDataset, batch_size: int, seed: int) -> None:
-        super().__init__(PromptLoader(rows, batch_size, seed=seed))
+        super().__init__(rows, batch_size, seed=seed)
         self._batches = math.ceil(len(rows) / batch_size)
 
     def __len__(self) -> int:
@@ -103,8 +103,8 @@ class _Passes(Prefetch):
 class _Repeated:
     """A `DataLoader`, epoch after epoch."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], prepare: Callable[[Any], Any]) -> None:
+        self._loader, self._prepare = loader, prepare
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -112,7 +112,7 @@ class _Repeated:
     def __iter__(self) -> Iterator[Any]:
         while True:
             batch = None
-            for batch in ahead(iter(self._loader)):
+            for batch in ahead(iter(self._loader), self._prepare):
                 yield batch
             if batch is None:
                 return

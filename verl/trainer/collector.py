@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.batch import Batch
@@ -34,11 +34,26 @@ class Samples:
         rows: what is learned from.
         draws: what each rollout gave; the first has every prompt once. Of recorded responses there is one.
         rejected: prompts all of whose samples the algorithm rejected, to the last; None: it rejects none.
+        origin: the group of the first draw that a later draw has under another name.
     """
 
     rows: Batch
     draws: Sequence[Result]
     rejected: int | None = None
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    def scores(self, column: str) -> dict[str, list[float | None]]:
+        """A column of rewards of all samples that were drawn, those that were rejected too, by their prompt.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        scores: dict[str, list[float | None]] = {}
+        for result in self.draws:
+            samples = own_samples(result.batch)
+            for group, score in zip(samples["group"], samples[column], strict=True):
+                scores.setdefault(self.origin.get(group, group), []).append(score)
+        return scores
 
 
 class SampleCollector:
@@ -112,7 +127,7 @@ class SampleCollector:
             draws.append(await self._draw(retry.drop(["group", "id"]).add({"group": groups})))
             more = draws[-1].batch
             kept.append(more.filter(await self._keep(more) or [True] * len(more)))
-        return Samples(Batch.concat(kept), draws, len(again))
+        return Samples(Batch.concat(kept), draws, len(again), origin)
 
     async def collect_drawn(self, rows: Batch, key: str) -> Samples:
         """Responses that rollout workers have drawn, as samples; those that the algorithm rejects are left out."""

@@ -72,6 +72,8 @@ class InterleavedTrainer(Trainer):
         self.max_staleness = max_staleness
         self._flights: dict[str, _Flight] = {}
 
+    draws_late = True
+
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")
 
@@ -84,9 +86,6 @@ class InterleavedTrainer(Trainer):
             return super().fit(prompts, steps, batch_size=batch_size, **options)
         finally:
             self._land()
-
-    def _read_ahead(self, loader: Any) -> Any:
-        return loader  # what is drawn depends on which tasks are waited for
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         """Begin what may be begun, wait for the samples of a task, train on all that have come.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,9 +27,9 @@ from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
-from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch
-from verl.data.tokenize import Truncation
+from verl.data.task_loader import note_scores, pooled, sources_of
+from verl.data.tokenize import Truncation, to_prompts
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import log_prob_nodes
@@ -114,6 +115,8 @@ class Trainer:
     """
 
     algorithm_name: ClassVar[str | None] = None
+    #: Whether a step decides what the next one draws.
+    draws_late: ClassVar[bool] = False
     algorithm: BaseAlgorithm = _of_the_task("algorithm")
     sources: dict[str, Reward] = _of_the_task("sources")
     updater: Updater = _of_the_task("updater")
@@ -395,9 +398,19 @@ class Trainer:
 
     def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
         records = {name: self.tasks[name].collector.record(drawn) for name, drawn in samples.items()}
+        sizes = self._note(samples)
         if len(self.tasks) == 1:
-            return records[self.task.name]
-        return joined({name: drawn.rows for name, drawn in samples.items()}, records)
+            return records[self.task.name] | sizes
+        return joined({name: drawn.rows for name, drawn in samples.items()}, records) | sizes
+
+    def _note(self, samples: Mapping[str, Samples]) -> dict[str, int]:
+        """Tell a loader with pools how its prompts scored; their sizes."""
+        scores: dict[str, list[float | None]] = {}
+        metrics = {source.pools.options.metric for source in pooled(self._loader).values() if source.pools}
+        for metric in metrics:
+            for name, drawn in samples.items():
+                scores |= drawn.scores(metric) if self.tasks[name].algorithm.online else {}
+        return note_scores(self._loader, scores)
 
     def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
         self.update_phase.weights.update(self.mixture.weights(samples))
@@ -550,11 +563,26 @@ class Trainer:
         self._loader, self._position = None, position
 
     def _read_ahead(self, loader: Any) -> Any:
-        """A loader whose next batch is read while this one trains. The shares that a scheduler changes after a step are
-        those of the next batch, which is not read before."""
-        if not isinstance(loader, Loader) or isinstance(loader, Prefetch | OfflineDatasetLoader):
-            return loader
-        return loader if self.mixture.scheduler is not None else Prefetch(loader)
+        """A loader whose next batch is read and tokenised while this one trains. What a step decides of the next batch
+        (shares of a scheduler, pools, tasks that are waited for) is not decided before: rows alone are read then."""
+        if isinstance(loader, Prefetch):
+            loader.prepare = self.prepare_prompts
+        elif isinstance(loader, Loader):
+            if not (self.draws_late or self.mixture.scheduler is not None or pooled(loader)):
+                return Prefetch(loader, self.prepare_prompts)
+            for source in sources_of(loader).values():
+                source.read_ahead()
+        return loader
+
+    def prepare_prompts(self, batch: Any) -> Any:
+        """A batch of `fit` with the tokens of its prompts."""
+        encode = partial(to_prompts, self.actor.tokenizer, tools=self.actor.tools)
+        if len(self.tasks) == 1:
+            return encode(batch) if self.task.algorithm.online else batch
+        if not isinstance(batch, Mapping):
+            return batch
+        online = {name for name, task in self.tasks.items() if task.algorithm.online}
+        return {name: encode(rows) if name in online else rows for name, rows in batch.items()}
 
     def _position_of(self, loader: Loader) -> dict[str, Any]:
         return loader.state_dict()
