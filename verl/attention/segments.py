@@ -30,10 +30,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl.attention import varlen
+from verl.autograd import add_rows
 from verl.device import to_device
 from verl.errors import DataError
 from verl.kernels.compiled import VECTOR, layer_kernels
-from verl.ordered_sums import add_rows
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 

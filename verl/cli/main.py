@@ -137,7 +137,7 @@ def train(
             typer.echo(f"{typer.style(key, bold=True)}: {value}  # {default}")
         typer.echo("\n# All settings:\n" + to_yaml(config))
         return
-    from verl.kernels.library_memory import limit_library_memory
+    from verl.device import limit_library_memory
 
     limit_library_memory()
     from verl.run.train import train as run

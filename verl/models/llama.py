@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from verl.autograd import Embedding, give
 from verl.kernels.compiled import VECTOR, layer_kernels
-from verl.models.grad_sums import Embedding, give
 
 if TYPE_CHECKING:
-    from verl.kernels.interface import Kernels
+    from verl.kernels.compiled import Kernels
     from verl.models.packed import AttentionContext, PackedModel
 
 # Of one layer, where both round alike: measured 5e-4 and 2e-6 at most.

@@ -27,10 +27,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from verl.attention.segments import Packed, PaddedRows, pack_rows
+from verl.autograd import take_rows
 from verl.errors import ModelError
 from verl.models.llama import AttentionRecorder, FusedLayers
 from verl.models.log_probs import token_log_probs
-from verl.ordered_sums import take_rows
 from verl.weights.layout import count_of
 from verl.weights.meta import sample
 from verl.weights.shards import named_weights
@@ -104,7 +104,7 @@ class PackedModel:
             raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
         compute_experts(model)
         if self.device.type == "cpu":
-            from verl.kernels.library_memory import limit_library_memory
+            from verl.device import limit_library_memory
 
             limit_library_memory()
         self.backbone: torch.nn.Module = backbone_of(self.model)
