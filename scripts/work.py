@@ -51,7 +51,7 @@ class Meter:
     """Counts what all threads of this process do while it runs; made before they are."""
 
     def __init__(self) -> None:
-        from verl.kernels.interface import Kernels
+        from verl.kernels.compiled import Kernels
 
         self.running = False
         self._counters: list[Counter[str]] = []

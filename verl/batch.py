@@ -37,7 +37,7 @@ import mmap
 import operator
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -383,8 +383,8 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of neighbouring rows in `indices`: the first of each, and how many."""
-    runs = (list(run) for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]))
-    return [(run[0][1], len(run)) for run in runs]
+    starts = [i for i in range(len(indices)) if not i or indices[i] != indices[i - 1] + 1]
+    return [(indices[start], end - start) for start, end in pairwise([*starts, len(indices)])]
 
 
 def _take(array: pa.Array, indices: Sequence[int], runs: Sequence[tuple[int, int]]) -> pa.Array:

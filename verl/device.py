@@ -5,6 +5,7 @@ The one place that asks which devices there are. Imported without torch.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -27,8 +28,14 @@ _claimed: set[tuple[str, int]] = set()
 
 #: Kinds without fp64, which sampling needs: taken only where a placement names them.
 _NOT_BY_DEFAULT = ("mps",)
+#: Kinds whose copies from and to pinned memory the host need not wait for.
+_PINNED = ("cuda", "xpu")
 # cgroup v1 writes "no limit" as the largest multiple of the page size.
 _NO_LIMIT = 1 << 60
+# Entries of the two caches of compiled products: oneDNN's and that of torch's interface to it.
+_PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_CACHE_ENTRIES = "128"
+_M_ARENA_MAX = -8
 
 
 def _accelerators() -> Any:
@@ -153,7 +160,7 @@ class HostCopy:
 
         values = torch.stack([column.detach().double() for column in columns])
         self._done: Any = None
-        if _can_pin(values.device):
+        if values.device.type in _PINNED:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             module = _module(str(values.device))
@@ -172,7 +179,7 @@ class HostCopy:
 
 def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Values of the host there. The host does not wait for what the device has to do before."""
-    if _can_pin(device) and values.is_cpu:
+    if device.type in _PINNED and values.is_cpu:
         values = values.pin_memory()
     return values.to(device, dtype, non_blocking=True)
 
@@ -180,10 +187,6 @@ def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | N
 def is_host(device: torch.device) -> bool:
     """Whether the host reads this device's numbers without waiting. Tests put another in its place."""
     return device.type == "cpu"
-
-
-def _can_pin(device: torch.device) -> bool:
-    return device.type in ("cuda", "xpu")
 
 
 def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
@@ -298,6 +301,33 @@ def _info(device: str) -> Any:
     """Free and total bytes: torch 2.9 has all but these for every kind alike."""
     api = _accelerators()
     return api.get_memory_info(device) if hasattr(api, "get_memory_info") else _module(device).mem_get_info(device)
+
+
+def limit_library_memory() -> None:
+    """Keep a process's memory flat over thousands of steps. To be called before the first product in half precision,
+    and best before any library starts threads; later calls change nothing.
+
+    oneDNN keeps code for every shape of a half-precision product that it has met, up to half a megabyte each and 1,024
+    of them: the shapes of training are new in each step. What the environment says already stays.
+
+    glibc's allocator serves all threads from one arena: that of the compute thread would fragment.
+    """
+    for name in _PRODUCT_CACHES:
+        os.environ.setdefault(name, _CACHE_ENTRIES)
+    if sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_M_ARENA_MAX, 1)
+
+
+def return_free_memory() -> None:
+    """Give the free pages of glibc's heap back to the system. Called after every update, whose tensors have sizes of
+    their own: freed memory in pieces between others would let the heap grow for dozens of steps.
+    """
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _free_on_host() -> int:

@@ -11,8 +11,7 @@ import torch
 import torch.nn.attention.varlen
 import torch.nn.functional as F
 
-from verl.kernels.compiled import kernels
-from verl.kernels.interface import Kernels
+from verl.kernels.compiled import Kernels, kernels
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks, varlen_attn
 from verl.rollout.embedded.kv_cache import BLOCK, KVCache
 from verl.rollout.embedded.scheduler import ScheduledBatch

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.attention import packed as attention
-from verl.attention.packed import Bucket, Row, attend, sdpa_attend
+from verl.attention import segments as attention
+from verl.attention.segments import Bucket, Row, attend, sdpa_attend
 
 SCALE = 0.3
 # Three plain rows; the first two are prefixes of rows that stand in one bucket, and of another bucket.
@@ -81,7 +81,7 @@ def test_compiled_steps_equal_a_dense_mask(
     torch.manual_seed(0)
     inputs = [torch.randn(TOTAL, n, 32).to(dtype).requires_grad_() for n in (6, 2, 2)]
     outer = torch.randn(TOTAL, 6, 32).to(dtype)
-    assert isinstance(attention._steps(make_buckets()[0], SCALE, 1, inputs[0]), attention._CompiledSteps)
+    assert attention._Steps(make_buckets()[0], SCALE, 1, inputs[0]).kernels is not None
     wide = [x.detach().double().requires_grad_() for x in inputs]
     expected = dense(*wide, window)
     gradients = torch.autograd.grad(expected, wide, outer.double())

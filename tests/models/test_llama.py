@@ -28,8 +28,7 @@ from transformers import (
 )
 
 from verl.attention.segments import pack_rows
-from verl.kernels.compiled import kernels
-from verl.kernels.interface import Kernels
+from verl.kernels.compiled import Kernels, kernels
 from verl.models.packed import PackedModel
 
 SIZES = {

@@ -166,4 +166,5 @@ def test_an_accelerator_works_on_whole_chunks_of_a_size_that_its_memory_gives(
 
 
 def _block_shapes(product: Tensor) -> list[tuple[int, ...]]:
-    return [tuple(block.shape) for _, block in log_probs._blocks(product, torch.float64)]
+    blocks = log_probs._logits(product, torch.float64, log_probs._Formula(1.0, None, 1.0))
+    return [tuple(logits.shape) for _, logits, _ in blocks]

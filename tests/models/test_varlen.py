@@ -17,8 +17,7 @@ from tests.models.test_packed import PROMPTS, RESPONSES, Make, difference, gradi
 from tests.properties import examples
 from tests.varlen import varlen_attn
 from verl.attention import varlen
-from verl.attention.packed import Row, attend
-from verl.attention.segments import _buckets, pack_rows
+from verl.attention.segments import Row, Segments, attend, pack_rows
 from verl.models.packed import PackedModel
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention
 from verl.rollout.embedded.kv_cache import KVCache
@@ -63,7 +62,7 @@ def test_ragged_rows_equal_buckets(rows: list[Row], window: int | None, heads: t
     size = sum(row.length for row in rows)
     inputs = [torch.randn(size, n, 8, dtype=torch.float64, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
     outer = torch.randn(size, heads[0], 8, dtype=torch.float64)
-    expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
+    expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)
     output = varlen.varlen_attend(varlen_attn, *inputs, varlen.Ragged(rows), SCALE, window)
     assert (output - expected).abs().max() < 1e-12
     wanted = torch.autograd.grad(expected, inputs, outer)
@@ -99,7 +98,7 @@ def test_a_packed_micro_batch_goes_through_the_kernel(with_kernel: list[int]) ->
     inputs = [torch.randn(size, n, 8, dtype=torch.float64) for n in (4, 2, 2)]
     output = packed.context.attend(0, *inputs, SCALE, None)
     assert len(with_kernel) == 1
-    expected = attend(*inputs, packed.context._buckets, SCALE, None)
+    expected = attend(*inputs, packed.context.buckets, SCALE, None)
     assert (output - expected).abs().max() < 1e-12
 
 
@@ -205,7 +204,7 @@ def test_an_older_torch_takes_the_package(package: Package, window: int | None, 
     assert kernel is not None and not varlen.has_splits(kernel)
     rows = [Row(0, 4), Row(4, 3, Row(0, 4)), Row(7, 2, Row(0, 4))]
     inputs = [torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
+    expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)
     found = varlen.varlen_attend(kernel, *inputs, varlen.Ragged(rows), SCALE, window)
     assert (found - expected).abs().max() < 1e-12
     assert [call["deterministic"] for call in calls] == [True]
@@ -265,7 +264,7 @@ def test_a_torch_without_pages_takes_its_kernel_for_training(
     assert kernel is not None
     rows = [Row(0, 4), Row(4, 3, Row(0, 4))]
     inputs = [torch.randn(7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    expected = attend(*inputs, _buckets(rows, torch.device("cpu")), SCALE, window)
+    expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)
     found = varlen.varlen_attend(kernel, *inputs, varlen.Ragged(rows), SCALE, window)
     assert (found - expected).abs().max() < 1e-12
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl.errors import ConfigError, ModelError, RolloutError
-from verl.kernels import build, interface
+from verl.kernels import build, compiled
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention
@@ -297,14 +297,14 @@ def test_without_a_compiler_generation_goes_on_with_torch(
     request = Request("x", list(range(10, 50)), SamplingParams(max_new_tokens=10))
     expected = next(generate(EmbeddedEngine(packed64, eos_token_ids=(), seed=0, kv_memory=8 << 20), [request]))
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    for cached in (interface.load, build.library):
+    for cached in (compiled.kernels, build.library):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             engine = EmbeddedEngine(packed64, eos_token_ids=(), seed=0, kv_memory=8 << 20)
             sample = next(generate(engine, [request]))
     finally:
-        for cached in (interface.load, build.library):
+        for cached in (compiled.kernels, build.library):
             cached.cache_clear()
     assert "compiler" in caplog.text
     assert sample.tokens == expected.tokens

@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.test_device import Fake
 from verl import device
 from verl.kernels import inductor
-from verl.training import adamw, masters
+from verl.training import adamw
 from verl.training.gradients import Weight
-from verl.training.optimizer import MixedPrecisionOptimizer
+from verl.training.optimizer import MasterOptimizer, MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
 
 in_all_codes = pytest.mark.parametrize("code", ["compiled", "torch", "fused"])
@@ -245,7 +245,7 @@ def test_fp32_weights_are_stepped_by_torchs_fused_kernel_where_they_are(monkeypa
     theirs = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(theirs, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     live = torch.nn.Parameter(torch.empty(8, 8, device="meta"))
-    optimizer = masters.MasterOptimizer([weight := Weight("w", live, live)], OptimConfig())
+    optimizer = MasterOptimizer([weight := Weight("w", live, live)], OptimConfig())
     weight.gradient, weight.has_gradient = torch.empty(8, 8, device="meta"), True
     optimizer.step(1e-3, 1.0)
     assert optimizer._optimizer.param_groups[0]["fused"] is True

@@ -17,8 +17,8 @@ from verl.errors import ConfigError
 from verl.models.heads import ValueModel
 from verl.training.backends.deepspeed import DeepSpeedEngine
 from verl.training.options import EngineOptions
-from verl.weights.cuts import run_blocks
 from verl.weights.layout import Layout, Mesh
+from verl.weights.shard import run_blocks
 
 SCRIPT = Path(__file__).with_name("rank_zero.py")
 

@@ -14,10 +14,10 @@ from tests.training.cases import make_engine
 from tests.training.test_waits import watch
 from tests.varlen import varlen_attn
 from tests.waits import unwatched
-from verl import ordered_sums
+from verl import autograd
 from verl.attention import varlen
+from verl.autograd import add_rows, sum_rows, take_rows
 from verl.models.heads import ValueModel
-from verl.ordered_sums import add_rows, sum_rows, take_rows
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 #: CUDA adds by atomics in these; in `index_put` with `accumulate` it does not.
@@ -43,7 +43,7 @@ class Ordered(TorchDispatchMode):
 @pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
 def test_a_micro_batch_on_an_accelerator_adds_in_order(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(varlen, "flash_attention", lambda value: unwatched(varlen_attn))
-    monkeypatch.setattr(ordered_sums, "_index_add_is_ordered", lambda device: False)
+    monkeypatch.setattr(autograd, "_index_add_is_ordered", lambda device: False)
     algorithm, batch = prepared(name, 3)
     for role in sorted(algorithm.roles & {"actor", "critic", "cost_critic"}):
         head = algorithm.head if role == "actor" else "value"
@@ -68,7 +68,7 @@ def test_it_is_noticed_where_floats_are_added_by_atomics() -> None:
 def test_sums_of_rows_and_their_gradients(
     monkeypatch: pytest.MonkeyPatch, ordered: bool, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(ordered_sums, "_index_add_is_ordered", lambda device: ordered)
+    monkeypatch.setattr(autograd, "_index_add_is_ordered", lambda device: ordered)
     torch.manual_seed(0)
     values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     index = torch.randint(5, shape[:1])  # of 7: some rows get nothing

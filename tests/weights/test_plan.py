@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from benchmarks.moved import micro_groups, moved_bytes, paper_table
 from tests.properties import examples
 from verl.errors import ConfigError
-from verl.weights.cuts import PartBlock
 from verl.weights.layout import Layout, Mesh
 from verl.weights.meshes import generation_mesh
 from verl.weights.plan import Region, ReshardPlan, transition
-from verl.weights.shard import Box, ShardedDim, WeightSpec
+from verl.weights.shard import Box, PartBlock, ShardedDim, WeightSpec
 
 SIZES = st.sampled_from([1, 2, 4])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.responses import Responses
-from verl.ordered_sums import sum_rows
+from verl.autograd import sum_rows
 
 #: Added to a group's standard deviation.
 _STD_EPSILON = 1e-6

@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from verl.autograd import sum_rows
 from verl.errors import ConfigError, nearest
-from verl.ordered_sums import sum_rows
 
 AggregationMode: TypeAlias = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

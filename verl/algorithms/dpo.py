@@ -35,9 +35,9 @@ from verl.algorithms.base import LossInput
 from verl.algorithms.pairs import PreferenceAlgorithm, sequence_tokens
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
+from verl.autograd import sum_rows
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.ordered_sums import sum_rows
 from verl.record import Positive
 
 #: Loss of a pair from a and b `[G]`, of those without options.

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from verl.autograd import sum_rows
 from verl.batch import Batch
-from verl.ordered_sums import sum_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from verl.autograd import sum_rows
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.ordered_sums import sum_rows
 
 
 class Responses:

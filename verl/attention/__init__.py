@@ -1,4 +1,4 @@
 """Attention over packed rows, on every device.
 
-Reading order: `segments`, `packed`, `varlen`.
+Reading order: `segments`, `varlen`.
 """

@@ -1,32 +1,47 @@
-"""A micro-batch as flat tokens, and what each of them attends to.
+"""A micro-batch as flat tokens, and causal attention over them.
 
 Rows of one group share one forward of their prompt: the tokens of a prompt stand in the flat row once, the responses
 behind it. Where flash attention takes rows of different lengths it gets them as they are; elsewhere rows of nearly
 equal size are put into buckets, whatever prompts they belong to. A T x T mask never exists.
 
-Shapes: T flat tokens, S rows, R response tokens of all rows, L longest row, H query heads, K key/value heads,
-D head size.
+On CPU attention over buckets is written out in matrix products: torch's flash kernel for CPU is several times slower at
+the lengths of training rows, above all in the backward. What stands between the products (gathering heads, softmax,
+scattering) is compiled where it can be. Query heads are folded onto their key/value head, so keys are never
+repeated for heads; scores exist for one piece of bounded size at a time and are computed again in the backward, so
+nothing is kept but query, key and value. The softmax is fp32 (fp64 for fp64). Elsewhere each bucket is one call
+of SDPA.
+
+Shapes: T flat tokens, S samples, R response tokens of all samples, B rows of a bucket, L the longest row, P length of
+the longest prefix, M >= P + L keys, C queries of a piece, H query heads, K key/value heads, G = H / K, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
 
-from verl.attention import packed as attention
 from verl.attention import varlen
-from verl.attention.packed import Bucket, attend
+from verl.autograd import add_rows
 from verl.device import to_device
 from verl.errors import DataError
+from verl.kernels.compiled import VECTOR, layer_kernels
+
+Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 # A bucket may hold this many padded scores for each real one before a new bucket is opened.
 _WASTE = 1.5
+# Scores of one piece on CPU, for one head: the passes over those of all heads should stay in the cache.
+PIECE = 1 << 16
+_NO_WINDOW = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,21 @@ class PaddedRows:
     place: Tensor  # [T] index into [S * L] of one copy of each flat token
 
 
+@dataclass(frozen=True)
+class Row:
+    """Tokens `start` to `start + length` of the flat row, causal; they also see all of their parent's, as those of a
+    response see the prompt. A parent has none itself: what reads `prefix` goes up one level."""
+
+    start: int
+    length: int
+    parent: Row | None = None
+
+    @property
+    def prefix(self) -> tuple[int, int]:
+        """Start and length of what stands before it."""
+        return (0, 0) if self.parent is None else (self.parent.start, self.parent.length)
+
+
 def pack_rows(
     prompts: Sequence[Sequence[int] | None],
     responses: Sequence[Sequence[int] | None],
@@ -59,140 +89,290 @@ def pack_rows(
     share_prompts: bool = True,
     keep_last: bool = False,
 ) -> Packed:
-    """Lay prompts and responses, one of each a row, out as flat tokens.
+    """Lay prompts and responses, one of each a sample, out as flat tokens.
 
     Args:
-        share_prompts: adjacent rows with equal prompts share one forward of it. The numbers do not change.
+        share_prompts: adjacent samples with equal prompts share one forward of it. The numbers do not change.
         keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
             default; scores at the last token need it.
 
     Raises:
         DataError: a row has an empty prompt (no state would predict its first token), or there are no rows.
     """
-    rows = [
-        _Row(i, list(p or ()), list(r or ()), keep_last)
-        for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
-    ]
-    if not rows:
+    samples = [(list(p or ()), list(r or ())) for p, r in zip(prompts, responses, strict=True)]
+    if not samples:
         raise DataError("a batch without rows cannot be packed: drop empty micro-batches before the forward")
-    if empty := [row.index for row in rows if not row.prompt]:
+    if empty := [number for number, (prompt, _) in enumerate(samples) if not prompt]:
         raise DataError(f"row {empty[0]} has an empty prompt_tokens: give every prompt at least one token (a BOS)")
+    rows, tokens, places = _layout([(p, r if keep_last else r[:-1]) for p, r in samples], share_prompts)
+    positions = np.concatenate([np.arange(row.length) + row.prefix[1] for row in rows])
+    # The last token of a prompt predicts the first of the response, which predicts the second, and so on.
+    predict = [place[len(p) - 1 :][: len(r)] for place, (p, r) in zip(places, samples, strict=True)]
+    targets = [token for _, response in samples for token in response]
     device = torch.device(device)
-    pieces, tokens, positions = _layout(rows, share_prompts)
-    predict = [np.concatenate([[row.start + len(row.prompt) - 1], row.own()])[: len(row.response)] for row in rows]
-    targets = [token for row in rows for token in row.response]
-
-    def ints(values: Any) -> Tensor:
-        return to_device(torch.from_numpy(np.asarray(values, dtype=np.int64)), device)
-
-    return Packed(
-        tokens=ints(tokens),
-        positions=ints(positions),
-        context=Segments(pieces, rows, len(tokens), device),
-        predict=ints(np.concatenate(predict)),
-        targets=ints(targets),
-        last=ints([row.indices()[-1] for row in rows]),
+    flat = (tokens, positions, np.concatenate(predict), targets, [place[-1] for place in places])
+    tokens_T, positions_T, predict_R, targets_R, last_S = (
+        to_device(torch.from_numpy(np.asarray(values, dtype=np.int64)), device) for values in flat
     )
+    return Packed(tokens_T, positions_T, Segments(rows, places, device), predict_R, targets_R, last_S)
 
 
+def _layout(
+    samples: Sequence[tuple[list[int], list[int]]], share_prompts: bool
+) -> tuple[list[Row], list[int], list[Indices]]:
+    """The rows to attend and their tokens, in the order of the flat row, and where the tokens of each sample lie.
+
+    Args:
+        samples: the prompt of each, and what is fed of its response.
+    """
+    rows: list[Row] = []
+    tokens: list[int] = []
+    places: list[Indices] = []
+    firsts = [i for i in range(len(samples)) if not (share_prompts and i and samples[i][0] == samples[i - 1][0])]
+    for first, end in pairwise([*firsts, len(samples)]):
+        prompt, fed = samples[first][0], [response for _, response in samples[first:end]]
+        # With one response to feed, or none, all read from a single plain row; with more, each has its own.
+        is_parent = sum(map(bool, fed)) > 1
+        parent = Row(len(tokens), len(prompt) + (0 if is_parent else sum(map(len, fed))))
+        rows.append(parent)
+        tokens += prompt
+        behind = len(tokens)
+        for response in fed:
+            start = len(tokens)
+            places.append(np.r_[parent.start : behind, start : start + len(response)])
+            tokens += response
+            if is_parent and response:
+                rows.append(Row(start, len(response), parent))
+    return rows, tokens, places
+
+
+@dataclass(frozen=True, eq=False)
 class Segments:
-    """The attention context of a packed micro-batch: causal within a row, shared prompts computed once."""
+    """The attention context of a packed micro-batch: causal within a row, shared prompts computed once.
 
-    def __init__(self, pieces: list[attention.Row], rows: list[_Row], size: int, device: torch.device) -> None:
-        self._pieces = pieces
-        self._rows = rows
-        self._size = size
-        self._device = device
+    Attributes:
+        rows: in the order of the flat row, which they cover.
+        places: where the tokens of each sample lie in it.
+        device: of the forward.
+    """
+
+    rows: Sequence[Row]
+    places: Sequence[Indices]
+    device: torch.device
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`. The same for every layer."""
         if (kernel := varlen.flash_attention(value)) is not None:
             return varlen.varlen_attend(kernel, query, key, value, self._ragged, scale, window)
-        return attend(query, key, value, self._buckets, scale, window)
+        return attend(query, key, value, self.buckets, scale, window)
 
     @cached_property
     def _ragged(self) -> varlen.Ragged:
-        return varlen.Ragged(self._pieces, self._device)
+        return varlen.Ragged(self.rows, self.device)
 
     @cached_property
-    def _buckets(self) -> list[Bucket]:
-        return _buckets(self._pieces, self._device)
+    def buckets(self) -> list[Bucket]:
+        """Rows sorted by size, largest first, cut where padding would waste too much or scores take too much."""
+        buckets: list[list[Row]] = []
+        real = before = longest = 0
+        # Prefixes of nearly equal length stand together, and among them rows of nearly equal length.
+        lengths = np.array([(row.length, row.prefix[1] // 32) for row in self.rows])
+        for row in (self.rows[number] for number in np.lexsort(-lengths.T)):
+            size = row.length * (row.prefix[1] + row.length)
+            if buckets:
+                before, longest = max(before, row.prefix[1]), max(longest, row.length)
+                padded = (len(buckets[-1]) + 1) * longest * (before + longest)
+                if padded <= _WASTE * (real + size) and (self.device.type != "cpu" or padded <= PIECE):
+                    buckets[-1].append(row)
+                    real += size
+                    continue
+            buckets.append([row])
+            real, before, longest = size, row.prefix[1], row.length
+        return [Bucket(bucket, self.device) for bucket in buckets]
 
     def padded_rows(self) -> PaddedRows:
         """The layout for models that have no packed forward."""
-        indices = [row.indices() for row in self._rows]
-        longest = max(len(index) for index in indices)
-        source = np.stack([np.pad(index, (0, longest - len(index)), constant_values=index[0]) for index in indices])
-        place = np.empty(self._size, dtype=np.int64)
-        for number, index in enumerate(indices):
-            place[index] = number * longest + np.arange(len(index))
-        mask = np.arange(longest) < np.array([[len(index)] for index in indices])
-        device = self._device
-        return PaddedRows(*(torch.from_numpy(array).to(device) for array in (source, mask, place)))
+        places, longest = self.places, max(map(len, self.places))
+        source = np.stack([np.pad(place, (0, longest - len(place)), constant_values=place[0]) for place in places])
+        copies = np.empty(sum(row.length for row in self.rows), dtype=np.int64)
+        for number, place in enumerate(places):
+            copies[place] = number * longest + np.arange(len(place))
+        mask = np.arange(longest) < np.array([[len(place)] for place in places])
+        return PaddedRows(*(torch.from_numpy(array).to(self.device) for array in (source, mask, copies)))
 
 
-class _Row:
-    """A sample on its way into the flat row."""
+class Bucket:
+    """Rows that are attended in one go, padded to the longest.
 
-    def __init__(self, index: int, prompt: list[int], response: list[int], keep_last: bool) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.response = response
-        self.fed = response if keep_last else response[:-1]
-        self.start = 0  # of the prompt in the flat row
-        self.own_start = 0  # of the response
+    The keys of a row are laid out as its prefix, padded to P, then itself, padded; in all a multiple of the
+    vector length.
 
-    def own(self) -> np.ndarray[Any, Any]:
-        return np.arange(self.own_start, self.own_start + len(self.fed))
+    Attributes:
+        queries: index of each row's tokens in the flat row, `[B, L]`; -1 in the padding.
+        keys: index of what each row may see, `[B, M]`; -1 in the padding.
+        before: length of each row's prefix, `[B]`.
+    """
 
-    def indices(self) -> np.ndarray[Any, Any]:
-        return np.concatenate([np.arange(self.start, self.start + len(self.prompt)), self.own()])
+    def __init__(self, rows: Sequence[Row], device: torch.device | str = "cpu") -> None:
+        table = torch.tensor([(row.start, row.length, *row.prefix) for row in rows])
+        start, length, prefix, before = table.T[..., None]  # each `[B, 1]`
+        self.size, self.longest, self.longest_prefix = len(rows), int(length.max()), int(before.max())
+        self.num_keys = -(-(self.longest_prefix + self.longest) // VECTOR) * VECTOR
+        self.device = torch.device(device)
+        key = torch.arange(self.num_keys)
+        query, own = key[: self.longest], key - self.longest_prefix
+        queries = torch.where(query < length, start + query, -1)
+        keys = torch.where((own >= 0) & (own < length), start + own, torch.where(key < before, prefix + key, -1))
+        self.queries, self.keys, self.before = (x.to(self.device) for x in (queries, keys, before[:, 0].contiguous()))
+        self._masks: dict[int, Tensor] = {}
 
+    def mask(self, window: int) -> Tensor:
+        """Which of M keys each of L queries sees, `[B, L, M]`."""
+        if window not in self._masks:
+            query = torch.arange(self.longest, device=self.device)[:, None]
+            key = torch.arange(self.num_keys, device=self.device)
+            own = key - self.longest_prefix
+            before = self.before[:, None, None]
+            in_prefix = (key < before) & (before + query - key < window)
+            self._masks[window] = in_prefix | ((own >= 0) & (own <= query) & (query - own < window))
+        return self._masks[window]
 
-def _layout(rows: list[_Row], share_prompts: bool) -> tuple[list[attention.Row], list[int], list[int]]:
-    """Pieces, tokens and positions of the flat row; sets `start` and `own_start` of each row."""
-    families: list[list[_Row]] = []
-    for row in rows:
-        if share_prompts and families and families[-1][0].prompt == row.prompt:
-            families[-1].append(row)
-        else:
-            families.append([row])
-    tokens: list[int] = []
-    positions: list[int] = []
-    pieces: list[attention.Row] = []
-
-    def put(piece: list[int], parent: attention.Row | None = None) -> attention.Row:
-        pieces.append(attention.Row(len(tokens), len(piece), parent))
-        tokens.extend(piece)
-        before = 0 if parent is None else parent.length
-        positions.extend(range(before, before + len(piece)))
-        return pieces[-1]
-
-    for family in families:
-        prompt, fed = family[0].prompt, [row for row in family if row.fed]
-        # With one response to feed, or none, the whole family reads from a single plain row.
-        first = put(prompt + (fed[0].fed if len(fed) == 1 else []))
-        for row in family:
-            row.start, row.own_start = first.start, first.start + len(prompt)
-            if len(fed) > 1 and row.fed:
-                row.own_start = put(row.fed, first).start
-    return pieces, tokens, positions
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """First and last query of pieces of bounded size, and how many keys are all that they can see."""
+        most = max(1, PIECE // (self.size * self.num_keys))
+        for start in range(0, self.longest, most):
+            stop = min(start + most, self.longest)
+            yield start, stop, min(self.num_keys, -(-(self.longest_prefix + stop) // VECTOR) * VECTOR)
 
 
-def _buckets(rows: list[attention.Row], device: torch.device) -> list[Bucket]:
-    """Rows sorted by size, largest first, cut where padding would waste too much or scores would take too much."""
-    buckets: list[list[attention.Row]] = []
-    real = before = longest = 0
-    # Prefixes of nearly equal length stand together, and among them rows of nearly equal length.
-    for row in sorted(rows, key=lambda row: (row.prefix[1] // 32, row.length), reverse=True):
-        size = row.length * (row.prefix[1] + row.length)
-        if buckets:
-            before, longest = max(before, row.prefix[1]), max(longest, row.length)
-            padded = (len(buckets[-1]) + 1) * longest * (before + longest)
-            if padded <= _WASTE * (real + size) and (device.type != "cpu" or padded <= attention.PIECE):
-                buckets[-1].append(row)
-                real += size
-                continue
-        buckets.append([row])
-        real, before, longest = size, row.prefix[1], row.length
-    return [Bucket(bucket, device) for bucket in buckets]
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float, window: int | None
+) -> Tensor:
+    """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`; every flat token is in one row of one bucket."""
+    # Under autocast, rotary embeddings leave query and key in fp32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if query.device.type == "cpu":
+        output: Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, buckets, scale, _NO_WINDOW if window is None else window
+        )
+        return output
+    return sdpa_attend(query, key, value, buckets, scale, window)
+
+
+def sdpa_attend(
+    query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float, window: int | None
+) -> Tensor:
+    """`attend` by one SDPA call a bucket."""
+    output = torch.empty_like(query)
+    for bucket in buckets:
+        index = bucket.queries.clamp(min=0)
+        plain = not bucket.longest_prefix and (window is None or window >= bucket.longest)
+        seen = index if plain else bucket.keys.clamp(min=0)
+        mixed = scaled_dot_product_attention(
+            query[index].transpose(1, 2),
+            key[seen].transpose(1, 2),
+            value[seen].transpose(1, 2),
+            attn_mask=None if plain else bucket.mask(_NO_WINDOW if window is None else window)[:, None],
+            is_causal=plain,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        real = bucket.queries >= 0
+        output = output.index_copy(0, bucket.queries[real], mixed.transpose(1, 2)[real])
+    return output
+
+
+class _CpuAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float, window: int
+    ) -> Tensor:
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        ctx.save_for_backward(query, key, value)
+        ctx.buckets, ctx.scale, ctx.window = buckets, scale, window
+        output = torch.empty_like(query)
+        for bucket in buckets:
+            steps = _Steps(bucket, scale, window, query)
+            keys, values = (steps.gather(x, bucket.keys).flatten(0, 1) for x in (key, value))
+            folded = (len(keys), -1, query.shape[-1])  # `[B, H, C, D]` as `[B * K, G * C, D]`
+            for start, stop, seen in bucket.pieces():
+                q = steps.gather(query, bucket.queries[:, start:stop])
+                scores = torch.bmm(q.view(folded), keys[:, :seen].mT)
+                p, _ = steps.softmax(scores.view(*q.shape[:3], seen), start)
+                mixed = torch.bmm(p.view(scores.shape), values[:, :seen])
+                steps.scatter(mixed.view(q.shape), output, start)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        outer = grads[0].contiguous()
+        grad_query = torch.empty_like(query)
+        exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+        grad_key, grad_value = torch.zeros_like(key, dtype=exact), torch.zeros_like(value, dtype=exact)
+        for bucket in ctx.buckets:
+            steps = _Steps(bucket, ctx.scale, ctx.window, query)
+            keys, values = (steps.gather(x, bucket.keys).flatten(0, 1) for x in (key, value))
+            folded = (len(keys), -1, query.shape[-1])  # `[B, H, C, D]` as `[B * K, G * C, D]`
+            to_keys, to_values = torch.zeros_like(keys), torch.zeros_like(values)
+            for start, stop, seen in bucket.pieces():
+                index = bucket.queries[:, start:stop]
+                heads = steps.gather(query, index)
+                q, out = heads.view(folded), steps.gather(outer, index).view(folded)
+                scores, to_p = torch.bmm(q, keys[:, :seen].mT), torch.bmm(out, values[:, :seen].mT)
+                shape = (*heads.shape[:3], seen)
+                p, to_scores = steps.softmax(scores.view(shape), start, to_p.view(shape))
+                to_values[:, :seen] += torch.bmm(p.view(scores.shape).mT, out)
+                to_keys[:, :seen] += torch.bmm(to_scores.view(scores.shape).mT, q)
+                to_queries = torch.bmm(to_scores.view(scores.shape), keys[:, :seen])
+                steps.scatter(to_queries.view(heads.shape), grad_query, start)
+            for total, found in ((grad_key, to_keys), (grad_value, to_values)):
+                steps.scatter_add(found.unflatten(0, (bucket.size, -1)), total)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+
+
+class _Steps:
+    """What stands between the matrix products of a bucket: compiled where that can be, else in torch."""
+
+    def __init__(self, bucket: Bucket, scale: float, window: int, like: Tensor) -> None:
+        self.bucket, self.scale, self.window = bucket, scale, window
+        self.kernels = None if like.shape[-1] % VECTOR else layer_kernels(like.dtype, like.device)
+
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
+        """`[T, H, D]` at `[B, L]` -> `[B, H, L, D]`, zeros where the index is -1."""
+        if self.kernels is not None:
+            return self.kernels.gather(x, index.contiguous())
+        rows = x[index.clamp(min=0)].masked_fill_((index < 0)[..., None, None], 0)
+        return rows.transpose(1, 2).contiguous()
+
+    def scatter(self, rows: Tensor, out: Tensor, start: int) -> None:
+        """The inverse, for the bucket's queries from `start`."""
+        if self.kernels is not None:
+            self.kernels.scatter(rows, self.bucket.queries, out, start)
+            return
+        index = self.bucket.queries[:, start : start + rows.shape[2]]
+        out.index_copy_(0, index[index >= 0], rows.transpose(1, 2)[index >= 0])
+
+    def scatter_add(self, rows: Tensor, total: Tensor) -> None:
+        """Add what the bucket's keys got, `[B, K, M, D]`, to `[T, K, D]`."""
+        if self.kernels is not None:
+            self.kernels.scatter_add(rows, self.bucket.keys, total)
+            return
+        real = self.bucket.keys >= 0
+        add_rows(total, self.bucket.keys[real], rows.transpose(1, 2)[real])
+
+    def softmax(self, scores: Tensor, start: int, grad: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Probabilities of scores `[B, H, C, M]` of the queries from `start`, in their place if need be; and, given the
+        gradient of the probabilities, that of the scores."""
+        bucket = self.bucket
+        if self.kernels is not None:
+            sizes = (bucket.before, bucket.longest_prefix, start, self.window)
+            self.kernels.softmax(scores, *sizes, self.scale, grad)
+            return scores, grad
+        exact = scores if scores.dtype == torch.float64 else scores.float()
+        mask = bucket.mask(self.window)[:, None, start : start + scores.shape[2], : scores.shape[3]]
+        p = torch.softmax((exact * self.scale).masked_fill_(~mask, float("-inf")), -1)
+        if grad is not None:
+            grad = torch._softmax_backward_data(grad.to(p.dtype), p, -1, p.dtype).mul_(self.scale).to(scores.dtype)
+        return p.to(scores.dtype), grad

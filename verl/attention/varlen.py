@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from verl.device import to_device
 
 if TYPE_CHECKING:
-    from verl.attention.packed import Row
+    from verl.attention.segments import Row
 
 _HOST = torch.device("cpu")
 _LARGEST_HEAD = 256

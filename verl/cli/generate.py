@@ -80,7 +80,7 @@ def generate(
     $ echo 'Once upon a time' | verl generate models/SmolLM2-135M-Instruct - story.jsonl
     """
     from verl.data.prompts import load_prompts
-    from verl.kernels.library_memory import limit_library_memory
+    from verl.device import limit_library_memory
     from verl.rollout.base import SamplingParams
     from verl.rollout.options import SamplerOptions
 

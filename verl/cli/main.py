@@ -144,7 +144,7 @@ def train(
         return
     if "console" in config.trainer.loggers:
         typer.echo(f"verl train {file}: {_in_short(config)}; loading")
-    from verl.kernels.library_memory import limit_library_memory
+    from verl.device import limit_library_memory
 
     limit_library_memory()
     from verl.run.train import train as run

@@ -33,7 +33,7 @@ class HeadSizes:
     @classmethod
     def on(cls, where: object) -> HeadSizes:
         """Of a device here ("cuda:0" or a `torch.device`)."""
-        return cls.of(device.total_memory(str(where)) if device.is_accelerator(str(where)) else None)
+        return cls.of(device.total_memory(str(where))) if device.is_accelerator(str(where)) else CPU
 
     def work_bytes(self, logits: float, weight: float, itemsize: int) -> int:
         """Most bytes of a forward and backward pass beside its inputs and results.

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from verl.kernels.compiled import VECTOR, layer_kernels
-from verl.models.grad_sums import Embedding, give
+from verl.autograd import Embedding, give
+from verl.kernels.compiled import VECTOR, Kernels, layer_kernels
 
 if TYPE_CHECKING:
-    from verl.kernels.interface import Kernels
+    from verl.attention.segments import Packed
     from verl.models.packed import AttentionContext, PackedModel
 
 # Of one layer, where both round alike: measured 5e-4 and 2e-6 at most.
@@ -56,12 +56,25 @@ class FusedLayers:
         self._calls = calls
 
     @classmethod
-    def of(cls, packed: PackedModel, calls: dict[int, tuple[float, int | None]]) -> FusedLayers | None:
-        """The fused forward of this model, or None if it has another shape, device or dtype."""
+    @torch.no_grad()
+    def of(
+        cls,
+        packed: PackedModel,
+        calls: dict[int, tuple[float, int | None]],
+        tokens: Tensor,
+        flat: Packed,
+        expected: Tensor,
+    ) -> FusedLayers | None:
+        """The fused forward of this model, or None if it has another shape, device or dtype, or if `tokens` `[T]` in
+        the places of those of `flat` do not give the `expected` hidden states."""
         compiled = layer_kernels(packed.dtype, packed.device)
         if compiled is None or not has_llama_shape(packed.backbone, packed.head_dim):
             return None
-        return cls(packed, compiled, calls)
+        fused = cls(packed, compiled, calls)
+        if not fused.agrees(tokens, flat.context):
+            return None
+        both = (forward(tokens, flat.positions, flat.context) for forward in (fused.hidden, fused.with_gradient))
+        return fused if all(is_close(hidden, expected) for hidden in both) else None
 
     def is_valid(self) -> bool:
         """Whether the model still has this shape: adapters, sharding and offloading change its modules or hook them."""
@@ -205,6 +218,12 @@ def _layer_calls(
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def is_close(a: Tensor, b: Tensor, at_least: float = 0.0) -> bool:
+    """Equal up to the rounding of the dtype, accumulated over layers, or up to `at_least`."""
+    tolerance = max(at_least, {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1))
+    return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())
 
 
 def _agree(got: list[Tensor], want: list[Tensor]) -> bool:

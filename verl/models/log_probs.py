@@ -16,19 +16,17 @@ Shapes: N tokens, d hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.autograd import GradientSum, grad_sum, shared
 from verl.kernels.compiled import accumulate, layer_kernels
-from verl.models.collectives import shared
-from verl.models.grad_sums import grad_sum
 from verl.models.head_sizes import HeadSizes
-from verl.weights.cuts import blocks_of, local_part
+from verl.weights.shard import local_part, rows_of
 
 
 def token_log_probs(
@@ -70,35 +68,31 @@ def token_log_probs(
     return log_probs, entropies if entropy else None
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Rows `start` to `stop` of the head are here, the others at other ranks of the group."""
+class _Cut(NamedTuple):
+    """These rows of the head are here, the others at other ranks of the group."""
 
     group: Any
-    start: int
-    stop: int
+    rows: range
 
     @classmethod
     def of(cls, weight: Any) -> _Cut | None:
         """None: all rows are here."""
         if not hasattr(weight, "placements"):
             return None
-        (((start, _), rows),) = blocks_of(weight.detach())
-        return cls(weight.device_mesh.get_group(), start, start + len(rows))
+        return cls(weight.device_mesh.get_group(), rows_of(weight))
 
-    def is_here(self, targets: Tensor) -> Tensor:
-        return (targets >= self.start) & (targets < self.stop)
-
-    def local(self, targets: Tensor) -> Tensor:
-        """Rows of the weight here, and any of them for targets that are elsewhere."""
-        return (targets - self.start).clamp(0, self.stop - self.start - 1)
+    def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Which targets have their row here, and the rows of all: any row for a target that is elsewhere."""
+        start, stop = self.rows.start, self.rows.stop
+        return (targets >= start) & (targets < stop), (targets - start).clamp(0, stop - start - 1)
 
     def combine(self, targets: Tensor, log_probs: Tensor, norms: Tensor, entropies: Tensor) -> None:
         """Turn results `[N]` over the part of the vocabulary here into those over all of it, in place."""
-        picked = torch.where(self.is_here(targets), log_probs + norms, 0.0)
-        own = torch.stack([norms, picked, norms - entropies])  # the last is the mean logit
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, own, group=self.group)
+        is_here, _ = self.find(targets)
+        picked = torch.where(is_here, log_probs + norms, 0.0)
+        local = torch.stack([norms, picked, norms - entropies])  # the last is the mean logit
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, local, group=self.group)
         by_rank, picked_by_rank, means = torch.stack(parts, dim=1)
         norms.copy_(by_rank.logsumexp(0))
         log_probs.copy_(picked_by_rank.sum(0) - norms)
@@ -115,35 +109,12 @@ def _local(weight: Tensor) -> Tensor:
     return local
 
 
-class _Formula:
-    """What stands between the product of the head and the softmax."""
+class _Formula(NamedTuple):
+    """What stands between the product of the head and the softmax; see `token_log_probs`."""
 
-    def __init__(self, scale: float, softcap: float | None, temperature: float) -> None:
-        self.scale = scale
-        self.softcap = softcap
-        self.temperature = temperature
-
-    @property
-    def alpha(self) -> float | None:
-        """The factor that is all there is between product and softmax, or None."""
-        return self.scale / self.temperature if self.softcap is None else None
-
-    def forward(self, logits: Tensor) -> Tensor | None:
-        """Turn products into logits in place; with a soft cap return the tanh that the gradient needs."""
-        if self.softcap is None:
-            if self.scale != self.temperature:
-                logits.mul_(self.scale / self.temperature)
-            return None
-        tanh = logits.mul_(self.scale / self.softcap).tanh_().clone()
-        logits.mul_(self.softcap / self.temperature)
-        return tanh
-
-    def backward(self, grad: Tensor, tanh: Tensor | None) -> None:
-        """Turn the gradient of the logits into that of the products, in place."""
-        if tanh is not None:
-            grad.mul_(tanh.square_().neg_().add_(1.0))
-        if self.scale != self.temperature:
-            grad.mul_(self.scale / self.temperature)
+    scale: float
+    softcap: float | None
+    temperature: float
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -161,13 +132,12 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs, norms, entropies = hidden.new_zeros((3, hidden.shape[0]), dtype=exact)
-        rows = targets if cut is None else cut.local(targets)
-        alpha = formula.alpha
+        _, rows = (None, targets) if cut is None else cut.find(targets)
         for part, product in _products(hidden, weight, bias, chunk):
             compiled = layer_kernels(product.dtype, product.device)
             results = log_probs[part], norms[part], entropies[part] if entropy else None
-            if compiled is not None and alpha is not None:
-                compiled.softmax_rows(product, rows[part], alpha, *results)
+            if compiled is not None and formula.softcap is None:
+                compiled.softmax_rows(product, rows[part], formula.scale / formula.temperature, *results)
             else:
                 _softmax_rows(product, rows[part], formula, *results)
         if cut is not None:
@@ -183,35 +153,38 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = _Sum(weight, norms.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight: GradientSum | Tensor | None = None
+        if ctx.needs_input_grad[1] and (grad_weight := grad_sum(weight)) is None:
+            grad_weight = torch.zeros_like(weight, dtype=norms.dtype)
         grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if ctx.needs_input_grad[2] else None
-        alpha = ctx.formula.alpha
+        formula: _Formula = ctx.formula
         to_log_probs, to_entropies = (grad.contiguous() for grad in grads)
-        cut: _Cut | None = ctx.cut
-        rows = targets if cut is None else cut.local(targets)
-        to_targets = to_log_probs if cut is None else torch.where(cut.is_here(targets), to_log_probs, 0.0)
+        cut, rows, to_targets = ctx.cut, targets, to_log_probs
+        if cut is not None:
+            is_here, rows = cut.find(targets)
+            to_targets = torch.where(is_here, to_log_probs, 0.0)
         for part, product in _products(hidden, weight, bias, ctx.chunk):
             compiled = layer_kernels(product.dtype, product.device)
-            given = (
+            of_part = (
                 norms[part],
                 None if entropies is None else entropies[part],
                 to_log_probs[part],
                 None if entropies is None else to_entropies[part],
             )
-            if compiled is not None and alpha is not None and cut is None:
-                compiled.softmax_rows_backward(product, rows[part], alpha, *given)
+            if compiled is not None and formula.softcap is None and cut is None:
+                compiled.softmax_rows_backward(product, rows[part], formula.scale / formula.temperature, *of_part)
             else:
-                _softmax_rows_backward(product, rows[part], to_targets[part], ctx.formula, *given)
+                _softmax_rows_backward(product, rows[part], to_targets[part], formula, *of_part)
             # From here on `product` is the gradient of the products.
             if grad_bias is not None:
                 grad_bias += product.sum(0, dtype=norms.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = product @ weight
             if grad_weight is not None:
-                grad_weight.add(product, hidden[part])
+                _add_gradient(grad_weight, product, hidden[part])
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.result(),
+            grad_weight.to(weight.dtype) if isinstance(grad_weight, Tensor) else None,
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,
@@ -230,8 +203,7 @@ def _softmax_rows(
     entropies: Tensor | None,
 ) -> None:
     """Fill log-probs of `targets` `[N]`, logs of the softmax's sums, and entropies, given products `[N, V]`."""
-    for block, logits in _blocks(product, norms.dtype):
-        formula.forward(logits)
+    for block, logits, _ in _logits(product, norms.dtype, formula):
         picked = logits.gather(1, targets[block, None])[:, 0]
         highest = logits.amax(1, keepdim=True)
         shifted = logits.sub_(highest)
@@ -257,8 +229,7 @@ def _softmax_rows_backward(
 ) -> None:
     """Put the gradient of the products in their place, given those of log-probs and entropies `[N]`; `to_targets`: of
     log-probs, by way of their own logits alone."""
-    for block, logits in _blocks(product, norms.dtype):
-        tanh = formula.forward(logits)
+    for block, logits, tanh in _logits(product, norms.dtype, formula):
         log_p = logits.sub_(norms[block, None])
         by_log_prob = to_log_probs[block, None]
         if entropies is None or to_entropies is None:
@@ -269,7 +240,10 @@ def _softmax_rows_backward(
             grad.mul_(p)
         # One addition to an element of each row: their order cannot matter.
         grad.scatter_add_(1, targets[block, None], to_targets[block, None])
-        formula.backward(grad, tanh)
+        if tanh is not None:
+            grad.mul_(tanh.square_().neg_().add_(1.0))
+        if formula.scale != formula.temperature:
+            grad.mul_(formula.scale / formula.temperature)
         product[block] = grad
 
 
@@ -280,39 +254,34 @@ def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -
     space = hidden.new_empty(size, weight.shape[0])
     for start in range(0, rows, size or 1):
         part = slice(start, min(start + size, rows))
-        yield part, linear_into(hidden[part], weight, bias, space[: part.stop - part.start])
+        x, out = hidden[part], space[: part.stop - part.start]
+        torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        yield part, out
 
 
-def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """`out` `[N, V]` = `x @ weight.T + bias`, without a gradient."""
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _blocks(product: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Copies in full precision, of as many rows at a time as the device is given."""
+def _logits(product: Tensor, dtype: torch.dtype, formula: _Formula) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Logits in full precision, of as many rows of products at a time as the device is given, and with a soft cap the
+    tanh that their gradient needs."""
+    scale, softcap, temperature = formula
     rows = max(1, HeadSizes.on(product.device).block // product.shape[1])
     for start in range(0, product.shape[0], rows):
         block = slice(start, start + rows)
-        yield block, product[block].to(dtype, copy=True)
+        logits, tanh = product[block].to(dtype, copy=True), None
+        if softcap is not None:
+            tanh = logits.mul_(scale / softcap).tanh_().clone()
+            logits.mul_(softcap / temperature)
+        elif scale != temperature:
+            logits.mul_(scale / temperature)
+        yield block, logits, tanh
 
 
-class _Sum:
-    """Sum of the gradients that chunks of tokens give the weight `[V, d]`; its own `grad_sum` if it has one."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.weight = weight
-        self.given = grad_sum(weight)
-        self.total = None if self.given is not None else torch.zeros_like(weight, dtype=dtype)
-
-    def add(self, product: Tensor, hidden: Tensor) -> None:
-        """Of a chunk: the gradient of its products `[N, V]`, and its hidden states `[N, d]`."""
-        rows = max(1, HeadSizes.on(hidden.device).gradient // hidden.shape[1])
-        for start in range(0, product.shape[1], rows):
-            gradient = product[:, start : start + rows].t() @ hidden
-            if self.given is not None:
-                self.given.add(gradient, start)
-            elif self.total is not None:
-                accumulate(self.total[start : start + rows], gradient, 1.0, add=True)
-
-    def result(self) -> Tensor | None:
-        return None if self.total is None else self.total.to(self.weight.dtype)
+def _add_gradient(total: GradientSum | Tensor, product: Tensor, hidden: Tensor) -> None:
+    """Add to the weight's gradient `[V, d]` that of a chunk of tokens, given the gradient of its products `[N, V]` and
+    its hidden states `[N, d]`."""
+    rows = max(1, HeadSizes.on(hidden.device).gradient // hidden.shape[1])
+    for start in range(0, product.shape[1], rows):
+        gradient = product[:, start : start + rows].t() @ hidden
+        if isinstance(total, Tensor):
+            accumulate(total[start : start + rows], gradient, 1.0, add=True)
+        else:
+            total.add(gradient, start)

@@ -23,10 +23,9 @@ from verl.errors import ConfigError, ModelError
 from verl.extras import load_extra
 from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
-from verl.weights.cuts import blocks_of, local_part
 from verl.weights.layout import ModelShape
 from verl.weights.meta import is_on_meta
-from verl.weights.shard import Shard
+from verl.weights.shard import Shard, blocks_of, local_part
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Ways to begin an adapter that take its beginning out of the base, so that both together are the published base.

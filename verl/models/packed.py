@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -26,11 +26,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from verl.attention.segments import Packed, PaddedRows, pack_rows
+from verl.attention.segments import PaddedRows, pack_rows
+from verl.autograd import take_rows
+from verl.device import limit_library_memory
 from verl.errors import ModelError
-from verl.models.llama import AttentionRecorder, FusedLayers
+from verl.models.llama import AttentionRecorder, FusedLayers, is_close
 from verl.models.log_probs import token_log_probs
-from verl.ordered_sums import take_rows
 from verl.weights.layout import count_of
 from verl.weights.meta import sample
 from verl.weights.shards import named_weights
@@ -104,8 +105,6 @@ class PackedModel:
             raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
         compute_experts(model)
         if self.device.type == "cpu":
-            from verl.kernels.library_memory import limit_library_memory
-
             limit_library_memory()
         self.backbone: torch.nn.Module = backbone_of(self.model)
         self.config = self.model.config.get_text_config()
@@ -188,7 +187,7 @@ class PackedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
-        weight, bias = self.head()
+        weight, bias = head_of(self.model)
         if hasattr(weight, "placements"):  # ranks have rows of it: the module puts their logits together
             logits: Tensor = self.model.get_output_embeddings()(hidden)
         else:
@@ -202,7 +201,7 @@ class PackedModel:
         self, hidden: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """`token_log_probs` of `targets` `[N]` under this model's head, given hidden states `[N, d]`."""
-        weight, bias = self.head()
+        weight, bias = head_of(self.model)
         return token_log_probs(
             hidden,
             weight,
@@ -271,25 +270,28 @@ class PackedModel:
             raise ModelError("the model is on the meta device: load its weights first")
         if self.model.device.type == "meta":
             return self._enable_by_sample()
-        with evaluating(self.model):
+        with evaluating(self.model), torch.no_grad():
             flat = pack_rows(*_PROBE, device=self.device, keep_last=True)
             tokens = flat.tokens % self.vocab_size
             rows = flat.context.padded_rows()
             reference = self._plain_hidden()
-            if self.model._can_set_attn_implementation() and _known_layers(self.config):
+            if self.model._can_set_attn_implementation() and (windows := _window_layers(self.config)) is not None:
                 previous = self.model.config._attn_implementation
                 AttentionInterface.register(_IMPLEMENTATION, _attention)
                 AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
                 self.model.set_attn_implementation(_IMPLEMENTATION)
                 probe = AttentionRecorder(flat.context)
-                hidden = self._probed_hidden(tokens, flat, probe)
-                if hidden is not None and is_close(hidden[rows.source][rows.mask], reference):
-                    self._take_shape(probe)
-                    self._fused = self._probed_fused(tokens, flat, probe.calls, hidden)
-                    return True
+                with suppress(_UnsupportedError):  # a layer asks for attention that we do not compute
+                    hidden = self.packed_hidden(tokens, flat.positions, probe)
+                    every = sorted(probe.calls) == list(range(self.num_layers))
+                    as_named = every and windows == sum(window is not None for _, window in probe.calls.values())
+                    if as_named and is_close(hidden[rows.source][rows.mask], reference):
+                        self._take_shape(probe)
+                        if self.fused_kernels:
+                            self._fused = FusedLayers.of(self, probe.calls, tokens, flat, hidden)
+                        return True
                 self.model.set_attn_implementation(previous)
-            with torch.no_grad():
-                hidden = self.padded_hidden(tokens, flat.context)
+            hidden = self.padded_hidden(tokens, flat.context)
             # Parts of an fp64 model may compute in fp32 (a softmax, a rotation); what looks ahead differs by far more.
             if not is_close(hidden[rows.source][rows.mask], reference, at_least=1e-5):
                 raise ModelError(
@@ -334,13 +336,13 @@ class PackedModel:
                 "the model's own code runs" if self._fused is None else "'compiled' ones run in their place",
             )
 
-    @torch.no_grad()
     def _plain_hidden(self) -> Tensor:
         """Hidden states of the probe by the model's own forward; its logits check our head."""
         hidden = []
         for prompt, response in zip(*_PROBE, strict=True):
             ids = torch.tensor([prompt + response], device=self.device) % self.vocab_size
-            with _PositionTable(ids.shape[1]) as table:
+            with _PositionTable() as table:
+                table.length = ids.shape[1]
                 hidden.append(self.backbone(input_ids=ids, use_cache=False)[0][0])
         self.position_table, self.hidden_size = table.size, hidden[0].shape[-1]
         if not torch.cat(hidden).isfinite().all():
@@ -351,7 +353,7 @@ class PackedModel:
 
     def _choose_logit_formula(self, hidden: Tensor, logits: Tensor) -> None:
         """Take the formula under which `hidden` `[N, d]` gives the model's own `logits` `[N, V]`."""
-        if self.head()[0].shape[1] == self.hidden_size:
+        if head_of(self.model)[0].shape[1] == self.hidden_size:
             for formula in _logit_formulas(self.model):
                 self._softcap, self._scale = formula
                 if is_close(self.logits(hidden), logits):
@@ -360,28 +362,6 @@ class PackedModel:
             f"the logits of {type(self.model).__name__} are not a linear map of its final hidden states, nor one with "
             "a scale or soft cap that its configuration names: this architecture is not supported"
         )
-
-    @torch.no_grad()
-    def _probed_hidden(self, tokens: Tensor, flat: Packed, probe: AttentionRecorder) -> Tensor | None:
-        """Hidden states of a packed call, or None if a layer asks for attention that we do not compute."""
-        try:
-            hidden = self.packed_hidden(tokens, flat.positions, probe)
-        except _UnsupportedError:
-            return None
-        windows = sum(window is not None for _, window in probe.calls.values())
-        every = sorted(probe.calls) == list(range(self.num_layers))
-        return hidden if every and windows == _window_layers(self.config) else None
-
-    @torch.no_grad()
-    def _probed_fused(
-        self, tokens: Tensor, flat: Packed, calls: dict[int, tuple[float, int | None]], expected: Tensor
-    ) -> FusedLayers | None:
-        """The fused forward of this model, if it has one and that agrees."""
-        fused = FusedLayers.of(self, calls) if self.fused_kernels else None
-        if fused is None or not fused.agrees(tokens, flat.context):
-            return None
-        both = (forward(tokens, flat.positions, flat.context) for forward in (fused.hidden, fused.with_gradient))
-        return fused if all(is_close(hidden, expected) for hidden in both) else None
 
 
 # Two rows that share a prompt, and one of its own: prompts, responses.
@@ -430,10 +410,8 @@ def _attention(
 class _PositionTable(TorchFunctionMode):
     """Sees whether a forward of `length` tokens looks their positions up in a table; `size`: how many it has."""
 
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-        self.size: int | None = None
+    length = 0
+    size: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.embedding and len(args) > 1 and args[0].numel() == self.length:
@@ -511,35 +489,25 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
+# How configurations name a soft cap, a factor, and a number that most architectures divide by, and some multiply with.
+_LOGIT_SETTINGS = (
+    ("final_logit_softcapping", "logits_soft_cap", "softcap"),
+    ("logit_scale", "lm_head_multiplier", "output_multiplier"),
+    ("logits_scaling",),
+)
+
+
 def _logit_formulas(model: PreTrainedModel) -> list[tuple[float | None, float]]:
-    """Soft caps and factors between output layer and logits that the configuration may mean, by the names in use."""
+    """Soft caps and factors between output layer and logits that the configuration may mean."""
     config = model.config.get_text_config()
-
-    def named(*names: str) -> float | None:
-        values = (getattr(config, name, None) for name in names)
-        return next((float(value) for value in values if isinstance(value, int | float) and value), None)
-
-    softcap = named("final_logit_softcapping", "logits_soft_cap", "softcap")
-    scale = named("logit_scale", "lm_head_multiplier", "output_multiplier") or 1.0
-    # Most architectures divide by `logits_scaling`, some multiply with it.
-    by = named("logits_scaling") or 1.0
-    return [(softcap, scale / by), (softcap, scale * by)]
+    values = ([getattr(config, name, None) for name in names] for names in _LOGIT_SETTINGS)
+    softcap, scale, by = (next((float(v) for v in of if isinstance(v, int | float) and v), None) for of in values)
+    return [(softcap, (scale or 1.0) / (by or 1.0)), (softcap, (scale or 1.0) * (by or 1.0))]
 
 
-def _known_layers(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None) or []
-    return set(kinds) <= {"full_attention", "sliding_attention"}
-
-
-def _window_layers(config: Any) -> int:
-    """How many layers must ask for a sliding window, by the configuration."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return list(kinds).count("sliding_attention")
-    return int(config.num_hidden_layers) if getattr(config, "sliding_window", None) else 0
-
-
-def is_close(a: Tensor, b: Tensor, at_least: float = 0.0) -> bool:
-    """Equal up to the rounding of the dtype, accumulated over layers, or up to `at_least`."""
-    tolerance = max(at_least, {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1))
-    return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())
+def _window_layers(config: Any) -> int | None:
+    """How many layers must ask for a sliding window, by the configuration; None: it has layers of other kinds."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return int(config.num_hidden_layers) if getattr(config, "sliding_window", None) else 0
+    return kinds.count("sliding_attention") if {*kinds} <= {"full_attention", "sliding_attention"} else None

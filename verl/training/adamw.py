@@ -28,8 +28,7 @@ from verl.kernels.compiled import VECTOR, kernels
 from verl.kernels.inductor import lacking
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
-from verl.weights.cuts import blocks_of
-from verl.weights.shard import Shard
+from verl.weights.shard import Shard, blocks_of
 from verl.weights.shards import Part, overlap
 
 logger = logging.getLogger(__name__)

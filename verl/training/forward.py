@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from verl.attention.segments import Packed, pack_rows
+from verl.autograd import take_rows
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.kernels.inductor import lacking
 from verl.models.packed import PackedModel
-from verl.ordered_sums import take_rows
 from verl.training.options import EngineOptions, Head
 
 if TYPE_CHECKING:

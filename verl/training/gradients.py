@@ -1,7 +1,7 @@
 """Gradient sums in full precision, as backward passes fill them.
 
 The gradient of a micro-batch exists for one weight at a time. Our own functions add it to the sum themselves (see
-models/grad_sums.py); where autograd computes it, a hook adds it and frees it.
+autograd.py); where autograd computes it, a hook adds it and frees it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.autograd import add_rows
 from verl.errors import TrainingError
 from verl.kernels.compiled import accumulate
-from verl.ordered_sums import add_rows
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.
 _FP16_SCALE = 4096.0
@@ -203,12 +203,9 @@ class Gradients:
             weight.add(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
 
     def _allocate(self) -> None:
-        lacking = [weight for weight in self.weights if weight.gradient is None]
-        for dtype in {_sum_dtype(weight.live) for weight in lacking}:
-            chosen = [weight for weight in lacking if _sum_dtype(weight.live) == dtype]
+        for dtype in (torch.float32, torch.float64):  # of fp64 weights fp64, of all others fp32
+            exact = dtype == torch.float64
+            lacking = (weight for weight in self.weights if weight.gradient is None)
+            chosen = [weight for weight in lacking if (weight.live.dtype == torch.float64) == exact]
             for weight, total in zip(chosen, zeros_like([w.live for w in chosen], dtype), strict=True):
                 weight.gradient = total
-
-
-def _sum_dtype(live: Tensor) -> torch.dtype:
-    return torch.float64 if live.dtype == torch.float64 else torch.float32

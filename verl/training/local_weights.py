@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from verl.errors import TrainingError
 from verl.models.lora import merged_shards
-from verl.training.ranks import Ranks
-from verl.weights.cuts import blocks_of, local_part, sharded_dims_of
-from verl.weights.shard import Shard, ShardedDim, WeightSpec
+from verl.training.ranks import Ranks, gather_json
+from verl.weights.shard import Shard, ShardedDim, WeightSpec, blocks_of, local_part, sharded_dims_of
 from verl.weights.shards import fill_weights, load_model_shards, model_shards, named_weights
 
 #: The dtype of a weight, and how it is cut.
@@ -90,7 +89,8 @@ class WholeModel:
             here: of the weights that this rank has parts of, the dtype and how they are cut.
         """
         json = {name: (str(dtype).removeprefix("torch."), dims) for name, (dtype, dims) in here.items()}
-        stages = dict(sorted(ranks.gather((ranks.mesh.coordinate(ranks.rank)["pp"], json), "pp"), key=itemgetter(0)))
+        stage = ranks.mesh.coordinate(ranks.rank)["pp"]
+        stages = dict(sorted(gather_json((stage, json), ranks.group("pp")), key=itemgetter(0)))
         specs = {}
         for name in self.dtypes:
             holders = tuple(stage for stage, weights in stages.items() if name in weights)

@@ -12,6 +12,7 @@ of a response does not count, because nothing is predicted from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ def _split(costs: _Costs, rows: Sequence[int], limits: Limits) -> list[list[int]
         together = [list(chain(*costs.prompt_sets(group))) for group in costs.groups if group[0] in here]
     else:
         together = [
-            part for same in costs.prompt_sets(rows) for part in _fair_cut(same, lambda r: costs.fits(r, limits))
+            part for same in costs.prompt_sets(rows) for part in _fair_cut(same, partial(costs.fits, limits=limits))
         ]
     units = [_Unit(part, costs.tokens(part)) for part in together]
     units.sort(key=lambda unit: (-unit.tokens / len(unit.rows), unit.rows[0]))

@@ -51,21 +51,6 @@ class OptimConfig(Record):
             )
         return self
 
-    def lr_factor(self, step: int) -> float:
-        """What `lr` is multiplied by in optimizer step number `step`, counted from 0.
-
-        Raises:
-            ConfigError: the schedule decays and `total_steps` is not known.
-        """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return 1.0
-        if self.total_steps is None:
-            raise ConfigError(f"optim.schedule={self.schedule} decays to zero: set optim.total_steps")
-        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
-        return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-
 
 _Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(full_name)]
 

@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
-
 from verl.combinations import check
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.portable import empty_copy
 from verl.training.forward import Forward
 from verl.training.options import EngineOptions, FSDPConfig, TrainOptions
-from verl.training.parallel.data import replicate, shard
+from verl.training.parallel.data import replicate, shard, units
 from verl.training.parallel.expert import expert, fused_experts
 from verl.training.parallel.pipeline import pipeline, stages
-from verl.training.parallel.result import Parallel
 from verl.training.parallel.sequence import sequence
 from verl.training.parallel.tensor import check_tensor, tensor
-from verl.training.parallel.units import units
-from verl.training.ranks import Ranks
-from verl.weights.cuts import local_part
+from verl.training.ranks import Parallel, Ranks
 from verl.weights.layout import Layout
 
 
@@ -89,9 +84,3 @@ def rehearse(
         units(forward.packed, options.fsdp_config)
     for size in {layout.tp, splits} - {1}:
         check_tensor(forward.packed, size)
-
-
-def local_parameter(weight: nn.Parameter) -> nn.Parameter:
-    """What of a weight this rank keeps: the weight itself where it is not cut, else its part on the same memory."""
-    local = local_part(weight)
-    return weight if local is weight else nn.Parameter(local.detach(), requires_grad=weight.requires_grad)

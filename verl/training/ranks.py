@@ -1,20 +1,26 @@
-"""The ranks of a mesh, seen from one of them: collectives along its dimensions."""
+"""The ranks of a mesh, seen from one of them: collectives along its dimensions, and how they share a model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from verl.training.gradients import Gradients, Weight
 from verl.weights.layout import DIMS, Mesh
 from verl.weights.shard import buckets
+
+if TYPE_CHECKING:
+    from verl.training.runner import Schedule
 
 _BUCKET_BYTES = 64 << 20
 #: Combines tensors over ranks in place, by a `torch.distributed.ReduceOp`.
@@ -68,10 +74,6 @@ class Ranks:
         for tensor in tensors if group is not None else ():
             dist.broadcast(tensor, self.mesh.group(self.rank, *dims)[-1], group=group)
 
-    def gather(self, value: Any, *dims: str) -> list[Any]:
-        """Every rank's JSON value."""
-        return gather_json(value, self.group(*dims))
-
     def device_mesh(self, device: torch.device, *dims: str) -> DeviceMesh:
         """Dimensions of several ranks as torch has them, outermost first. All are slices of one mesh, so that torch can
         put two of them together. All ranks come here together."""
@@ -87,6 +89,50 @@ class Ranks:
                 mesh_dim_names=tuple(every),
             )
         return self._device_mesh if dims == self._device_mesh.mesh_dim_names else self._device_mesh[dims]
+
+
+@dataclass
+class Parallel:
+    """How the ranks share a model: filled in by the functions of `verl.training.parallel`, one after the other.
+
+    Attributes:
+        mesh: the ranks that share the model.
+        dtypes: of this rank's weights before, by name; live weights may be wider.
+        schedule: of micro-batches; None: one after the other.
+        tied: weights that the first and the last pipeline stage both hold.
+        reductions: what adds this rank's gradient sums up over other ranks, in this order, after the last backward pass
+            of a step.
+        cut_dims: mesh dimensions along which ranks have different pieces of gradients.
+        shard_counts: of weights that are no DTensors, but of which ranks along `cut_dims` have shards: how many.
+        in_step: a forward has collectives of ranks with different rows, so all must run equally many.
+    """
+
+    mesh: Mesh
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    tied: frozenset[str] = frozenset()
+    reductions: list[Callable[[Gradients], None]] = field(default_factory=list)
+    cut_dims: tuple[str, ...] = ()
+    shard_counts: dict[str, int] = field(default_factory=dict)
+    in_step: bool = False
+
+    def sum_over(self, ranks: Ranks, dim: str, names: Collection[str]) -> None:
+        """Add the gradients of these weights, of which each rank along `dim` has a summand, up over them."""
+        if names:
+            self.reductions.append(
+                lambda gradients: gradients.sum_over_ranks(
+                    ranks.along(dim), [weight for weight in gradients.weights if weight.name in names]
+                )
+            )
+
+    def copies(self, weight: Weight) -> int:
+        """Of the ranks along `cut_dims`, how many hold the same piece of a weight as this one."""
+        stages = 2 if weight.name in self.tied else 1
+        ranks: int = stages * math.prod(getattr(self.mesh.layout, dim) for dim in self.cut_dims if dim != "pp")
+        source: Any = weight.source
+        placements = enumerate(getattr(source, "placements", ()))
+        shards: int = math.prod(source.device_mesh.size(dim) for dim, cut in placements if hasattr(cut, "dim"))
+        return ranks // self.shard_counts.get(weight.name, shards)
 
 
 def gather_json(value: Any, group: Any) -> list[Any]:

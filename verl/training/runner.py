@@ -23,8 +23,7 @@ from verl.training.forward import Forward
 from verl.training.micro_batch import Limits, deal
 from verl.training.mini_batch import MiniBatch
 from verl.training.options import EngineOptions
-from verl.training.parallel.result import Parallel
-from verl.training.ranks import Ranks
+from verl.training.ranks import Parallel, Ranks, gather_json
 from verl.weights.layout import DATA_DIMS
 
 Metrics: TypeAlias = dict[str, float]
@@ -150,7 +149,7 @@ class MicroBatchRunner:
         """`loss` and metrics of the micro-batches of all ranks."""
         here = combine_metrics([loss.metrics for loss in losses])
         here["loss"] = sum(float(loss.total) for loss in losses)
-        return combine_metrics(self.ranks.gather(here, "pp", *DATA_DIMS))
+        return combine_metrics(gather_json(here, self.ranks.group("pp", *DATA_DIMS)))
 
     def _micro_batches(self, parts: Sequence[LossPart]) -> Iterator[MicroBatch]:
         """The micro-batches of this rank, part after part, with their losses."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl.algorithms.loss_terms import Loss, LossPart
+from verl.device import return_free_memory
 from verl.errors import TrainingError
 from verl.training.local_weights import LocalWeights
 from verl.training.optimizer import MixedPrecisionOptimizer
@@ -61,8 +62,6 @@ class OptimizerSteps:
             if self._runner.options.fsdp_config.optimizer_offload:
                 optimizer.offload()
             if self._runner.forward.packed.device.type == "cpu":
-                from verl.kernels.library_memory import return_free_memory
-
                 return_free_memory()
 
     def _losses(self, parts: Sequence[LossPart]) -> list[Loss]:

@@ -9,11 +9,12 @@ from verl.training.forward import Forward
 from verl.training.local_weights import ModelWeights, WholeModel
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, OptimConfig
-from verl.training.parallelize import local_parameter, parallelize
+from verl.training.parallelize import parallelize
 from verl.training.ranks import Ranks
 from verl.training.runner import MicroBatchRunner
 from verl.training.steps import OptimizerSteps
 from verl.weights.meta import give_memory
+from verl.weights.shard import local_part
 from verl.weights.shards import load_model_shards
 
 
@@ -38,10 +39,12 @@ class TorchEngine(TrainEngine):
         # A weight that ranks cut is two parameters here: the model's DTensor, which autograd gives the gradient to, and
         # this rank's part of it on the same memory, which the optimizer steps. A whole weight is both.
         trained = dict(model.named_parameters())
-        pieces = {name: local_parameter(weight) for name, weight in trained.items()}
+        cut = {name: weight for name, weight in trained.items() if hasattr(weight, "placements")}
+        # The part here of a weight that ranks cut, on the same memory.
+        pieces = {name: torch.nn.Parameter(local_part(w).detach(), w.requires_grad) for name, w in cut.items()}
         is_scaled = torch.float16 in parallel.dtypes.values()
         config = options.optim or OptimConfig(max_grad_norm=None)
         optimizer = MixedPrecisionOptimizer(
-            trained, config, options.optimizer, pieces, is_scaled=is_scaled, scheduler=options.scheduler
+            trained, config, options.optimizer, trained | pieces, is_scaled=is_scaled, scheduler=options.scheduler
         )
         self.steps = OptimizerSteps(self.runner, optimizer, self.weights)

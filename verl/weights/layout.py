@@ -236,18 +236,19 @@ class Mesh:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where a rank of the mesh stands along each dimension."""
         rest, along = self.ranks.index(rank), {}
-        for dim, size in zip(reversed(DIMS), reversed(self.layout.sizes), strict=True):
-            rest, along[dim] = divmod(rest, size)
+        for dim in reversed(DIMS):
+            rest, along[dim] = divmod(rest, getattr(self.layout, dim))
         return {dim: along[dim] for dim in DIMS}
 
     def rows(self, rank: int) -> tuple[int, int] | None:
         """Data-parallel index of a rank, and how many there are; None for a rank outside of the mesh."""
         if rank not in self.ranks:
             return None
-        coordinate, index = self.coordinate(rank), 0
+        coordinate, index, count = self.coordinate(rank), 0, 1
         for dim in DATA_DIMS:
-            index = index * getattr(self.layout, dim) + coordinate[dim]
-        return index, self.layout.data_size
+            size = getattr(self.layout, dim)
+            index, count = index * size + coordinate[dim], count * size
+        return index, count
 
     def answers(self, rank: int) -> bool:
         """Whether a rank's answer counts: of those with the same rows, the first of the last pipeline stage."""

@@ -13,9 +13,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from verl.errors import ConfigError
-from verl.weights.cuts import PartBlock, part_blocks
 from verl.weights.layout import DIMS, Mesh
-from verl.weights.shard import Box, ShardedDim, WeightSpec, buckets
+from verl.weights.shard import Box, PartBlock, ShardedDim, WeightSpec, buckets, part_blocks
 
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, nearest
-from verl.weights.cuts import blocks_of, local_part
-from verl.weights.shard import Box, Shard
+from verl.weights.shard import Box, Shard, blocks_of, local_part
 
 
 def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
@@ -27,8 +26,10 @@ def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers by name, tied ones once."""
-    state = model.state_dict(keep_vars=True)
-    return ((name, state[name]) for name, *_ in tied(state))
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(weight), (name, weight))
+    return iter(first.values())
 
 
 def outline(model: nn.Module) -> dict[str, Tensor]:

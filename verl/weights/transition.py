@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, nearest
-from verl.weights.cuts import local_part, sharded_dims_of
 from verl.weights.layout import Mesh
 from verl.weights.plan import BUCKET_BYTES, transition
-from verl.weights.shard import Shard
+from verl.weights.shard import Shard, local_part, sharded_dims_of
 from verl.weights.transfer import Transfer
 
 if TYPE_CHECKING:

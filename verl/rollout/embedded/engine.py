@@ -26,8 +26,7 @@ from verl.rollout.embedded.kv_cache import KVCache, block_tokens, blocks_for
 from verl.rollout.embedded.response import PendingTokens, Response
 from verl.rollout.embedded.runner import ModelRunner
 from verl.rollout.embedded.scheduler import EngineStats, ResponseState, Scheduler
-from verl.weights.cuts import local_part
-from verl.weights.shard import Shard
+from verl.weights.shard import Shard, local_part
 from verl.weights.shards import take_model_shards
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.data.text import ResponseText
 from verl.device import HostCopy, is_host, to_device
 from verl.errors import RolloutError
+from verl.kernels.compiled import Kernels
 from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample, SamplingParams
 from verl.rollout.embedded.sampler import SamplingTable, sample, stream_key, uniforms
 from verl.rollout.stop_strings import StopWatch, special_token
@@ -21,7 +22,6 @@ from verl.rollout.stop_strings import StopWatch, special_token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.kernels.interface import Kernels
     from verl.rollout.grammar import GrammarMask
 
 #: From this position on, a sample's random numbers are for draws among the tokens that a grammar allows.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,8 @@ from torch import Tensor
 
 from verl.device import is_host, to_device
 from verl.kernels import compiled
+from verl.kernels.compiled import Kernels
 from verl.rollout.base import SamplingParams
-
-if TYPE_CHECKING:
-    from verl.kernels.interface import Kernels
 
 BLOCK = 256
 # Rows are worked on in pieces of about this size, which stay in the cache between the passes.

@@ -20,13 +20,11 @@ from verl.training.forward import Forward
 from verl.training.local_weights import LocalWeights
 from verl.training.optimizer import MOMENTS, check_masters, check_optimizer, fill_state
 from verl.training.options import EngineOptions, OptimConfig
-from verl.training.parallel.result import Parallel
-from verl.training.ranks import Ranks
+from verl.training.ranks import Parallel, Ranks
 from verl.training.runner import NO_GRADIENT, Metrics, MicroBatch, MicroBatchRunner, OneStage
 from verl.training.steps import nothing_to_compute
-from verl.weights.cuts import run_blocks
 from verl.weights.meta import give_memory
-from verl.weights.shard import Shard, ShardedDim, Stream, WeightSpec
+from verl.weights.shard import Shard, ShardedDim, Stream, WeightSpec, run_blocks
 from verl.weights.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -17,9 +17,8 @@ from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, OptimConfig
 from verl.training.parallel.data import replicate
 from verl.training.parallel.pipeline import Pipeline
-from verl.training.parallel.result import Parallel
 from verl.training.parallel.stages import Stage
-from verl.training.ranks import Ranks
+from verl.training.ranks import Parallel, Ranks
 from verl.training.runner import MicroBatchRunner
 from verl.training.steps import OptimizerSteps
 from verl.weights.shard import Shard, ShardedDim

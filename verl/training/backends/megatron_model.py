@@ -31,7 +31,7 @@ from verl.models.log_probs import token_log_probs
 from verl.models.packed import AttentionContext
 from verl.training.forward import Forward
 from verl.training.parallel.stages import Stage
-from verl.training.ranks import Ranks
+from verl.training.ranks import Ranks, gather_json
 
 #: Weights of a layer that every tensor-parallel rank has whole: Megatron's name -> the checkpoint's.
 _WHOLE = {
@@ -124,7 +124,7 @@ class MegatronModel(nn.Module):
         self._shapes = {name: tuple(weight.shape) for name, weight in forward.model.state_dict(keep_vars=True).items()}
         self.blocks = {name: [*self._blocks(name, weight)] for name, weight in self.named_parameters()}
         known = {block.name for blocks in self.blocks.values() for block in blocks}
-        known.update(*ranks.gather(sorted(known), "pp"))
+        known.update(*gather_json(sorted(known), ranks.group("pp")))
         if unknown := [n for n in self._shapes if n not in known and not (self._is_tied and n == "lm_head.weight")]:
             raise ConfigError(
                 f"strategy 'megatron': Megatron's layers have no '{unknown[0]}', which {type(source.model).__name__} "

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from verl.errors import ConfigError
 from verl.training.forward import Forward
-from verl.training.masters import adamw_options
-from verl.training.optimizer import MOMENTS
+from verl.training.optimizer import MOMENTS, adamw_options, lr_factor
 from verl.training.options import FSDPConfig, OptimConfig
-from verl.training.parallel.units import units
+from verl.training.parallel.data import units
 from verl.training.ranks import Ranks
-from verl.weights.cuts import run_blocks
+from verl.weights.shard import run_blocks
 
 #: Elements of gradients that are reduced at once.
 _BUCKET = 1 << 24
@@ -86,7 +85,7 @@ class ZeroAdamW(torch.optim.AdamW):
 
     @property
     def next_lr(self) -> float:
-        return self._config.lr * self._config.lr_factor(self.completed_steps)
+        return self._config.lr * lr_factor(self._config, self.completed_steps)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

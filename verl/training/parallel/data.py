@@ -10,6 +10,8 @@ masters, and computes on gathered copies in its own dtype.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,13 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from verl.errors import ConfigError, nearest
+from verl.models.packed import PackedModel
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import FSDPConfig
-from verl.training.parallel.result import Parallel
-from verl.training.parallel.units import units
-from verl.training.ranks import Ranks
-from verl.weights.cuts import sharded_dims_of
+from verl.training.ranks import Parallel, Ranks
+from verl.user_functions import load_function
+from verl.weights.shard import sharded_dims_of
 
 
 def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
@@ -61,7 +64,8 @@ def shard(forward: Forward, ranks: Ranks, parallel: Parallel, config: FSDPConfig
     }
     if config.param_offload:  # unpinned: pieces of gradients are there when a hook reads them
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    _cast_buffers(forward.model, config)
+    if config.mixed_precision.buffer_dtype is not None:
+        _cast_buffers(forward.model, getattr(torch, config.mixed_precision.buffer_dtype))
     wrapped = units(packed, config)
     for module in reversed(wrapped):  # inner ones first
         fully_shard(module, mp_policy=precision, **options)
@@ -88,9 +92,56 @@ def _precision(config: FSDPConfig, half: torch.dtype | None) -> MixedPrecisionPo
     return MixedPrecisionPolicy(gathered, reduced, cast_forward_inputs=False)
 
 
-def _cast_buffers(model: nn.Module, config: FSDPConfig) -> None:
-    if (name := config.mixed_precision.buffer_dtype) is not None:
-        for module in model.modules():
-            for key, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    module._buffers[key] = buffer.to(getattr(torch, name))
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[key] = buffer.to(dtype)
+
+
+def units(packed: PackedModel, config: FSDPConfig) -> list[nn.Module]:
+    """Which modules FSDP cuts, gathers and frees as a unit, in the order of the model: its layers, or those that a
+    policy names. What is in none of them is one with the root.
+
+    The embedding and the head stay with the root: they may be one tensor.
+
+    Raises:
+        ConfigError: the policy names no module of the model.
+    """
+    backbone, embedding = packed.backbone, packed.model.get_input_embeddings()
+    inner = [module for module in backbone.modules() if module not in (backbone, embedding)]
+    names, policy = config.wrap_policy.transformer_layer_cls_to_wrap, config.wrap_policy_fn
+    if names is not None:
+        known = sorted({type(module).__name__ for module in inner})
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(
+                f"wrap_policy.transformer_layer_cls_to_wrap: no module of this {type(backbone).__name__} is a "
+                f"'{unknown[0]}': {nearest(unknown[0], known)}"
+            )
+        return [module for module in inner if type(module).__name__ in names]
+    if policy is not None:
+        function = load_function(policy) if isinstance(policy, str) else policy
+        if "recurse" in inspect.signature(function).parameters:
+            wrapped = _by_fsdp1(backbone, function)[0]
+        else:
+            wrapped = [module for module in inner if function(module)]
+        chosen = [module for module in inner if module in wrapped]
+        if not chosen:
+            raise ConfigError(f"wrap_policy_fn chose no module inside of this {type(backbone).__name__}")
+        return chosen
+    stacks = [module for module in inner if isinstance(module, nn.ModuleList)]
+    return [*next((stack for stack in stacks if len(stack) == packed.num_layers), ())]
+
+
+def _by_fsdp1(module: nn.Module, policy: Callable[..., Any]) -> tuple[list[nn.Module], int]:
+    """The modules that a policy of FSDP1 wraps, itself included, and the parameters in them."""
+    total = sum(weight.numel() for weight in module.parameters())
+    chosen: list[nn.Module] = []
+    wrapped = 0
+    if policy(module=module, recurse=True, nonwrapped_numel=total):
+        for child in module.children():
+            inner, count = _by_fsdp1(child, policy)
+            chosen, wrapped = chosen + inner, wrapped + count
+        if policy(module=module, recurse=False, nonwrapped_numel=total - wrapped):
+            return [*chosen, module], total
+    return chosen, wrapped

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from verl.autograd import exchange
 from verl.errors import ConfigError
-from verl.models.collectives import exchange
 from verl.training.forward import Forward
-from verl.training.parallel.result import Parallel
-from verl.training.ranks import Ranks
-from verl.weights.cuts import local_weights
+from verl.training.ranks import Parallel, Ranks
+from verl.weights.shard import local_weights
 
 
 def fused_experts(forward: Forward, size: int) -> list[Any]:

@@ -21,9 +21,8 @@ from verl.attention.segments import Packed
 from verl.errors import ConfigError
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
-from verl.training.parallel.result import Parallel
 from verl.training.parallel.stages import Stage, StageSplit
-from verl.training.ranks import Ranks
+from verl.training.ranks import Parallel, Ranks
 from verl.training.runner import MicroBatch
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl.attention.segments import Packed
-from verl.models.collectives import exchange, joined
+from verl.autograd import exchange, joined
 from verl.models.packed import AttentionContext
 from verl.training.forward import Forward
 from verl.training.ranks import Ranks

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from verl.attention.segments import pack_rows
 from verl.errors import ConfigError
-from verl.models.packed import PackedModel, is_close
+from verl.models.llama import is_close
+from verl.models.packed import PackedModel
 from verl.weights.meta import is_on_meta, sample
 
 _FIRST, _LAST = "first", "last"

@@ -22,13 +22,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.pytorch_utils import Conv1D
 
+from verl.autograd import joined, shared, split, summed
 from verl.errors import ConfigError
-from verl.models.collectives import joined, shared, split, summed
 from verl.models.packed import PackedModel
 from verl.training.forward import Forward
-from verl.training.parallel.result import Parallel
-from verl.training.ranks import Ranks
-from verl.weights.cuts import blocks_of, local_part, local_weights
+from verl.training.ranks import Parallel, Ranks
+from verl.weights.shard import local_part, local_weights, rows_of
 from verl.weights.tensor_plan import tensor_plan
 
 Style = Callable[["_Cutter", str, Any], None]
@@ -97,7 +96,7 @@ class _Cutter:
                 head.weight = embedding.weight
             else:
                 self.cut(name, head, Shard(0))
-        self.run_locally(head, before=self.enter, after=self.joined(head.out_features))
+        self.run_locally(head, before=self.enter, after=self.by_columns(joined, head.out_features))
 
     def cut(self, name: str, module: nn.Module, placement: Any, where: str = "") -> nn.Parameter:
         """A weight of a module, from then on this rank's part of it.
@@ -119,13 +118,18 @@ class _Cutter:
         return module.get_parameter(name)
 
     def run_locally(
-        self, module: nn.Module, *, before: Callable[[Any], Any], after: Callable[[Tensor], Tensor], whole: str = ""
+        self,
+        module: nn.Module,
+        *,
+        before: Callable[[Any], Any] | None = None,
+        after: Callable[[Tensor], Tensor] | None = None,
+        whole: str = "",
     ) -> None:
         """Let a module run on this rank's parts of its weights.
 
         Args:
-            before: what becomes of each of its arguments.
-            after: what becomes of its result, without the weight `whole`, which is added to it.
+            before: what becomes of each of its arguments; None: they stay.
+            after: what becomes of its result, without the weight `whole`, which is added to it; None: it stays.
         """
         # The module's parameters are DTensors, because FSDP, checkpoints and the optimizer need to know what part of a
         # weight they are. With them its own code would compute on DTensors, which dispatch each operation in Python and
@@ -134,7 +138,8 @@ class _Cutter:
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             with local_weights(module, without=whole) as removed:
-                result = after(forward(*map(before, args), **kwargs))
+                result = forward(*(args if before is None else map(before, args)), **kwargs)
+                result = result if after is None else after(result)
             return result if removed is None else result + removed
 
         module.forward = run
@@ -151,22 +156,14 @@ class _Cutter:
         self._entered = None
         return summed(x, self.group)
 
-    def joined(self, size: int) -> Callable[[Tensor], Tensor]:
-        """For results of `size` columns, of which each rank has some."""
-        return partial(joined, sizes=self._sizes(size), group=self.group)
-
-    def split(self, size: int) -> Callable[[Tensor], Tensor]:
-        """For arguments of `size` columns that are whole on all ranks."""
-        return partial(split, sizes=self._sizes(size), group=self.group)
-
-    def _sizes(self, size: int) -> list[int]:
-        """As torch cuts a dimension of this size."""
+    def by_columns(self, function: Callable[..., Tensor], size: int) -> Callable[[Tensor], Tensor]:
+        """`joined` or `split` of `size` columns over the ranks, as torch cuts a dimension of this size."""
         sizes = [len(part) for part in torch.arange(size).chunk(self.size)]
-        return sizes + [0] * (self.size - len(sizes))
+        return partial(function, sizes=sizes + [0] * (self.size - len(sizes)), group=self.group)
 
     def _look_up_locally(self, embedding: nn.Embedding) -> None:
-        ((first, *_), rows), *_ = blocks_of(embedding.weight.detach())
-        count = len(rows)
+        rows = rows_of(embedding.weight)
+        first, count = rows.start, len(rows)
         if embedding.padding_idx is not None:
             padding = embedding.padding_idx - first
             embedding.padding_idx = padding if 0 <= padding < count else None
@@ -184,7 +181,7 @@ class _Cutter:
 
 def _columns(cutter: _Cutter, name: str, module: Any, *, fused: int = 1, gather: bool = False) -> None:
     """A linear map of which each rank has outputs; `fused`: of each of as many matrices side by side."""
-    if _has_adapters(module):  # the result of the first matrix is whole, of the second each rank has columns
+    if hasattr(module, "lora_A"):  # the result of the first matrix is whole, of the second each rank has columns
         for part in (module.base_layer, *module.lora_B.values()):
             _columns(cutter, name, part, fused=fused, gather=gather)
         return
@@ -194,24 +191,24 @@ def _columns(cutter: _Cutter, name: str, module: Any, *, fused: int = 1, gather:
         cutter.cut(weight, module, Shard(axis) if fused == 1 else _StridedShard(axis, split_factor=fused), name)
     if isinstance(module, Conv1D):
         module.nf = local_part(module.weight).shape[1]
-    after = cutter.joined(module.out_features) if gather else _same
+    after = cutter.by_columns(joined, module.out_features) if gather else None
     cutter.run_locally(module, before=cutter.enter, after=after)
 
 
 def _rows(cutter: _Cutter, name: str, module: Any, *, whole_input: bool = False) -> None:
     """A linear map of which each rank has inputs. The bias is whole, and added once."""
-    if _has_adapters(module):
+    if hasattr(module, "lora_A"):
         for part in (module.base_layer, *module.lora_A.values()):
             _rows(cutter, name, part, whole_input=whole_input)
         return
     cutter.cut("weight", module, Shard(1 - _output_dim(name, module)))
-    before = cutter.split(module.in_features) if whole_input else _same
+    before = cutter.by_columns(split, module.in_features) if whole_input else None
     cutter.run_locally(module, before=before, after=cutter.sum, whole="bias")
 
 
 def _experts(cutter: _Cutter, name: str, module: nn.Module) -> None:
     """Matrices `[experts, ...]` in one module: each rank computes a summand of every expert's result."""
-    if _has_adapters(module):
+    if hasattr(module, "lora_A"):
         raise ConfigError(f"layout: tp does not cut {name}, which has adapters (LoRA)")
     for weight, _ in [*module.named_parameters(recurse=False)]:
         style, parameter = cutter.plan.get(f"{_generic(name)}.{weight}"), module.get_parameter(weight)
@@ -256,14 +253,6 @@ def _output_dim(name: str, module: Any) -> int:
     raise ConfigError(f"layout: tp does not cut {name}, a {type(module).__name__}: only linear layers")
 
 
-def _has_adapters(module: Any) -> bool:
-    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
-
-
 def _generic(name: str) -> str:
     """A module's name with "*" for numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _same(x: Any) -> Any:
-    return x

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ENV
-from verl.kernels.library_memory import _CACHES
+from verl.device import _PRODUCT_CACHES
 
 GROWTH = """
 import sys
 from pathlib import Path
-from verl.kernels.library_memory import limit_library_memory
+from verl.device import limit_library_memory
 
 if sys.argv[1] == "limited":
     limit_library_memory()
@@ -47,7 +47,7 @@ print(resident() - before)
 @pytest.mark.slow  # 1,500 shapes, three times from cold
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
 def test_memory_for_shapes_of_products_is_bounded() -> None:
-    env = {name: value for name, value in ENV.items() if name not in _CACHES}
+    env = {name: value for name, value in ENV.items() if name not in _PRODUCT_CACHES}
 
     def growth(kind: str) -> float:
         done = subprocess.run(

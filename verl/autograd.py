@@ -1,0 +1,205 @@
+"""Functions of our own that gradients pass through: sums of rows, weights that have a sum for their gradients,
+collectives.
+
+Rows of one number are added in their order, so that sums repeat bit for bit. CUDA's `index_add_` adds by atomics, in
+any order, and so does the backward of `index_select`. Its `index_put_(accumulate=True)` sorts the rows first, by a
+stable sort, and adds them one after another; `index_add_` does the same itself under
+`torch.use_deterministic_algorithms`, which is a setting of the whole process. On CPU it is the other way round:
+`index_add_` goes through the rows in order, and `index_put_` may share them among threads.
+
+A weight whose attribute `grad_sum` is set hands its gradients there, and autograd never holds them: no dense gradient
+for a few rows of an embedding, none that lives until the last use of a tied weight has been passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+
+def sum_rows(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """`[N, ...]` -> `[count, ...]`: row i is the sum of the `values` whose `index` `[N]` (int64) is i, 0 if there are
+    none. Differentiable."""
+    zeros = values.new_zeros((count, *values.shape[1:]))
+    if _index_add_is_ordered(values.device):
+        return zeros.index_add(0, index, values)
+    return zeros.index_put((index,), values, accumulate=True)
+
+
+def add_rows(total: Tensor, index: Tensor, values: Tensor, scale: float = 1.0) -> None:
+    """Add `scale` times row i of `values` `[N, ...]` to row `index[i]` of `total`, in place."""
+    values = values.to(total.dtype)
+    if _index_add_is_ordered(total.device):
+        total.index_add_(0, index, values, alpha=scale)
+    else:
+        total.index_put_((index,), values if scale == 1.0 else values * scale, accumulate=True)
+
+
+def take_rows(values: Tensor, index: Tensor) -> Tensor:
+    """`[M, ...]` -> `[N, ...]`: the rows at `index` `[N]` (int64), with repetitions. Differentiable once."""
+    taken: Tensor = _Rows.apply(values, index)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(values)
+        return values.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return sum_rows(grads[0], index, ctx.count), None
+
+
+def _index_add_is_ordered(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+class GradientSum(Protocol):
+    """The sum of a weight's gradients."""
+
+    def add(self, gradient: Tensor, start: int = 0) -> None:
+        """The gradient of as many of the weight's rows as it has, from row `start`."""
+
+    def add_rows(self, rows: Tensor, gradient: Tensor) -> None:
+        """Row i of `gradient` `[N, d]` is added to row `rows[i]`, of `rows` `[N]`."""
+
+
+def grad_sum(weight: Tensor | None) -> GradientSum | None:
+    return cast("GradientSum | None", getattr(weight, "grad_sum", None))
+
+
+def give(weight: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Hand the gradient of `weight` to its sum; if it has none, return it, for autograd."""
+    total = grad_sum(weight)
+    if total is None:
+        return gradient
+    total.add(gradient)
+    return None
+
+
+class Embedding(torch.autograd.Function):
+    """Rows of `weight` `[V, d]` at `tokens` `[T]`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, tokens)
+        return weight.index_select(0, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        weight, tokens = ctx.saved_tensors
+        total = grad_sum(weight)
+        if total is not None:
+            total.add_rows(tokens, grads[0])
+            return None, None
+        return sum_rows(grads[0], tokens, len(weight)), None
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks of what each of them computed. Every rank uses it alike, so its gradient is each one's own."""
+    result: Tensor = _Reduce.apply(x, group, True)  # type: ignore[no-untyped-call]
+    return result
+
+
+def shared(x: Tensor, group: Any) -> Tensor:
+    """`x`, which is equal on all ranks, for ranks that use it differently: its gradient is the sum of theirs."""
+    result: Tensor = _Reduce.apply(x, group, False)  # type: ignore[no-untyped-call]
+    return result
+
+
+def joined(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+    """The last dimension of all ranks' `x` as one, `sizes` of it from each. Every rank uses it alike, so each takes its
+    own part of the gradient."""
+    result: Tensor = _Join.apply(x, sizes, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def split(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+    """This rank's part of the last dimension of `x`, which is equal on all ranks."""
+    result: Tensor = _Split.apply(x, sizes, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def exchange(x: Tensor, group: Any, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """All-to-all along the first dimension: the first `sent[0]` rows of `x` go to the group's first rank, and so on;
+    `received[i]` rows of the result come from rank i."""
+    result: Tensor = _Exchange.apply(x, group, list(sent), list(received))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum over ranks in the forward pass, or in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, in_forward: bool) -> Tensor:
+        ctx.group, ctx.in_forward = group, in_forward
+        return _all_reduced(x, group) if in_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] if ctx.in_forward else _all_reduced(grads[0], ctx.group), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _gathered(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].split(ctx.sizes, -1)[dist.get_rank(ctx.group)], None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        parts: tuple[Tensor, ...] = x.split(sizes, -1)
+        return parts[dist.get_rank(group)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grads[0], ctx.sizes, ctx.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _exchanged(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def _exchanged(x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+    result = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+    return result
+
+
+def _gathered(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+    most = max(sizes)  # gloo takes tensors of one size
+    parts = [x.new_empty((*x.shape[:-1], most)) for _ in sizes]
+    dist.all_gather(parts, pad(x, (0, most - x.shape[-1])).contiguous(), group=group)
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+
+def _all_reduced(x: Tensor, group: Any) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
