@@ -1,0 +1,4 @@
+"""The gateway: agents that know nothing but the address of an endpoint, as episodes.
+
+Reading order: `messages`, `replies`, `template`, `tokens`, `linking`, `dialects`.
+"""
