@@ -104,7 +104,8 @@ class Both:
         number = len(self.ours.calls)
         log_probs = [-(number + 1) - index / 1000 for index in range(len(tokens))]
         sample = Sample(str(number), tokens, log_probs, "stop" if ended else "length", number)
-        made = self.ours.answer(prompt, sample, wrote, left_out=left_out, delivered=not left_out)
+        said = self.ours.template.parse(wrote, prompt.text, prompt.tools)
+        made = self.ours.answer(prompt, sample, said, left_out=left_out, delivered=not left_out)
         answer = CHAT.answer(request, ChatAnswer("any", 0, (Reply(made.id, made.reply, "stop"),)))
         reply: dict[str, Any] = answer["choices"][0]["message"]
         written = spelled(self.tokenizer, tokens)

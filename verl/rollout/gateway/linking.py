@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from verl.data.text import spelled
 from verl.rollout.base import Finish, Sample
 from verl.rollout.gateway.messages import Message, prefix_digests
 from verl.rollout.gateway.replies import Tools
@@ -61,6 +60,7 @@ class Call:
         delivered: whether its last byte was handed to the agent.
         left_out: why it is not trained; "" if it is.
         name: of its trajectory, as the agent chose it.
+        forced: of each token, whether a grammar left no other one, so that it is not trained; empty: of none.
         behind: what was read behind it, see `PieceReader`.
     """
 
@@ -72,6 +72,7 @@ class Call:
     delivered: bool = False
     left_out: str = ""
     is_continued: bool = False
+    forced: Sequence[bool] = ()
     behind: Piece = field(default_factory=Piece)
 
     @cached_property
@@ -126,15 +127,13 @@ class Conversations:
         whole, text = first or (tuple(messages), self._write(messages, tools))
         return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text))
 
-    def answer(self, prompt: Prompt, sample: Sample, text: str, **options: Any) -> Call:
-        """Add what was sampled.
+    def answer(self, prompt: Prompt, sample: Sample, reply: Message, **options: Any) -> Call:
+        """Add what was sampled, which is this message.
 
         Args:
-            text: of the reply, without the token or the stop string that ended it.
             **options: of `Call`.
         """
         number = len(self.calls)
-        reply = self.template.parse(text, prompt.text, prompt.tools)
         # Nine letters or digits: Mistral's templates take no other ids.
         named = [replace(call, id=f"call{number:03d}{index:02d}") for index, call in enumerate(reply.calls)]
         call = Call(f"{number:06d}", prompt, sample, replace(reply, calls=tuple(named)), **options)
@@ -162,11 +161,8 @@ class Conversations:
         closed = self._closed[call]
         if closed is None or not text.startswith(closed.text):
             return None
-        ended = bool(call.sample.tokens) and self._spelled(call.sample.tokens[-1]) == closed.end
+        ended = bool(call.sample.tokens) and self.template.spelled(call.sample.tokens[-1:]) == closed.end
         return text[len(closed.text) - (0 if ended else len(closed.end)) :]
-
-    def _spelled(self, token: int) -> str:
-        return self.template.chat.added.get(token) or spelled(self.template.chat.tokenizer, [token])
 
 
 def _thinks_alike(before: Sequence[Message], messages: Sequence[Message]) -> bool:
@@ -207,16 +203,17 @@ class Trajectory:
         return next((call.name for call in self.calls if call.name), "")
 
     def read(self, tokens: Sequence[int]) -> None:
-        self._add(tokens, 0, [0.0] * len(tokens))
+        self._add(tokens, [0] * len(tokens), [0.0] * len(tokens))
 
-    def wrote(self, sample: Sample) -> None:
+    def wrote(self, sample: Sample, forced: Sequence[bool] = ()) -> None:
         start = len(self.response_tokens)
-        self._add(sample.tokens, 1, sample.log_probs)
+        mask = [int(not only) for only in forced] or [1] * len(sample.tokens)
+        self._add(sample.tokens, mask, [p if m else 0.0 for p, m in zip(sample.log_probs, mask, strict=True)])
         self.versions.append((start, len(self.response_tokens), sample.policy_version))
 
-    def _add(self, tokens: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
+    def _add(self, tokens: Sequence[int], mask: Sequence[int], log_probs: Sequence[float]) -> None:
         self.response_tokens += tokens
-        self.response_mask += [mask] * len(tokens)
+        self.response_mask += mask
         self.rollout_log_probs += log_probs
 
 
@@ -256,5 +253,5 @@ def _trajectory(line: Sequence[Call], fork: tuple[int, Call] | None) -> Trajecto
     for call in line[first:]:
         if call is not line[first]:
             whole.read(call.prompt.read)
-        whole.read(call.sample.tokens) if call.left_out else whole.wrote(call.sample)
+        whole.read(call.sample.tokens) if call.left_out else whole.wrote(call.sample, call.forced)
     return whole

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.data.chat import ChatTokenizer
-from verl.data.text import ResponseText
+from verl.data.text import ResponseText, spelled
 from verl.errors import ConfigError, DataError
 from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.replies import ReplyParser, Tools
@@ -82,7 +82,8 @@ class ChatTemplate:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the tokenizer has no chat template: name one, as chat_template='hermes'")
         self.chat = ChatTokenizer(tokenizer)
-        self.text = ResponseText(tokenizer, (*self.chat.ends, *(ends or ())))
+        self.ends = (*self.chat.ends, *(ends or ()))
+        self.text = ResponseText(tokenizer, self.ends)
         self.parse = ReplyParser(tokenizer, str(tokenizer.chat_template))
 
     def write(
@@ -126,6 +127,10 @@ class ChatTemplate:
         """Tokens that a text ends with, the longest first."""
         names = (*self.chat.added.values(), *map(self.chat.tokenizer.convert_ids_to_tokens, self.chat.ends))
         yield from sorted((name for name in names if name and text.endswith(name)), key=len, reverse=True)
+
+    def spelled(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones too."""
+        return spelled(self.chat.tokenizer, tokens)
 
     def check(self) -> list[str]:
         """What the template does not show of a thought; of everything else that an agent needs it shows all.
