@@ -50,6 +50,8 @@ def test_what_packages_send_is_read(dialect: str, package: str) -> None:
     assert request.model == body["model"] and request.stream == body.get("stream", False)
     assert request.messages[-1] == Message("user", "What is 2 + 2?")
     assert [tool["function"]["name"] for tool in request.tools][:1] == (["add"] if "tools" in body else [])
+    is_strict = any({**tool, **tool.get("function", {})}.get("strict") for tool in body.get("tools", ()))
+    assert request.strict == (frozenset({"add"}) if is_strict else frozenset())
     assert all(tool["function"]["parameters"]["type"] == "object" for tool in request.tools)
     assert [m.content for m in request.messages[:-1]] == (["Help."] if {"system", "instructions"} & {*body} else [])
     assert request.max_tokens == body.get("max_tokens") and request.stop == tuple(body.get("stop", ()))

@@ -56,6 +56,7 @@ def read(body: Body) -> ChatRequest:
         typed(body, "model", str, ""),
         tuple(_conversation(body)),
         tools,
+        frozenset(tool["name"] for tool in body.get("tools") or [] if tool.get("strict")),
         chosen(_choice(typed(body, "tool_choice", dict, {})), tools),
         _schema(typed(body, "output_config", dict, {})),
         limit_of(body, "max_tokens"),

@@ -66,6 +66,7 @@ def read(body: Body) -> ChatRequest:
         typed(body, "model", str, ""),
         conversation(mappings(body.get("messages"), "messages")),
         tools,
+        frozenset(tool["function"]["name"] for tool in body.get("tools") or [] if tool["function"].get("strict")),
         chosen(_choice(body.get("tool_choice")), tools),
         _schema(typed(body, "response_format", dict, {})),
         limit_of(body, "max_tokens", "max_completion_tokens"),

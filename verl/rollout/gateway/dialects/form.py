@@ -52,6 +52,7 @@ class ChatRequest:
 
     Attributes:
         tools: as chat templates take them.
+        strict: names of those whose calls must match their schema.
         choice: "auto", "none", "required", or the name of the one tool to call.
         schema: JSON schema of the reply.
         sampling: fields of `SAMPLING` that were set.
@@ -60,6 +61,7 @@ class ChatRequest:
     model: str
     messages: tuple[Message, ...]
     tools: tuple[Body, ...] = ()
+    strict: frozenset[str] = frozenset()
     choice: str = "auto"
     schema: Body | None = None
     max_tokens: int | None = None

@@ -62,6 +62,7 @@ def read(body: Body) -> ChatRequest:
         typed(body, "model", str, ""),
         _conversation(body),
         tools,
+        frozenset(tool["name"] for tool in body.get("tools") or [] if tool.get("strict")),
         chosen(str(choice.get("name", "")) if isinstance(choice, dict) else str(choice), tools),
         _schema(typed(body, "text", dict, {})),
         limit_of(body, "max_output_tokens"),
