@@ -40,10 +40,12 @@ class PlainCall:
 class PlainEpisode:
     """Args:
     render: messages, tools and whether a reply follows -> text.
-    special: tokens that never merge with others; the last one in a finished chat ends it.
+    end: how the template ends a reply: whether it calls, and whether there are tools -> token.
+    special: tokens that never merge with others.
     """
 
     render: Callable[[Chat, Any, bool], str]
+    end: Callable[[bool, bool], str]
     special: Sequence[str]
     calls: list[PlainCall] = field(default_factory=list)
     tools: list[Any] = field(default_factory=list)
@@ -59,13 +61,12 @@ class PlainEpisode:
             whole = [*earlier.chat, earlier.reply, *messages[len(earlier.chat) + 1 :]]
             text = self.render(whole, tools, True)
             texts.append((whole, text))
-            done = self.render([*earlier.chat, earlier.reply], self.tools[number], False)
-            end = max(self.special, key=lambda name: done.rfind(name) + len(name) * (name in done))
-            done = done[: done.rindex(end) + len(end)]
-            if not (done.startswith(earlier.text) and text.startswith(done) and shows(done, earlier)):
+            end = self.end(bool(earlier.reply.get("tool_calls")), bool(self.tools[number]))
+            reply, found, rest = text[len(earlier.text) :].partition(end)
+            if not (text.startswith(earlier.text) and found and shows(reply, earlier)):
                 continue
             made.chat, made.text, made.parent = whole, text, number
-            made.behind = text[len(done) - (0 if earlier.wrote.endswith(end) else len(end)) :]
+            made.behind = rest if earlier.wrote.endswith(end) else end + rest
             break
         else:
             made.chat, made.text = texts[0] if texts else (made.chat, self.render(messages, tools, True))
@@ -133,7 +134,6 @@ def said(message: dict[str, Any]) -> Any:
     return message["role"], (content or "").strip(), [(c["name"], json.loads(c["arguments"])) for c in calls]
 
 
-def shows(done: str, call: PlainCall) -> bool:
-    text = done[len(call.text) :]
+def shows(text: str, call: PlainCall) -> bool:
     names = [each["function"]["name"] for each in call.reply.get("tool_calls") or []]
     return all(part in text for part in [(call.reply.get("content") or "").strip(), thought(call.reply), *names])

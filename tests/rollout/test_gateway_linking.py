@@ -70,7 +70,7 @@ class Both:
         self.spy = Spy(self.tokenizer)
         self.ours = Conversations(ChatTemplate(self.spy))  # type: ignore[arg-type]
         special = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
-        self.plain = PlainEpisode(self.render, special)
+        self.plain = PlainEpisode(self.render, self.end, special)
         self.spy.texts.clear()
         self.spoken: list[str] = []
 
@@ -82,6 +82,9 @@ class Both:
             message["tool_calls"] = [self.call_of(call) for call in message.get("tool_calls") or []]
         options = {"tools": tools or None, "add_generation_prompt": reply, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(readable, **options))
+
+    def end(self, calls: bool, tools: bool) -> str:
+        return "<|eom_id|>" if self.family == "llama3" and calls and tools else self.last
 
     def call_of(self, call: Any) -> Any:
         template = self.ours.template.chat
@@ -270,13 +273,11 @@ CONVERSATIONS: dict[Callable[[Both], None], list[list[int]]] = {
     many_turns: [list(range(128))],
 }
 THINKING = (dropped_thoughts, unsent_reasoning)
-#: Qwen 3 takes the thought, even an empty one, out of what was said before the user speaks again.
-BY_THE_USER = (compaction, sub_agent, aborted_stream, best_of_n, many_turns)
 
 
 def fits(conversation: Callable[[Both], None], family: str) -> bool:
-    if conversation in THINKING or family == "qwen3":
-        return family == "qwen3" and conversation not in BY_THE_USER
+    if conversation in THINKING:
+        return family == "qwen3"
     return conversation is not many_turns or family == "hermes"
 
 

@@ -44,9 +44,10 @@ def test_a_rendered_conversation_parses_back(family: str, said: Message) -> None
     assert template.check() == []
     chat = [Message("user", "And the weather?")]
     first = template.write(chat, [WEATHER], reply=True)
-    closed = template.close(chat, said, first, [WEATHER])
-    assert closed is not None and closed.text.endswith(closed.end)
-    tokens = template.chat.encode(closed.text[len(first) : -len(closed.end)])
+    text = template.write([*chat, said], [WEATHER], reply=False)
+    ended = template.behind(text, first, said, True)
+    assert ended is not None
+    tokens = template.chat.encode(text[len(first) :].partition(ended[0])[0])
     parsed = template.parse(template.text(tokens), first, [WEATHER])
     assert parsed.key == said.key
 

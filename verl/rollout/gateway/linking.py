@@ -18,7 +18,7 @@ from typing import Any
 from verl.rollout.base import Finish, Sample
 from verl.rollout.gateway.messages import Message, prefix_digests
 from verl.rollout.gateway.replies import Tools
-from verl.rollout.gateway.template import ChatTemplate, Closed
+from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.gateway.tokens import Piece, PieceReader
 
 
@@ -106,7 +106,6 @@ class Conversations:
         self.reader = PieceReader(template.chat)
         self._begin = Piece()
         self._by_messages: defaultdict[bytes, list[Call]] = defaultdict(list)
-        self._closed: dict[Call, Closed | None] = {}
 
     def ask(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
         """The prompt of a call.
@@ -153,16 +152,13 @@ class Conversations:
             yield from sorted(equal, key=lambda call: (not call.delivered, call.is_continued))
 
     def _behind(self, call: Call, text: str) -> str | None:
-        """What the template writes behind a call's reply in a longer chat; None if it writes the chat up to there
-        otherwise than it did."""
-        if call not in self._closed:
-            asked = call.prompt
-            self._closed[call] = self.template.close(asked.messages, call.reply, asked.text, asked.tools, self.inputs)
-        closed = self._closed[call]
-        if closed is None or not text.startswith(closed.text):
+        """What the template writes behind a call's reply in a longer chat; None if that does not continue it."""
+        ended = self.template.behind(text, call.prompt.text, call.reply, bool(call.prompt.tools))
+        if ended is None:
             return None
-        ended = bool(call.sample.tokens) and self.template.spelled(call.sample.tokens[-1:]) == closed.end
-        return text[len(closed.text) - (0 if ended else len(closed.end)) :]
+        end, rest = ended
+        is_ended = self.template.spelled(call.sample.tokens[-1:]) == end
+        return rest if is_ended else end + rest
 
 
 def _thinks_alike(before: Sequence[Message], messages: Sequence[Message]) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +43,9 @@ OURS = {"hermes": HERMES}
 #: Words that no template has by itself: of the tool, the key and the value of an argument, the result, the thought.
 _TOOL, _KEY, _VALUE, _RESULT, _THOUGHT = "probe_8093", "key_5170", "value_3926", "result_6482", "thought_7731"
 _SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string", "description": "?"}}, "required": [_KEY]}
+_ASKED = Message("user", "?")
+_SAID = Message("assistant", "", (ToolCall(_TOOL, json.dumps({_KEY: _VALUE}), "call00001"),), _THOUGHT)
 _PROBE = {"type": "function", "function": {"name": _TOOL, "description": "?", "parameters": _SCHEMA}}
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A chat that ends with a reply.
-
-    Attributes:
-        text: what the template writes, up to the end of the reply and with it.
-        end: how it ends the reply.
-    """
-
-    text: str
-    end: str
 
 
 class ChatTemplate:
@@ -84,6 +73,7 @@ class ChatTemplate:
         self.chat = ChatTokenizer(tokenizer)
         self.ends = (*self.chat.ends, *(ends or ()))
         self.text = ResponseText(tokenizer, self.ends)
+        self._endings: dict[tuple[bool, bool], str] = {}
         self.parse = ReplyParser(tokenizer, str(tokenizer.chat_template))
 
     def write(
@@ -98,35 +88,38 @@ class ChatTemplate:
         chat = [message.for_template(self.parse.thought or "reasoning_content") for message in messages]
         return self.chat.render(chat, shown, reply=reply, begun=False, check=False)
 
-    def close(
-        self,
-        messages: Sequence[Message],
-        reply: Message,
-        before: str,
-        tools: Tools = (),
-        inputs: Mapping[str, Any] | None = None,
-    ) -> Closed | None:
-        """How the template writes a chat with this reply at its end.
+    def behind(self, text: str, before: str, reply: Message, has_tools: bool) -> tuple[str, str] | None:
+        """How the template ends a reply in a longer chat, and what it writes behind that.
 
         Args:
-            before: what it writes up to the reply.
+            text: the longer chat.
+            before: what it wrote up to the reply.
 
         Returns:
-            None if it does not write the reply behind that, leaves out a part of it, or does not end it.
+            None if it writes the chat up to there otherwise now, leaves out a part of the reply, or does not end it.
         """
-        try:
-            text = self.write([*messages, reply], tools, inputs, reply=False)
-            end = self.chat.reply_end(text, len(before), calls=bool(reply.calls))
-        except DataError:
+        end = self._ending(bool(reply.calls), has_tools)
+        position = text.find(end, len(before)) if end and text.startswith(before) else -1
+        if position < 0 or not _shows(text[len(before) : position], reply):
             return None
-        if not text.startswith(before) or not _shows(text[len(before) : end], reply):
-            return None
-        return Closed(text[:end], next(name for name in self._endings(text[:end])))
+        return end, text[position + len(end) :]
 
-    def _endings(self, text: str) -> Iterator[str]:
-        """Tokens that a text ends with, the longest first."""
+    def _ending(self, calls: bool, has_tools: bool) -> str:
+        """How the template ends a reply: text or calls, in a chat with tools or without; "" if it does not."""
+        if (calls, has_tools) not in self._endings:
+            said = replace(_SAID, calls=_SAID.calls if calls else (), content="" if calls else _VALUE)
+            try:
+                text = self.write([_ASKED, said], [_PROBE] if has_tools else (), reply=False)
+                text = text[: self.chat.reply_end(text, text.rfind(_VALUE), calls=calls)]
+                self._endings[calls, has_tools] = self._end_of(text)
+            except DataError:
+                self._endings[calls, has_tools] = ""
+        return self._endings[calls, has_tools]
+
+    def _end_of(self, text: str) -> str:
+        """The special token that a text ends with, the longest if there are several."""
         names = (*self.chat.added.values(), *map(self.chat.tokenizer.convert_ids_to_tokens, self.chat.ends))
-        yield from sorted((name for name in names if name and text.endswith(name)), key=len, reverse=True)
+        return max((name for name in names if name and text.endswith(name)), key=len, default="")
 
     def spelled(self, tokens: Sequence[int]) -> str:
         """Tokens as text, special ones too."""
@@ -138,12 +131,11 @@ class ChatTemplate:
         Raises:
             ConfigError: it does not show tools, calls or results, or its calls cannot be read back.
         """
-        call = ToolCall(_TOOL, json.dumps({_KEY: _VALUE}), "call00001")
-        asked, said = Message("user", "?"), Message("assistant", "", (call,), _THOUGHT)
+        result = Message("tool", _RESULT, call_id=_SAID.calls[0].id)
         try:
-            first = self.write([asked], [_PROBE], reply=True)
-            closed = self.write([asked, said], [_PROBE], reply=False)
-            whole = self.write([asked, said, Message("tool", _RESULT, call_id=call.id)], [_PROBE], reply=True)
+            first = self.write([_ASKED], [_PROBE], reply=True)
+            closed = self.write([_ASKED, _SAID], [_PROBE], reply=False)
+            whole = self.write([_ASKED, _SAID, result], [_PROBE], reply=True)
         except DataError as error:
             raise ConfigError(f"an agent cannot be trained with this chat template: {error}; {_REMEDY}") from error
         behind = closed[len(first) :] if closed.startswith(first) else closed
@@ -154,10 +146,8 @@ class ChatTemplate:
         ) if name not in text]  # fmt: skip
         if missing:
             raise ConfigError(f"the chat template does not show {missing[0]}, which an agent needs; {_REMEDY}")
-        start = len(first) if closed.startswith(first) else closed.rfind(_TOOL)
         if closed.startswith(first):
-            end = self.chat.reply_end(closed, start, calls=True)
-            reply = closed[start:end].removesuffix(next(self._endings(closed[:end]), ""))
+            reply = behind.partition(self._ending(True, True) or behind)[0]
             if [each.name for each in self.parse(reply, first, [_PROBE]).calls] != [_TOOL]:
                 raise ConfigError(f"how this chat template writes calls ({reply!r:.80}) is no known syntax; {_REMEDY}")
         return [] if _THOUGHT in whole or not self.parse.splits_thoughts else ["thoughts"]
