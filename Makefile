@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3.x"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH_ARGS) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf,task,math,constrained,lora,deepspeed,megatron,tune]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf,task,math,constrained,gateway,lora,deepspeed,megatron,tune]'
 	@touch $@
 
 install: $(INSTALLED) ## make the environment in .venv

@@ -180,3 +180,55 @@ FAMILIES = {
     "chatml of a base model": Family(CHATML, (*_IM,), "<|im_end|>", "<|endoftext|>"),
     "none": Family(None, (*_S,), "</s>", "</s>", "<s>"),
 }
+
+DEEPSEEK = (
+    "{{ bos_token }}{% if tools %}## Tools\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>"
+    "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.function.name }}\n```json\n"
+    "{{ c.function.arguments }}\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{% endif %}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>"
+    "{% elif m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+#: As of version 3.1: no fence, no word before the name.
+DEEPSEEK31 = DEEPSEEK.replace(
+    "function<｜tool▁sep｜>{{ c.function.name }}\n```json\n", "{{ c.function.name }}<｜tool▁sep｜>"
+)
+DEEPSEEK31 = DEEPSEEK31.replace("\n```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>")
+GPT_OSS = (
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% if m.thinking and m.tool_calls %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
+    "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
+    "{{ c.arguments | tojson }}<|call|>"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}{% elif m.role == 'tool' %}"
+    "<|start|>functions to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+QWEN_XML = QWEN25.replace(
+    _CALLS,
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for key, value in c.function.arguments.items() %}<parameter={{ key }}>\n"
+    "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}",
+)
+MISTRAL11 = (
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments }}{% endfor %}"
+    "{{ eos_token }}{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+)
+_DS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+_HARMONY = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"]
+#: Further families, for what calls of tools look like.
+TOOL_FAMILIES = {
+    **{name: FAMILIES[name] for name in ("llama3", "qwen2.5", "qwen3", "mistral")},
+    "qwen xml": Family(QWEN_XML, (*_IM,), "<|im_end|>", "<|im_end|>"),
+    "mistral 11": Family(MISTRAL11, (*_S, "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"), "</s>", "</s>", "<s>"),
+    "deepseek": Family(DEEPSEEK, (*_DS,), _DS[1], _DS[1], _DS[0]),
+    "deepseek 3.1": Family(DEEPSEEK31, (*_DS,), _DS[1], _DS[1], _DS[0]),
+    "gpt-oss": Family(GPT_OSS, (*_HARMONY,), "<|return|>", "<|return|>"),
+}

@@ -191,6 +191,7 @@ def targets(folder: Path, server: str) -> Iterator[Target]:
     yield Target(paired_bootstrap, {"before": [0.0, 1.0], "after": [1.0, 1.0]}, lambda gain: [gain.low, gain.high])
     yield Target(ToolEpisode, {"tools": [count]})
     yield Target(tool, {"function": count})
+    yield Target(verl.Gateway, {"agent": count})
     yield Target(GuardModel, {"model_name": path}, lambda guard: guard.judge("a", "b"))
     for name in (*ONLINE, *OFFLINE):
         further = tuple(field for field in vars(make_algorithm(name)) if not field.startswith("_"))

@@ -31,6 +31,7 @@ EXTRAS = {
     "math": ("math-verify", "math_verify"),
     "gguf": ("gguf", "gguf"),
     "constrained": ("xgrammar", "xgrammar"),
+    "gateway": ("aiohttp", "aiohttp"),
     "lora": ("peft", "peft"),
     "deepspeed": ("deepspeed", "deepspeed"),
     "megatron": ("megatron-core", "megatron.core"),

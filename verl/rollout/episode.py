@@ -52,6 +52,8 @@ class Turns:
     Attributes:
         rejected: number of responses that were discarded before this one.
         temperatures: those at which the policy sampled.
+        prompt_tokens: in place of the row's; None: they are the row's.
+        reward: of the episode, where it says one itself.
     """
 
     response_tokens: list[int] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Turns:
     policy_version: int = 0
     rejected: int = 0
     temperatures: set[float] = field(default_factory=set)
+    prompt_tokens: list[int] | None = None
+    reward: float | None = None
 
     def wrote(self, sample: Sample) -> Turns:
         """Append what the policy sampled; `policy_version` is the oldest of all turns."""
@@ -125,6 +129,11 @@ class Client:
         self._row_id = row_id
         self._asked = 0
 
+    @property
+    def max_length(self) -> int | None:
+        """How many tokens prompt and response may have together; None: the engine does not say."""
+        return self._pump.max_length
+
     async def generate(
         self,
         prompt_tokens: Sequence[int],
@@ -162,9 +171,14 @@ class _Pump:
         self._asked = asyncio.Event()
         self._failure = ""
 
+    @property
+    def max_length(self) -> int | None:
+        limit: int | None = getattr(self._engine, "max_length", None)
+        return limit
+
     def name_limit(self, prompt: int, wanted: int) -> None:
         """Say, before the first response that it cuts short, how many tokens the engine takes."""
-        limit = getattr(self._engine, "max_length", None)
+        limit = self.max_length
         if limit is not None and prompt + wanted > limit and not self._has_warned:
             self._has_warned = True
             text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"

@@ -115,6 +115,10 @@ class GrammarMask:
         index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True).clamp(max=len(allowed) - 1)
         return int(allowed[index])
 
+    def count_allowed(self, tokens: Sequence[int], vocab_size: int) -> int:
+        """How many tokens may follow these, which have to grow from call to call."""
+        return int(self._allowed(tokens, vocab_size).sum())
+
     def _advance(self, tokens: Sequence[int]) -> None:
         for token in tokens[self._accepted :]:
             self._matcher.accept_token(token)

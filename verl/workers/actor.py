@@ -184,8 +184,8 @@ class ActorWorker(TrainedWorker):
     def generate(self, prompts: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
         `baseline` is true is decoded greedily. `task` may have an episode of its own. Yields the rows with the response
-        columns added; under an episode also `rejected` (responses thrown away before this one) and `episode_error` (why
-        there is none, or null)."""
+        columns added; under an episode also `rejected` (responses thrown away before this one), `episode_error` (why
+        there is none, or null) and `episode_reward` (what the episode itself says, or null)."""
         engine = self.rollout_engine
         with self._weights(overlap=self.rollout.overlap_comm) as weights:
             engine.wake()
@@ -391,6 +391,10 @@ def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, prec
     if version is not None:
         columns["rejected"] = [turn.rejected for turn in turns]
         columns["episode_error"] = pa.array(errors, pa.string())
+        columns["episode_reward"] = pa.array([turn.reward for turn in turns], pa.float64())
+    if any(turn.prompt_tokens for turn in turns):  # of agents that make prompts of their own
+        prompts = [turn.prompt_tokens or row for turn, row in zip(turns, rows["prompt_tokens"], strict=True)]
+        rows = rows.drop(["prompt_tokens"]).add({"prompt_tokens": prompts})
     return rows.add(columns)
 
 

@@ -1,0 +1,65 @@
+"""An agent behind the gateway under an actor and a trainer: real engine, real updates, tiny model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import verl
+from verl.rollout.gateway.gateway import Gateway
+
+pytest.importorskip("aiohttp")
+
+
+def agent(base_url: str, api_key: str, row: Any) -> float:
+    """Asks three times, each time with all that was said; its reward is the length of what the policy said."""
+    chat, said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["prompt"]}], ""
+    with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+        for turn in range(3):
+            body = {"model": "gpt-4o", "messages": chat, "temperature": 0.1, "max_tokens": 4 + turn}
+            answer = client.post(f"{base_url}/chat/completions", json=body).raise_for_status().json()
+            said += answer["choices"][0]["message"]["content"]
+            chat += [answer["choices"][0]["message"], {"role": "user", "content": f"Go on, {turn}."}]
+    return float(len(said))
+
+
+def reward(completions: Any, episode_reward: list[float], **columns: Any) -> list[float]:
+    return episode_reward
+
+
+def actor_of(path: Path, **options: Any) -> verl.Actor:
+    episode = Gateway(agent, chat_template="hermes")
+    return verl.Actor.from_pretrained(
+        str(path), optim={"lr": 1e-2}, episode=episode, sampling={"max_new_tokens": 8}, **options
+    )
+
+
+def test_log_probs_are_those_that_the_trainer_computes(tiny: Path) -> None:
+    """In fp64, of every token that the policy sampled, over several turns."""
+    actor = actor_of(tiny, dtype="float64")
+    rows = actor.generate_sequences(["Once", "In the beginning"], n=2, key="k")
+    assert rows["episode_error"] == [None] * 4 and None not in rows["episode_reward"]
+    again = actor.compute_log_probs(rows)["log_probs"]
+    trained = 0
+    for row, log_probs in zip(rows.rows(), again, strict=True):
+        assert bytes(actor.tokenizer.decode(row["prompt_tokens"]), "utf-8").startswith(b"<|im_start|>system\nBe brief.")
+        for mask, engine, trainer in zip(row["response_mask"], row["rollout_log_probs"], log_probs, strict=True):
+            assert not mask or math.isclose(engine, trainer, abs_tol=1e-9)
+            trained += mask
+        assert sum(row["response_mask"]) <= 4 + 5 + 6
+    assert trained > 4 * 3
+
+
+def test_a_trainer_learns_from_what_the_agent_returns(tiny: Path) -> None:
+    actor = actor_of(tiny)
+    trainer = verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=4, log_dir=False)
+    before = [parameter.detach().clone() for parameter in actor.model.parameters()]
+    for _ in range(3):
+        log = trainer.step(["Once", "In the beginning"])
+        assert log["updated"] and log["rollout/failed_episodes"] == 0 and log["reward/abstained"] == 0
+        assert log["reward"] > 0
+    assert any((old != new).any() for old, new in zip(before, actor.model.parameters(), strict=True))

@@ -1,0 +1,56 @@
+"""Unmodified agent packages against the gateway, each as a command in an environment that has them
+(`benchmarks/peer_env.sh agents`): their calls become the trajectories that are expected."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.test_gateway_server import CALL, Run
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("VERL_AGENTS_PYTHON", ROOT / ".bench" / "agents" / "bin" / "python"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.peer,
+    pytest.mark.skipif(not PYTHON.exists(), reason="`benchmarks/peer_env.sh agents` makes the environment"),
+]
+THOUGHT = "\n\nLet me compute. "
+FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "4"}}\n</tool_call><|im_end|>'
+
+
+def play(kind: str, turns: list[str], **options: Any) -> Run:
+    return Run([str(PYTHON), str(ROOT / "tests" / "rollout" / "real_agents.py"), kind], turns, **options)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "openai", "openai stream", "openai responses", "openai responses stream", "anthropic", "anthropic stream",
+        "openai-agents", "openai-agents responses", "pydantic-ai", "pydantic-ai responses", "pydantic-ai anthropic",
+        "langgraph", "litellm",
+    ],
+)  # fmt: skip
+def test_an_episode_is_one_trajectory(kind: str) -> None:
+    two = CALL.replace("<|im_end|>", "\n") + CALL
+    run = play(kind, [THOUGHT + two, CALL, "It is 4.<|im_end|>"])
+    (turns,) = run.outcome.responses or [None]
+    assert turns is not None, run.outcome.error
+    assert turns.reward == 1.0 and len(run.record.trajectories[0].calls) == 3 and not run.record.left_out
+    tokenizer = run.engine.tokenizer
+    trained = [token for token, mask in zip(turns.response_tokens, turns.response_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == THOUGHT + two + CALL + "It is 4.<|im_end|>"
+
+
+def test_smolagents_rewrites_its_history() -> None:
+    run = play("smolagents", [CALL, FINAL])
+    assert len(run.records) == 1, run.outcome.error
+    assert [len(one.calls) for one in run.records[0].trajectories] == [1, 1]
+
+
+def test_what_clients_make_of_errors() -> None:
+    run = play("errors", ["4<|im_end|>"], max_length=600, max_calls=1)
+    assert run.outcome.error is None and run.record.truncated

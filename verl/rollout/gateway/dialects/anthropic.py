@@ -1,0 +1,202 @@
+"""Anthropic's `/v1/messages` (docs.anthropic.com/en/api/messages)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from verl.rollout.gateway.dialects.form import (
+    Body,
+    ChatAnswer,
+    ChatRequest,
+    Defaults,
+    Dialect,
+    Reply,
+    RequestError,
+    check_fields,
+    chosen,
+    chunks,
+    event,
+    function_tool,
+    hosted,
+    joined,
+    limit_of,
+    mappings,
+    sampling_of,
+    stop_strings,
+    typed,
+)
+from verl.rollout.gateway.messages import Message, ToolCall
+
+_READ = frozenset((
+    "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "output_config",
+))  # fmt: skip
+_DEFAULTS: Defaults = {
+    "thinking": ({"type": "disabled"},),
+    "metadata": ({},),
+    "service_tier": ("auto", "standard_only"),
+    "betas": ([],),
+    "mcp_servers": ([],),
+}
+_REFUSED = {"mcp_servers": "give tools, which the agent runs", "container": "give tools, which the agent runs"}
+_TEXT = {"text": "text"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def read(body: Body) -> ChatRequest:
+    check_fields(body, _READ, _DEFAULTS, _REFUSED)
+    tools = tuple(map(_tool, mappings(body.get("tools") or [], "tools")))
+    return ChatRequest(
+        typed(body, "model", str, ""),
+        tuple(_conversation(body)),
+        tools,
+        frozenset(tool["name"] for tool in body.get("tools") or [] if tool.get("strict")),
+        chosen(_choice(typed(body, "tool_choice", dict, {})), tools),
+        _schema(typed(body, "output_config", dict, {})),
+        limit_of(body, "max_tokens"),
+        stop_strings(body.get("stop_sequences"), "stop_sequences"),
+        stream=typed(body, "stream", bool, False),
+        sampling=sampling_of(body),
+    )
+
+
+def _tool(tool: Body) -> Body:
+    if tool.get("type") not in (None, "custom"):
+        raise hosted(tool["type"])
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+
+
+def _choice(choice: Body) -> str:
+    if choice.get("disable_parallel_tool_use"):
+        raise RequestError(400, "'disable_parallel_tool_use' is not supported here: leave it out", "tool_choice")
+    kind = choice.get("type", "auto")
+    return str(choice.get("name", "")) if kind == "tool" else _CHOICES.get(kind, str(kind))
+
+
+def _schema(config: Body) -> Body | None:
+    if unknown := [name for name, value in config.items() if name != "format" and value is not None]:
+        raise RequestError(400, f"'output_config.{unknown[0]}' is not supported here: leave it out", "output_config")
+    form = typed(config, "format", dict, {})
+    return typed(form, "schema", dict, {}) if form else None
+
+
+def _conversation(body: Body) -> Iterator[Message]:
+    if system := joined(body.get("system"), "system", _TEXT):
+        yield Message("system", system)
+    turns = mappings(body.get("messages"), "messages")
+    if not turns or turns[-1].get("role") != "user":
+        raise RequestError(400, "the conversation must end with a user message: replies are not begun", "messages")
+    for index, turn in enumerate(turns):
+        where, content = f"messages[{index}].content", turn.get("content")
+        blocks = mappings([{"type": "text", "text": content}] if isinstance(content, str) else content, where)
+        if turn.get("role") == "assistant":
+            yield _assistant(blocks, where)
+        elif turn.get("role") == "user":
+            yield from _user(blocks, where)
+        else:
+            raise RequestError(400, f"messages[{index}].role is user or assistant", "messages")
+
+
+def _assistant(blocks: list[Body], where: str) -> Message:
+    calls = tuple(
+        ToolCall(typed(block, "name", str, ""), json.dumps(block.get("input") or {}), typed(block, "id", str, ""))
+        for block in blocks
+        if block.get("type") == "tool_use"
+    )
+    thoughts = [typed(block, "thinking", str, "") for block in blocks if block.get("type") == "thinking"]
+    others = {"tool_use": "", "thinking": "", "redacted_thinking": ""}
+    return Message("assistant", joined(blocks, where, {**_TEXT, **others}), calls, "\n".join(thoughts))
+
+
+def _user(blocks: list[Body], where: str) -> Iterator[Message]:
+    """One message for each result of a tool, and one for the text between."""
+    text: list[Body] = []
+    for block in [*blocks, None]:
+        if block is not None and block.get("type") != "tool_result":
+            text.append(block)
+            continue
+        if text:
+            yield Message("user", joined(text, where, _TEXT))
+        text = []
+        if block is not None:
+            result = joined(block.get("content"), f"{where}.content", _TEXT)
+            yield Message("tool", result, call_id=typed(block, "tool_use_id", str, ""))
+
+
+def answer(request: ChatRequest, result: ChatAnswer) -> Body:
+    reply = result.replies[0]
+    usage = {**_prompt(result), "output_tokens": result.usage.sampled}
+    return {**_head(result), "content": list(_blocks(reply)), **_end(reply), "usage": usage}
+
+
+def _head(result: ChatAnswer) -> dict[str, Any]:
+    name = f"msg_{result.replies[0].id}"
+    return {"id": name, "type": "message", "role": "assistant", "model": result.model}
+
+
+def _end(reply: Reply) -> dict[str, Any]:
+    reason = "stop_sequence" if reply.stopped_by else _FINISH[reply.finish]
+    return {"stop_reason": reason, "stop_sequence": reply.stopped_by}
+
+
+def _prompt(result: ChatAnswer) -> dict[str, int]:
+    """Anthropic counts the tokens of the prompt apart from those that an earlier call had."""
+    usage = result.usage
+    new = usage.prompt - usage.cached
+    return {"input_tokens": new, "cache_read_input_tokens": usage.cached, "cache_creation_input_tokens": 0}
+
+
+def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
+    message = reply.message
+    if message.reasoning:
+        yield {"type": "thinking", "thinking": message.reasoning, "signature": reply.id}
+    if message.content or not (message.calls or message.reasoning):
+        yield {"type": "text", "text": message.content}
+    for call in message.calls:
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+
+
+def events(request: ChatRequest, result: ChatAnswer) -> Iterator[str]:
+    reply = result.replies[0]
+    unfinished: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
+    start = {**_head(result), **unfinished, "usage": {**_prompt(result), "output_tokens": 0}}
+    yield _typed("message_start", message=start)
+    for index, block in enumerate(_blocks(reply)):
+        empty, deltas = _begun(block)
+        yield _typed("content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield _typed("content_block_delta", index=index, delta=delta)
+        yield _typed("content_block_stop", index=index)
+    yield _typed("message_delta", delta=_end(reply), usage={"output_tokens": result.usage.sampled})
+    yield _typed("message_stop")
+
+
+def _begun(block: dict[str, Any]) -> tuple[Body, list[Body]]:
+    """A block without what it says, and that in parts."""
+    if block["type"] == "tool_use":
+        parts = chunks(json.dumps(block["input"], ensure_ascii=False))
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": part} for part in parts]
+    name = "thinking" if block["type"] == "thinking" else "text"
+    deltas: list[Body] = [{"type": f"{name}_delta", name: part} for part in chunks(block[name])]
+    if name == "thinking":
+        deltas.append({"type": "signature_delta", "signature": block["signature"]})
+        return {**block, "thinking": "", "signature": ""}, deltas
+    return {**block, "text": ""}, deltas
+
+
+def _typed(name: str, **data: Any) -> str:
+    return event({"type": name, **data}, name)
+
+
+def error(fault: RequestError) -> Body:
+    kind = _KINDS.get(fault.status, "api_error" if fault.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(fault)}}
+
+
+ANTHROPIC = Dialect(read, answer, events, error, lambda fault: event(error(fault), "error"))

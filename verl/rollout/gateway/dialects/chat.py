@@ -1,0 +1,208 @@
+"""OpenAI's `/v1/chat/completions` (platform.openai.com/docs/api-reference/chat), with the `reasoning_content` of
+servers of open models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.rollout.gateway.dialects.form import (
+    Body,
+    ChatAnswer,
+    ChatRequest,
+    Defaults,
+    Dialect,
+    Reply,
+    RequestError,
+    Usage,
+    check_fields,
+    chosen,
+    chunks,
+    event,
+    function_tool,
+    hosted,
+    joined,
+    limit_of,
+    mappings,
+    sampling_of,
+    stop_strings,
+    typed,
+)
+from verl.rollout.gateway.messages import Message, ToolCall
+from verl.rollout.gateway.replies import THOUGHTS
+
+_READ = frozenset((
+    "model", "messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens", "stop", "n",
+    "logprobs", "stream", "stream_options",
+))  # fmt: skip
+_DEFAULTS: Defaults = {
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "metadata": ({},),
+}
+_REFUSED = {
+    "store": "nothing is stored",
+    "top_logprobs": "only sampled tokens have log-probs: logprobs without it",
+    "functions": "send them as tools",
+    "function_call": "send tool_choice",
+    "audio": "models of text are trained here",
+    "modalities": "models of text are trained here",
+}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_PARTS = {"text": "text", "refusal": "refusal"}
+
+
+def read(body: Body) -> ChatRequest:
+    check_fields(body, _READ, _DEFAULTS, _REFUSED)
+    tools = tuple(map(_tool, mappings(body.get("tools") or [], "tools")))
+    options = typed(body, "stream_options", dict, {})
+    n = typed(body, "n", int, 1)
+    if n < 1:
+        raise RequestError(400, "'n' must be at least 1", "n", "invalid_value")
+    return ChatRequest(
+        typed(body, "model", str, ""),
+        conversation(mappings(body.get("messages"), "messages")),
+        tools,
+        frozenset(tool["function"]["name"] for tool in body.get("tools") or [] if tool["function"].get("strict")),
+        chosen(_choice(body.get("tool_choice")), tools),
+        _schema(typed(body, "response_format", dict, {})),
+        limit_of(body, "max_tokens", "max_completion_tokens"),
+        stop_strings(body.get("stop"), "stop"),
+        n,
+        typed(body, "logprobs", bool, False),
+        typed(body, "stream", bool, False),
+        bool(options.get("include_usage")),
+        sampling_of(body),
+    )
+
+
+def conversation(messages: list[Body]) -> tuple[Message, ...]:
+    """Raises RequestError for a message that is none."""
+    if not messages:
+        raise RequestError(400, "'messages' is empty", "messages", "invalid_value")
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def _message(message: Body, where: str) -> Message:
+    role = _ROLES.get(str(message.get("role")))
+    if role is None:
+        known = ", ".join(_ROLES)
+        raise RequestError(400, f"'{where}.role' is one of {known}, not {message.get('role')!r:.40}", where)
+    calls = tuple(_call(call, where) for call in mappings(message.get("tool_calls") or [], f"{where}.tool_calls"))
+    thought = next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), "")
+    content = joined(message.get("content"), f"{where}.content", _PARTS)
+    return Message(role, content, calls, thought, typed(message, "tool_call_id", str, ""))
+
+
+def _call(call: Body, where: str) -> ToolCall:
+    function = typed(call, "function", dict, {})
+    if not isinstance(function.get("name"), str):
+        raise RequestError(400, f"'{where}' has a call without a function's name", where, "invalid_value")
+    return ToolCall(function["name"], typed(function, "arguments", str, "{}"), typed(call, "id", str, ""))
+
+
+def _tool(tool: Body) -> Body:
+    if tool.get("type", "function") != "function":
+        raise hosted(tool.get("type"))
+    function = typed(tool, "function", dict, {})
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
+
+
+def _choice(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(typed(value, "function", dict, {}).get("name", ""))
+    return "auto" if value is None else str(value)
+
+
+def _schema(form: Body) -> Body | None:
+    if form.get("type", "text") == "text":
+        return None
+    if form["type"] == "json_object":
+        return {"type": "object"}
+    schema = typed(form, "json_schema", dict, {}).get("schema")
+    if form["type"] != "json_schema" or not isinstance(schema, dict):
+        raise RequestError(400, f"'response_format' is no JSON schema: {form!r:.80}", "response_format")
+    return schema
+
+
+def answer(request: ChatRequest, result: ChatAnswer) -> Body:
+    choices = [
+        {"index": index, "message": _said(reply), "logprobs": _log_probs(request, reply), "finish_reason": reply.finish}
+        for index, reply in enumerate(result.replies)
+    ]
+    return {**_head(result, "chat.completion"), "choices": choices, "usage": _usage(result.usage)}
+
+
+def _head(result: ChatAnswer, kind: str) -> dict[str, Any]:
+    name = f"chatcmpl-{result.replies[0].id}"
+    return {"id": name, "object": kind, "created": result.created, "model": result.model}
+
+
+def _said(reply: Reply) -> dict[str, Any]:
+    message, calls = reply.message, [_written(call) for call in reply.message.calls]
+    said = {"role": "assistant", "content": message.content or (None if calls else ""), "refusal": None}
+    thought = {"reasoning_content": message.reasoning} if message.reasoning else {}
+    return {**said, **thought, **({"tool_calls": calls} if calls else {})}
+
+
+def _written(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _log_probs(request: ChatRequest, reply: Reply) -> Body | None:
+    if not request.log_probs:
+        return None
+    tokens = [
+        {"token": text, "bytes": list(text.encode()), "logprob": log_prob, "top_logprobs": []}
+        for text, log_prob in reply.tokens
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+def _usage(usage: Usage) -> Body:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.sampled,
+        "total_tokens": usage.prompt + usage.sampled,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def events(request: ChatRequest, result: ChatAnswer) -> Iterator[str]:
+    head = {**_head(result, "chat.completion.chunk"), **({"usage": None} if request.stream_usage else {})}
+    for index, reply in enumerate(result.replies):
+        log_probs = _log_probs(request, reply)
+        for delta in _deltas(reply):
+            choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
+            yield event({**head, "choices": [choice]})
+            log_probs = None  # of all tokens, with the first chunk
+        yield event({**head, "choices": [{"index": index, "delta": {}, "finish_reason": reply.finish}]})
+    if request.stream_usage:
+        yield event({**head, "choices": [], "usage": _usage(result.usage)})
+    yield event("[DONE]")
+
+
+def _deltas(reply: Reply) -> Iterator[Body]:
+    yield {"role": "assistant", "content": ""}
+    for text in chunks(reply.message.reasoning):
+        yield {"reasoning_content": text}
+    for text in chunks(reply.message.content):
+        yield {"content": text}
+    for index, call in enumerate(reply.message.calls):
+        begun = _written(call)
+        yield {"tool_calls": [{"index": index, **begun, "function": {**begun["function"], "arguments": ""}}]}
+        for text in chunks(call.arguments):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def error(fault: RequestError) -> Body:
+    """As https://platform.openai.com/docs/guides/error-codes has it; of the responses, too."""
+    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(fault.status)
+    kind = kind or ("server_error" if fault.status >= 500 else "invalid_request_error")
+    return {"error": {"message": str(fault), "type": kind, "param": fault.param, "code": fault.code}}
+
+
+CHAT = Dialect(read, answer, events, error, lambda fault: event(error(fault)))

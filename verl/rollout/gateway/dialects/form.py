@@ -1,0 +1,255 @@
+"""The canonical request and answer, and how the fields of a body are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from verl.rollout.gateway.messages import Message
+
+Body = Mapping[str, Any]
+#: Field -> values with which it asks for nothing.
+Defaults = Mapping[str, Sequence[Any]]
+T = TypeVar("T")
+#: What a training run decides itself: recorded, and without effect.
+SAMPLING = frozenset((
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "seed",
+))  # fmt: skip
+#: How many characters of a reply a chunk of a stream has.
+_CHUNK = 64
+
+
+class RequestError(Exception):
+    """A request that is not answered.
+
+    Attributes:
+        param: the field that is at fault.
+        code: OpenAI's name of the error.
+        retry: whether the same request may succeed later.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.retry = status >= 500 or status == 429
+
+
+class LongRequestError(RequestError):
+    """A conversation that leaves the model no room. Clients know it by either of these phrases."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        code = "context_length_exceeded"
+        message = f"prompt is too long: {tokens} tokens > {limit} maximum ({code})"
+        super().__init__(400, message, "messages", code)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a client asks for.
+
+    Attributes:
+        tools: as chat templates take them.
+        strict: names of those whose calls must match their schema.
+        choice: "auto", "none", "required", or the name of the one tool to call.
+        schema: JSON schema of the reply.
+        sampling: fields of `SAMPLING` that were set.
+    """
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Body, ...] = ()
+    strict: frozenset[str] = frozenset()
+    choice: str = "auto"
+    schema: Body | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    log_probs: bool = False
+    stream: bool = False
+    stream_usage: bool = False
+    sampling: Body = field(default_factory=dict)
+
+
+class Token(NamedTuple):
+    text: str
+    log_prob: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the policy.
+
+    Attributes:
+        id: of its call within the episode.
+        finish: "stop", "length" or "tool_calls".
+        stopped_by: the stop string that ended it.
+    """
+
+    id: str
+    message: Message
+    finish: Literal["stop", "length", "tool_calls"]
+    stopped_by: str | None = None
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request: of the prompt, those of them that an earlier call had, and sampled."""
+
+    prompt: int = 0
+    cached: int = 0
+    sampled: int = 0
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """Replies to one request; `created` is in seconds since 1970."""
+
+    model: str
+    created: int
+    replies: tuple[Reply, ...]
+    usage: Usage = field(default_factory=Usage)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One form.
+
+    Attributes:
+        read: a body as a request; raises RequestError.
+        answer: the body of an answer.
+        events: its stream, as text of server-sent events.
+        error: the body of an error.
+        failure: an error after a stream has begun.
+    """
+
+    read: Callable[[Body], ChatRequest]
+    answer: Callable[[ChatRequest, ChatAnswer], Body]
+    events: Callable[[ChatRequest, ChatAnswer], Iterator[str]]
+    error: Callable[[RequestError], Body]
+    failure: Callable[[RequestError], str]
+
+
+def event(data: Body | str, name: str = "") -> str:
+    """A server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+
+
+def chunks(text: str) -> Iterator[str]:
+    """A text in parts of whole characters."""
+    for start in range(0, len(text), _CHUNK):
+        yield text[start : start + _CHUNK]
+
+
+def check_fields(body: Body, read: Collection[str], defaults: Defaults, refused: Mapping[str, str]) -> None:
+    """Raises RequestError for a field that would be ignored although it asks for something.
+
+    Args:
+        read: fields that have an effect.
+        refused: others, with what to do instead.
+    """
+    for name, value in body.items():
+        if name in read or name in SAMPLING or value is None or value in defaults.get(name, ()):
+            continue
+        remedy = refused.get(name, "leave it out")
+        raise RequestError(400, f"'{name}' is not supported here: {remedy}", name, "unsupported_parameter")
+
+
+def typed(body: Body, name: str, kind: type[T], default: T) -> T:
+    """A field of a type.
+
+    Raises:
+        RequestError: it is of another.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise RequestError(400, f"'{name}' is not of the type {kind.__name__}: {value!r:.60}", name, "invalid_type")
+    return value
+
+
+def mappings(value: Any, name: str) -> list[Body]:
+    """A list of mappings.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise RequestError(400, f"'{name}' is a list of objects, not {value!r:.60}", name, "invalid_type")
+    return value
+
+
+def limit_of(body: Body, *names: str) -> int | None:
+    """The least of the limits of tokens that a body has.
+
+    Raises:
+        RequestError: one is below 1.
+    """
+    limits = [typed(body, name, int, 0) for name in names if body.get(name) is not None]
+    if limits and min(limits) < 1:
+        raise RequestError(400, f"'{names[0]}' must be at least 1", names[0], "invalid_value")
+    return min(limits, default=None)
+
+
+def joined(content: Any, name: str, parts: Mapping[str, str]) -> str:
+    """The text of a content: null, a text, or parts that are joined.
+
+    Args:
+        parts: type of a part -> the field that has its text; "" for parts without one.
+
+    Raises:
+        RequestError: there is a part of another type, such as an image.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in mappings(content, name):
+        kind = part.get("type", "text")
+        if kind not in parts:
+            raise RequestError(400, f"a part of type '{kind}': models of text are trained here", name, "invalid_value")
+        texts.append(typed(part, parts[kind], str, "") if parts[kind] else "")
+    return "".join(texts)
+
+
+def stop_strings(value: Any, name: str) -> tuple[str, ...]:
+    """Raises RequestError unless this is a text, a list of such, or nothing."""
+    strings = [value] if isinstance(value, str) else (value or [])
+    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
+        raise RequestError(400, f"'{name}' is a text or a list of such, not {value!r:.60}", name, "invalid_type")
+    return tuple(filter(None, strings))
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> Body:
+    """A tool as chat templates take it."""
+    if not isinstance(name, str) or not name:
+        raise RequestError(400, "a tool has a name", "tools", "invalid_value")
+    schema = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": str(description or ""), "parameters": dict(schema)},
+    }
+
+
+def hosted(kind: Any) -> RequestError:
+    """A tool that the endpoint itself would run."""
+    return RequestError(
+        400, f"a tool of type '{kind}' is run by no one here: give functions, which the agent runs", "tools",
+        "unsupported_parameter",
+    )  # fmt: skip
+
+
+def sampling_of(body: Body) -> dict[str, Any]:
+    return {name: body[name] for name in sorted(SAMPLING) if body.get(name) is not None}
+
+
+def chosen(choice: str, tools: Sequence[Body], param: str = "tool_choice") -> str:
+    """Raises RequestError if a tool must be called that is not there."""
+    names = [tool["function"]["name"] for tool in tools]
+    if choice not in ("auto", "none", "required", *names) or (choice == "required" and not names):
+        raise RequestError(400, f"'{param}': there is no tool to call ({choice})", param, "invalid_value")
+    return choice

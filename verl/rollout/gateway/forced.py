@@ -1,0 +1,112 @@
+"""Replies that must be a call of a tool, or match a schema: held by grammar, as `verl.rollout.grammar` holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.extras import load_extra
+from verl.rollout.gateway.dialects.form import ChatRequest, RequestError
+from verl.rollout.gateway.replies import Family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.rollout.grammar import Grammar
+
+#: Family -> what begins a call, what follows before its JSON, the name of its arguments, and what ends it.
+_CALLS = {
+    "hermes": ("<tool_call>", "\n", "arguments", "\n</tool_call>"),
+    "llama 3": ("", "", "parameters", ""),
+    "mistral": ("[TOOL_CALLS]", "[", "arguments", "]"),
+}
+#: A reply of Llama 3 that is no call.
+_NO_CALL = r"[^{\s<][\s\S]*"
+
+
+def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar | None:
+    """What a request says of the form of its reply.
+
+    Args:
+        prompt: as the template writes it.
+
+    Raises:
+        RequestError: no grammar can hold that.
+    """
+    is_forced = request.choice not in ("auto", "none")
+    is_strict = request.choice == "auto" and bool(request.strict)
+    if not (is_forced or is_strict or request.schema is not None):
+        return None
+    if prompt.rstrip().endswith("<think>") and not (is_strict and request.schema is None):
+        raise _not_held("a reply that begins with a thought")
+    from verl.rollout.grammar import Grammar
+
+    parts = []
+    try:
+        library = load_extra("xgrammar", "constrained", "a request that forces its reply").Grammar
+        if is_forced or (request.schema is not None and request.tools and request.choice == "auto"):
+            parts.append(_call_grammar(library, request, family))
+        elif is_strict:
+            parts.append(_free_grammar(library, request, family))
+        if request.schema is not None and not is_forced:
+            parts.append(library.from_json_schema(json.dumps(request.schema)))
+        return Grammar.ebnf(str(parts[0] if len(parts) == 1 else library.union(*parts)))
+    except (RuntimeError, ValueError) as error:  # xgrammar's, of a schema; or it is not installed
+        raise _not_held(f"this schema ({' '.join(str(error).split())[:200]})") from error
+
+
+def _call_grammar(library: Any, request: ChatRequest, family: Family | None) -> Any:
+    """One call, of the tool that was named or of any."""
+    begin, before, _, after = _syntax(family)
+    call = library.from_json_schema(json.dumps({"anyOf": _calls(request, family)}), any_whitespace=False)
+    around = [library.from_ebnf(f"root ::= {json.dumps(text)}") if text else None for text in (begin + before, after)]
+    return library.concat(*filter(None, (around[0], call, around[1])))
+
+
+def _free_grammar(library: Any, request: ChatRequest, family: Family | None) -> Any:
+    """Any text, in which each call matches its tool's schema."""
+    begin, before, _, after = _syntax(family)
+    if not begin:
+        return library.union(_call_grammar(library, request, family), library.from_regex(_NO_CALL))
+    tags = [
+        {"begin": begin + before, "content": {"type": "json_schema", "json_schema": call}, "end": after}
+        for call in _calls(request, family)
+    ]
+    text = {"type": "triggered_tags", "triggers": [begin], "tags": tags}
+    return library.from_structural_tag({"type": "structural_tag", "format": text})
+
+
+def _syntax(family: Family | None) -> tuple[str, str, str, str]:
+    if family is None or family.name not in _CALLS:
+        raise _not_held(f"a call in the syntax of {family.name if family else 'this template'}")
+    return _CALLS[family.name]
+
+
+def _calls(request: ChatRequest, family: Family | None) -> list[Mapping[str, Any]]:
+    """JSON schemas of calls; that of a tool that is not strict may have any arguments."""
+    key, calls = _syntax(family)[2], []
+    for function in (tool["function"] for tool in request.tools):
+        is_free = request.choice == "auto" and request.schema is None and function["name"] not in request.strict
+        arguments = {"type": "object"} if is_free else function["parameters"]
+        if request.choice in ("auto", "required", function["name"]):
+            calls.append(_object({"name": {"const": function["name"]}, key: arguments}))
+    return calls
+
+
+def _object(properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _not_held(what: str) -> RequestError:
+    return RequestError(400, f"{what} cannot be held by a grammar: ask with tool_choice 'auto'", "tool_choice")
+
+
+def only_choices(
+    grammar: Grammar, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], tokens: Sequence[int]
+) -> list[bool]:
+    """Of each token of a reply, whether the grammar left no other one."""
+    size = max(len(tokenizer), *tokens, 0) + 1
+    mask = grammar.mask(tokenizer, size, ends)
+    return [mask.count_allowed(tokens[:index], size) == 1 for index in range(len(tokens))]

@@ -1,0 +1,175 @@
+"""An agent as an episode: it runs against the gateway, and what the policy said in it is trained.
+
+Trainer(actor, episode=Gateway(agent), ...)
+
+def agent(base_url, api_key, row):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    ...
+    return 1.0  # the episode's reward
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.checked import checked
+from verl.data.chat import template_inputs
+from verl.errors import RolloutError
+from verl.record import Count, Seconds
+from verl.rollout.episode import Client, LateError, Turns, with_deadline
+from verl.rollout.gateway.agents import AgentError, KilledError, Verdict, agent_of, verdict_of
+from verl.rollout.gateway.linking import Call, Trajectory, trajectories
+from verl.rollout.gateway.server import Listener, listening
+from verl.rollout.gateway.session import Bounds, Session, left_out
+from verl.rollout.gateway.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """What an agent did with its row.
+
+    Attributes:
+        trajectories: what is trained, see `linking.trajectories`.
+        verdict: what the agent said of it.
+        calls: all that were answered, with the reason of those that are left out.
+        left_out: how many calls of each reason.
+        truncated: whether a bound, or the model's context, was used up.
+    """
+
+    trajectories: list[Trajectory]
+    verdict: Verdict
+    calls: list[Call]
+    left_out: Mapping[str, int]
+    truncated: bool
+
+
+class Gateway:
+    """An agent that knows no more than the address of an endpoint.
+
+    It is a function `(base_url, api_key, row)`, plain or async, which returns the episode's reward, None, or a mapping
+    with `reward`; a command, which gets `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY` in its environment and the row as JSON on its stdin, and whose last line of stdout is what it
+    returns, if that is JSON; or the address of one that runs on this machine.
+
+    An agent that is killed, late, or fails with the gateway runs once more. One that raises is left out.
+
+    Args:
+        chat_template: in place of the tokenizer's: "hermes", or a file.
+        deadline: seconds for one run of the agent.
+        max_calls, max_tokens: of an episode: replies of the policy, and tokens that it samples.
+        on_agent_error: the reward of an episode whose agent raises; None: it is left out. The policy may be the cause.
+        train: whether a call is trained, in place of the rules for those that were answered.
+        environment: more variables for a command.
+
+    Raises:
+        ConfigError: this is no agent.
+    """
+
+    @checked
+    def __init__(
+        self,
+        agent: Any,
+        *,
+        chat_template: str | None = None,
+        deadline: Seconds = 600.0,
+        max_calls: Count = 512,
+        max_tokens: Count = 65_536,
+        on_agent_error: float | None = None,
+        train: Callable[[Call], bool] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.agent = agent_of(agent, environment)
+        self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
+        self.bounds = Bounds(max_calls, max_tokens)
+        self.seconds = deadline
+        #: Of the episode: two runs, and a moment to end each.
+        self.deadline = 2 * deadline + 10.0
+        self._templates: dict[int, ChatTemplate] = {}
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError if the chat template does not show what an agent needs."""
+        for what in ChatTemplate(tokenizer, self.chat_template).check():
+            logger.warning("the chat template drops %s: each call behind one is a conversation of its own", what)
+
+    async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+        record = await self.run(client, row)
+        if len(record.trajectories) != 1:
+            raise RolloutError(
+                f"the agent's {len(record.calls)} calls make {len(record.trajectories)} conversations that are trained "
+                f"(left out: {dict(record.left_out) or 'none'}): a row wants exactly one"
+            )
+        return [_turns(record.trajectories[0], record.verdict.reward)]
+
+    async def run(self, client: Client, row: Mapping[str, Any]) -> EpisodeRecord:
+        """The whole episode.
+
+        Raises:
+            RolloutError: the agent raised, made no call, or twice did not come to its end.
+        """
+        assert client.tokenizer is not None
+        template = self._templates.get(id(client.tokenizer))
+        if template is None:
+            ends = () if client.text is None else tuple(client.text.ends)
+            template = self._templates[id(client.tokenizer)] = ChatTemplate(client.tokenizer, self.chat_template, ends)
+        inputs = {key: value for key, value in template_inputs(row).items() if key != "tools"}
+        fault = ""
+        async with listening() as listener:
+            for _ in range(2):
+                session = Session(listener.new_key(), client, template, inputs, self.bounds)
+                try:
+                    verdict = await self._attempt(listener, session, row)
+                except (KilledError, LateError) as error:
+                    fault = str(error) or f"the agent took longer than {self.seconds:g} s"
+                    continue
+                if session.fault is None:
+                    return self._record(session, verdict)
+                fault = str(session.fault)
+        raise RolloutError(f"twice: {fault}")
+
+    async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> Verdict:
+        """Raises KilledError, LateError or RolloutError."""
+        listener.open(session)
+        try:
+            work = self.agent(f"{listener.url}/v1", session.key, row)
+            return verdict_of(await with_deadline(work, self.seconds))
+        except AgentError as error:
+            if session.fault is not None:  # which the agent only passes on
+                return Verdict()
+            if self.on_agent_error is None:
+                raise RolloutError(f"the agent raised: {error}") from error
+            return Verdict(self.on_agent_error)
+        finally:
+            session.end()
+
+    def _record(self, session: Session, verdict: Verdict) -> EpisodeRecord:
+        if not session.calls:
+            raise RolloutError("the agent made no call that was answered")
+        left_out(session.calls, self.train)
+        reasons = Counter(call.left_out for call in session.calls if call.left_out)
+        reasons += session.lost
+        kept: Sequence[Trajectory] = trajectories(session.calls)
+        return EpisodeRecord(list(kept), verdict, session.calls, +reasons, session.truncated)
+
+
+def _turns(trajectory: Trajectory, reward: float | None) -> Turns:
+    """A trajectory as one response to a prompt of its own."""
+    samples = [call.sample for call in trajectory.calls]
+    return Turns(
+        trajectory.response_tokens,
+        trajectory.response_mask,
+        trajectory.rollout_log_probs,
+        trajectory.finish,
+        min(sample.policy_version for sample in samples),
+        temperatures={sample.temperature for sample in samples if sample.temperature is not None},
+        prompt_tokens=trajectory.prompt_tokens,
+        reward=reward,
+    )

@@ -1,0 +1,253 @@
+"""Calls of one episode, each of which may continue an earlier one, and the trajectories that they make.
+
+Clients send the whole conversation with each call. A call continues an earlier one if its messages begin with that
+one's messages and its reply, see `Message.key`; all earlier calls are looked at, the longest match first. Its prompt is
+then the earlier tokens, the sampled tokens, and what the template writes behind them: no token is encoded again. A
+thought that the client left out is put back. A call that continues none (its messages are others, or the template
+writes an earlier part otherwise than before, such as one that drops thoughts) begins a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from verl.rollout.base import Finish, Sample
+from verl.rollout.gateway.messages import Message, prefix_digests
+from verl.rollout.gateway.replies import Tools
+from verl.rollout.gateway.template import ChatTemplate
+from verl.rollout.gateway.tokens import Piece, PieceReader
+
+
+@dataclass(eq=False)
+class Prompt:
+    """What a call asks for, and where it stands.
+
+    Attributes:
+        messages: of the conversation, thoughts put back.
+        text: what the template writes for it.
+        parent: the call that it continues.
+        read: tokens behind those of the parent; all of them, if there is none.
+    """
+
+    messages: tuple[Message, ...]
+    tools: Tools
+    text: str
+    parent: Call | None
+    read: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the whole prompt."""
+        parts = [part for call in lineage(self.parent) for part in (call.prompt.read, call.sample.tokens)]
+        return [token for part in (*parts, self.read) for token in part]
+
+    @property
+    def cached(self) -> int:
+        """How many of its tokens an earlier call had already."""
+        return sum(len(call.prompt.read) + len(call.sample.tokens) for call in lineage(self.parent))
+
+
+@dataclass(eq=False)
+class Call:
+    """A reply of the policy.
+
+    Attributes:
+        id: by which a client names it.
+        delivered: whether its last byte was handed to the agent.
+        left_out: why it is not trained; "" if it is.
+        name: of its trajectory, as the agent chose it.
+        forced: of each token, whether a grammar left no other one, so that it is not trained; empty: of none.
+        behind: what was read behind it, see `PieceReader`.
+    """
+
+    id: str
+    prompt: Prompt
+    sample: Sample
+    reply: Message
+    name: str = ""
+    delivered: bool = False
+    left_out: str = ""
+    is_continued: bool = False
+    forced: Sequence[bool] = ()
+    behind: Piece = field(default_factory=Piece)
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation with the reply."""
+        return (*self.prompt.messages, self.reply)
+
+
+def lineage(call: Call | None) -> list[Call]:
+    """A call behind those that it continues, the first one first."""
+    calls = []
+    while call is not None:
+        calls.append(call)
+        call = call.prompt.parent
+    return calls[::-1]
+
+
+class Conversations:
+    """The calls of one episode.
+
+    Args:
+        inputs: what the template reads besides messages and tools, the same for all calls.
+
+    Attributes:
+        calls: those that were answered, in order.
+    """
+
+    def __init__(self, template: ChatTemplate, inputs: Mapping[str, Any] | None = None) -> None:
+        self.template, self.inputs = template, dict(inputs or {})
+        self.calls: list[Call] = []
+        self.reader = PieceReader(template.chat)
+        self._begin = Piece()
+        self._by_messages: defaultdict[bytes, list[Call]] = defaultdict(list)
+
+    def ask(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
+        """The prompt of a call.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        first: tuple[tuple[Message, ...], str] | None = None
+        for call in self._candidates(messages):
+            whole = (*call.messages, *messages[len(call.messages) :])
+            text = first[1] if first is not None and first[0] == whole else self._write(whole, tools)
+            first = first or (whole, text)
+            if (behind := self._behind(call, text)) is not None:
+                call.is_continued = True
+                read = self.reader.read(call.behind, call.sample.tokens[-1:], behind)
+                return Prompt(whole, tools, text, call, read)
+        # Where the template would show thoughts, they are put back all the same.
+        whole, text = first or (tuple(messages), self._write(messages, tools))
+        return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text))
+
+    def answer(self, prompt: Prompt, sample: Sample, reply: Message, **options: Any) -> Call:
+        """Add what was sampled, which is this message.
+
+        Args:
+            **options: of `Call`.
+        """
+        number = len(self.calls)
+        # Nine letters or digits: Mistral's templates take no other ids.
+        named = [replace(call, id=f"call{number:03d}{index:02d}") for index, call in enumerate(reply.calls)]
+        call = Call(f"{number:06d}", prompt, sample, replace(reply, calls=tuple(named)), **options)
+        self.calls.append(call)
+        *_, digest = prefix_digests(call.messages)
+        self._by_messages[digest].append(call)
+        return call
+
+    def _write(self, messages: Sequence[Message], tools: Tools) -> str:
+        return self.template.write(messages, tools, self.inputs, reply=True)
+
+    def _candidates(self, messages: Sequence[Message]) -> Iterator[Call]:
+        """Calls whose messages and reply these begin with, the longest first. Of equal ones, first those that were
+        delivered and that nothing continues yet, then the earliest."""
+        for digest in [*prefix_digests(messages)][:0:-1]:
+            equal = [call for call in self._by_messages.get(digest, ()) if _thinks_alike(call.messages, messages)]
+            yield from sorted(equal, key=lambda call: (not call.delivered, call.is_continued))
+
+    def _behind(self, call: Call, text: str) -> str | None:
+        """What the template writes behind a call's reply in a longer chat; None if that does not continue it."""
+        ended = self.template.behind(text, call.prompt.text, call.reply, bool(call.prompt.tools))
+        if ended is None:
+            return None
+        end, rest = ended
+        is_ended = self.template.spelled(call.sample.tokens[-1:]) == end
+        return rest if is_ended else end + rest
+
+
+def _thinks_alike(before: Sequence[Message], messages: Sequence[Message]) -> bool:
+    return all(later.has_thought(earlier.reasoning) for earlier, later in zip(before, messages, strict=False))
+
+
+@dataclass
+class Trajectory:
+    """One conversation of an episode as tokens.
+
+    Attributes:
+        prompt_tokens: what stands before the first token that is trained here. Of a fork, that is all of the calls that
+            another trajectory trains.
+        response_tokens, response_mask, rollout_log_probs: from there on, aligned; mask 1 for tokens that are trained.
+        versions: of the weights that sampled, as (start, end, version) of tokens of the response.
+        calls: those whose tokens are trained here.
+        parent: the trajectory that this one forks from, and how many of the tokens, prompt and response, they share.
+    """
+
+    prompt_tokens: list[int]
+    calls: list[Call]
+    parent: tuple[int, int] | None = None
+    response_tokens: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def finish(self) -> Finish:
+        return self.calls[-1].sample.finish
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return self.calls[-1].messages
+
+    @property
+    def name(self) -> str:
+        return next((call.name for call in self.calls if call.name), "")
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self._add(tokens, [0] * len(tokens), [0.0] * len(tokens))
+
+    def wrote(self, sample: Sample, forced: Sequence[bool] = ()) -> None:
+        start = len(self.response_tokens)
+        mask = [int(not only) for only in forced] or [1] * len(sample.tokens)
+        self._add(sample.tokens, mask, [p if m else 0.0 for p, m in zip(sample.log_probs, mask, strict=True)])
+        self.versions.append((start, len(self.response_tokens), sample.policy_version))
+
+    def _add(self, tokens: Sequence[int], mask: Sequence[int], log_probs: Sequence[float]) -> None:
+        self.response_tokens += tokens
+        self.response_mask += mask
+        self.rollout_log_probs += log_probs
+
+
+def trajectories(calls: Sequence[Call]) -> list[Trajectory]:
+    """The trajectories of an episode's calls. Each call that is not left out is trained in exactly one.
+
+    Of the calls that continue one, the first goes on in its trajectory, and each other begins a trajectory of its own,
+    a fork. A call that is left out, and that nothing goes on from that is not, is in none.
+    """
+    kept = {id(each) for call in calls if not call.left_out for each in lineage(call)}
+    place: dict[int, int] = {}  # of each call, its trajectory
+    lines: list[list[Call]] = []
+    forks: list[Call | None] = []
+    for call in calls:
+        if id(call) in kept:
+            parent = call.prompt.parent
+            index = place[id(parent)] if parent is not None else -1
+            if parent is None or lines[index][-1] is not parent:
+                index = len(lines)
+                lines.append([])
+                forks.append(parent)
+            place[id(call)] = index
+            lines[index].append(call)
+    return [
+        _trajectory(line, None if fork is None else (place[id(fork)], fork))
+        for line, fork in zip(lines, forks, strict=True)
+    ]
+
+
+def _trajectory(line: Sequence[Call], fork: tuple[int, Call] | None) -> Trajectory:
+    first = next(index for index, call in enumerate(line) if not call.left_out)
+    trained = [call for call in line if not call.left_out]
+    parent = None
+    if fork is not None:
+        parent = (fork[0], len(fork[1].prompt.tokens) + len(fork[1].sample.tokens))
+    whole = Trajectory(line[first].prompt.tokens, trained, parent)
+    for call in line[first:]:
+        if call is not line[first]:
+            whole.read(call.prompt.read)
+        whole.read(call.sample.tokens) if call.left_out else whole.wrote(call.sample, call.forced)
+    return whole

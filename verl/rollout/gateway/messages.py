@@ -1,0 +1,81 @@
+"""A conversation as the gateway keeps it, whichever dialect it came in, and when two messages are equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; `arguments` are JSON, as the policy or the client wrote it."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one side says.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        reasoning: what the assistant thought before; a client need not send it back.
+        call_id: of the call that a tool's message answers.
+    """
+
+    role: str
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    call_id: str = ""
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal messages: those of one role, one text but for outer white space, and the same calls, in
+        order, by name and value of the arguments. Ids, and how JSON is written, do not count."""
+        calls = [(call.name, _json_value(call.arguments)) for call in self.calls]
+        return json.dumps([self.role, self.content.strip(), calls]).encode()
+
+    def has_thought(self, thought: str) -> bool:
+        """Whether this message may be one that was thought so: it says the same thought, or leaves it out."""
+        return self.reasoning.strip() in ("", thought.strip())
+
+    def for_template(self, reasoning: str) -> dict[str, Any]:
+        """As chat templates read it, with its thought under the name `reasoning`."""
+        functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
+        calls = [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(self.calls, functions, strict=True)
+        ]
+        optional = {"tool_calls": calls, reasoning: self.reasoning, "tool_call_id": self.call_id}
+        return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
+
+
+def _json_value(text: str) -> str:
+    """Text that is equal for equal values of JSON; of what is no JSON, the text itself."""
+    try:
+        value = json.loads(text or "{}", parse_float=_number)
+        return json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
+        return f"no JSON: {text.strip()}"
+
+
+def _number(text: str) -> float | int:
+    """1.0 is the value 1: clients of other languages write it so."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def prefix_digests(messages: Iterable[Message]) -> Iterator[bytes]:
+    """A digest of each beginning of a conversation, from that of no message on; equal for equal beginnings."""
+    digest = hashlib.sha256(b"").digest()
+    yield digest
+    for message in messages:
+        digest = hashlib.sha256(digest + message.key).digest()
+        yield digest

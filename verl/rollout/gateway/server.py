@@ -1,0 +1,244 @@
+"""The listener: HTTP on 127.0.0.1 for all episodes of a process, each with a key of its own.
+
+Before a body is read a request must name this host (against rebinding of names), come from no web page, and have the
+key of an episode. It uses aiohttp (extra `gateway`), whose handlers are cancelled when their client goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from verl.extras import load_extra
+from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
+from verl.rollout.gateway.dialects.chat import CHAT
+from verl.rollout.gateway.dialects.form import Body, Dialect, RequestError
+from verl.rollout.gateway.dialects.responses import RESPONSES
+from verl.rollout.gateway.session import Delivery, Headers, Session
+
+#: Bytes of a body, and how deep its JSON may be nested.
+MAX_BYTES, MAX_DEPTH = 16 << 20, 64
+#: Seconds within which a body must have arrived, and between two signs that a stream is alive.
+BODY_SECONDS, ALIVE_SECONDS = 60.0, 10.0
+_DIALECTS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": ANTHROPIC}
+_COUNT, _MODELS = "/v1/messages/count_tokens", "/v1/models"
+_listeners: WeakKeyDictionary[asyncio.AbstractEventLoop, Listener] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Listener]:
+    """The listener of this event loop, while anybody needs it."""
+    loop = asyncio.get_running_loop()
+    listener = _listeners.setdefault(loop, Listener())
+    listener.users += 1
+    try:
+        async with listener.lock:
+            if not listener.port:
+                await listener.start()
+        yield listener
+    finally:
+        listener.users -= 1
+        if not listener.users:
+            _listeners.pop(loop, None)
+            await listener.close()
+
+
+class Listener:
+    """One listening socket.
+
+    Attributes:
+        port: 0 until it has started.
+        users: how many episodes need it.
+    """
+
+    def __init__(self) -> None:
+        self.port = self.users = 0
+        self.lock = asyncio.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._runner: Any = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        web = self._web = load_extra("aiohttp.web", "gateway", "a gateway")
+        server = web.Server(self._handle, handler_cancellation=True, auto_decompress=False, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        await self._runner.setup()
+        listening_socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        await web.SockSite(self._runner, listening_socket).start()
+        self.port = listening_socket.getsockname()[1]
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def new_key(self) -> str:
+        """A key of 128 random bits behind the number of its episode."""
+        return f"verl-{len(self._sessions)}-{secrets.token_hex(16)}"
+
+    def open(self, session: Session) -> None:
+        """Let requests with the session's key in; until `session.end()`."""
+        self._sessions[session.key.split("-")[1]] = session
+
+    async def _handle(self, request: Any) -> Any:
+        dialect = _DIALECTS.get(request.path.removesuffix("/count_tokens"), CHAT)
+        session = None
+        try:
+            session = self._admitted(request)
+            with session.opened():
+                return await self._answered(request, session, dialect)
+        except RequestError as fault:
+            if session is not None:
+                session.refused[fault.status] += 1
+            headers = {} if fault.retry else {"x-should-retry": "false"}
+            return self._json(dialect.error(fault), fault.status, headers)
+
+    def _admitted(self, request: Any) -> Session:
+        """The session of a request's key.
+
+        Raises:
+            RequestError: it is for another host, of a web page, without a key, or not for what is here.
+        """
+        if request.headers.get("Host") != f"127.0.0.1:{self.port}":
+            raise RequestError(421, f"this is 127.0.0.1:{self.port}, and answers to no other name")
+        if "Origin" in request.headers:
+            raise RequestError(403, "requests of web pages are not answered")
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        parts = key.split("-")
+        session = self._sessions.get(parts[1]) if len(parts) == 3 else None
+        if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
+            raise RequestError(401, "the key is not that of an episode", code="invalid_api_key")
+        return session
+
+    async def _answered(self, request: Any, session: Session, dialect: Dialect) -> Any:
+        path = request.path
+        if path.startswith(_MODELS) and request.method == "GET":
+            return self._json(_models(path))
+        if path != _COUNT and path not in _DIALECTS:
+            known = ", ".join((*_DIALECTS, _COUNT, _MODELS))
+            raise RequestError(404, f"{path} is not here; there are {known}", code="not_found")
+        if request.method != "POST":
+            raise RequestError(405, f"{path} is asked by POST", code="method_not_allowed")
+        content = await _body(request)
+        body = _parsed(content)
+        if path == _COUNT:
+            return self._json({"input_tokens": await session.count(dialect.read(body))})
+        asked = dialect.read(body)
+        answering = session.begin(asked, _headers(request.headers), content)
+        try:
+            await asyncio.wait([answering], timeout=ALIVE_SECONDS if asked.stream else None)
+            if asked.stream:
+                return await self._stream(request, session, dialect, answering)
+            delivery = await answering
+            return await self._send(request, dialect.answer(asked, delivery.answer), delivery)
+        finally:
+            answering.cancel()  # where the client went away
+
+    async def _send(self, request: Any, body: Body, delivery: Delivery) -> Any:
+        response = self._json(body)
+        await response.prepare(request)
+        await response.write_eof()
+        delivery.delivered()
+        return response
+
+    async def _stream(self, request: Any, session: Session, dialect: Dialect, answering: asyncio.Task[Delivery]) -> Any:
+        """Server-sent events. What fails before they begin has a status of its own."""
+        if answering.done():
+            answering.result()
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = self._web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        try:
+            while not answering.done():
+                await response.write(b": alive\n\n")
+                await asyncio.wait([answering], timeout=ALIVE_SECONDS)
+            delivery = answering.result()
+            for text in dialect.events(delivery.request, delivery.answer):
+                await response.write(text.encode())
+        except RequestError as fault:
+            session.refused[fault.status] += 1
+            await response.write(dialect.failure(fault).encode())
+            delivery = None
+        await response.write_eof()
+        if delivery is not None:
+            delivery.delivered()
+        return response
+
+    def _json(self, body: Body, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
+        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+        return self._web.Response(body=content, status=status, headers=headers, content_type="application/json")
+
+
+def _headers(headers: Mapping[str, str]) -> Headers:
+    retries = headers.get("x-stainless-retry-count", "0")
+    return Headers(
+        name=headers.get("X-Verl-Name", ""),
+        excluded=headers.get("X-Verl-Train") == "0",
+        is_retry=retries.isdigit() and int(retries) > 0,
+    )
+
+
+async def _body(request: Any) -> bytes:
+    """A body, while it arrives in time and in bounds.
+
+    Raises:
+        RequestError: it is of another type, too long, or late.
+    """
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" or request.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError(415, "a body is application/json, not compressed", code="unsupported_media_type")
+    if (request.content_length or 0) > MAX_BYTES:
+        raise _large()
+    content = bytearray()
+
+    async def read() -> None:
+        async for part in request.content.iter_any():
+            content.extend(part)
+            if len(content) > MAX_BYTES:
+                raise _large()
+
+    try:
+        await asyncio.wait_for(read(), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
+    return bytes(content)
+
+
+def _large() -> RequestError:
+    return RequestError(413, f"a body has at most {MAX_BYTES} bytes", code="request_too_large")
+
+
+def _parsed(content: bytes) -> Body:
+    """Raises RequestError unless this is an object of JSON that is not nested too deeply."""
+    body = None
+    with suppress(ValueError, RecursionError):
+        body = json.loads(content)
+    if not isinstance(body, dict) or _is_deep(body):
+        raise RequestError(400, f"the body is no object of JSON nested at most {MAX_DEPTH} times", code="invalid_json")
+    return body
+
+
+def _is_deep(value: Any) -> bool:
+    layer = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, dict | list)]
+        layer = [item for items in inner for item in items]
+        if not layer:
+            return False
+    return True
+
+
+def _models(path: str) -> Body:
+    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "verl", "type": "model"}
+    named = path.removeprefix(_MODELS).strip("/")
+    return {**model, "id": named} if named else {"object": "list", "data": [model], "has_more": False}

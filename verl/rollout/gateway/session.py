@@ -1,0 +1,299 @@
+"""One episode behind the gateway: requests become calls of the policy, within the episode's bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import DataError, RolloutError
+from verl.rollout.base import LongPromptError, Sample, SamplingParams
+from verl.rollout.episode import Client
+from verl.rollout.gateway.dialects.form import (
+    ChatAnswer,
+    ChatRequest,
+    LongRequestError,
+    Reply,
+    RequestError,
+    Token,
+    Usage,
+)
+from verl.rollout.gateway.forced import grammar_of, only_choices
+from verl.rollout.gateway.linking import Call, Conversations, Prompt
+from verl.rollout.gateway.template import ChatTemplate
+from verl.rollout.stop_strings import cut_text
+
+if TYPE_CHECKING:
+    from verl.rollout.grammar import Grammar
+
+logger = logging.getLogger(__name__)
+
+#: Characters of a conversation from which on its template and its tokens are made in a thread.
+_LARGE = 65_536
+_said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of an episode.
+
+    Attributes:
+        calls: replies of the policy.
+        tokens: that it samples.
+        open: requests at a time.
+    """
+
+    calls: int = 512
+    tokens: int = 65_536
+    open: int = 32
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What a request's headers say.
+
+    Attributes:
+        name: of the trajectory.
+        excluded: whether it is not to be trained.
+        is_retry: whether the client has sent this before.
+    """
+
+    name: str = ""
+    excluded: bool = False
+    is_retry: bool = False
+
+
+@dataclass
+class Delivery:
+    """An answer, and the calls that it consists of."""
+
+    request: ChatRequest
+    answer: ChatAnswer
+    calls: list[Call]
+    is_delivered: bool = False
+
+    def delivered(self) -> None:
+        """The last byte was handed to the agent."""
+        self.is_delivered = True
+        for call in self.calls:
+            call.delivered = True
+            call.left_out = "" if call.left_out == "aborted" else call.left_out
+
+
+class Session:
+    """The requests of one episode.
+
+    Args:
+        key: that the agent sends with each.
+        inputs: of the chat template, besides messages and tools.
+
+    Attributes:
+        refused: how many requests were refused, by status.
+        lost: how many requests ended without a sample: "aborted", as their connection closed, or "late".
+        truncated: whether a bound, or the model's context, was used up.
+        fault: why the gateway itself failed.
+        ended: whether the episode is over.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        client: Client,
+        template: ChatTemplate,
+        inputs: Mapping[str, Any] | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self.key, self.bounds = key, bounds or Bounds()
+        self.conversations = Conversations(template, inputs)
+        self.refused: Counter[int] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.truncated = False
+        self.fault: Exception | None = None
+        self.ended = False
+        self._client, self._template = client, template
+        self._answering: set[asyncio.Task[Delivery]] = set()
+        self._open = self._begun = self._tokens = 0
+        self._lock = asyncio.Lock()
+        self._sent: dict[bytes, Delivery] = {}
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.conversations.calls
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """A request is answered meanwhile.
+
+        Raises:
+            RequestError: the episode is over, or has too many open.
+        """
+        if self.ended:
+            raise RequestError(403, "the episode of this key has ended", code="episode_ended")
+        if self._open >= self.bounds.open:
+            raise RequestError(429, f"more than {self.bounds.open} requests are open", code="rate_limit_exceeded")
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    def end(self) -> None:
+        """Answer nothing more."""
+        self.ended = True
+        for task in self._answering:
+            task.cancel()
+
+    def begin(self, request: ChatRequest, headers: Headers, body: bytes) -> asyncio.Task[Delivery]:
+        """`answer` as a task that ends with the episode."""
+        task = asyncio.ensure_future(self.answer(request, headers, body))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+        return task
+
+    async def answer(self, request: ChatRequest, headers: Headers, body: bytes) -> Delivery:
+        """Replies of the policy.
+
+        Raises:
+            RequestError: the request cannot be answered.
+        """
+        self._note_sampling(request.sampling)
+        digest = hashlib.sha256(body).digest()
+        if headers.is_retry:
+            self._retried(digest)
+        try:
+            async with self._lock:
+                prompt = await self._prompt(request)
+        except DataError as error:
+            raise RequestError(400, str(error), "messages", "invalid_value") from error
+        grammar = grammar_of(request, self._template.parse.family, prompt.text)
+        params = self._params(request, len(prompt.tokens))
+        self._begun += request.n
+        try:
+            samples = await asyncio.gather(*(self._sample(prompt, params, grammar) for _ in range(request.n)))
+        except asyncio.CancelledError:
+            self.lost["late" if self.ended else "aborted"] += 1
+            raise
+        calls = [self._call(request, prompt, sample, params, headers) for sample in samples]
+        for call in calls:
+            if grammar is not None:
+                call.forced = only_choices(
+                    grammar, self._template.chat.tokenizer, self._template.ends, call.sample.tokens
+                )
+        replies = tuple(self._reply(request, call, params) for call in calls)
+        usage = Usage(len(prompt.tokens), prompt.cached, sum(len(sample.tokens) for sample in samples))
+        delivery = Delivery(request, ChatAnswer(request.model, int(time.time()), replies, usage), calls)
+        self._sent[digest] = delivery
+        return delivery
+
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of a prompt, without a call.
+
+        Raises:
+            RequestError: the template refuses it.
+        """
+        template, inputs = self._template, self.conversations.inputs
+        try:
+            text = template.write(request.messages, request.tools, inputs, reply=True)
+        except DataError as error:
+            raise RequestError(400, str(error), "messages", "invalid_value") from error
+        return len(template.chat.encode(text))
+
+    def _retried(self, digest: bytes) -> None:
+        """What an earlier request of the same body sampled and could not deliver is asked for again."""
+        earlier = self._sent.get(digest)
+        if earlier is not None and not earlier.is_delivered:
+            for call in earlier.calls:
+                call.left_out = "retried"
+
+    async def _prompt(self, request: ChatRequest) -> Prompt:
+        ask = self.conversations.ask
+        if sum(len(message.content) for message in request.messages) < _LARGE:
+            return ask(request.messages, request.tools)
+        return await asyncio.to_thread(ask, request.messages, request.tools)
+
+    def _params(self, request: ChatRequest, length: int) -> SamplingParams:
+        """How a reply is sampled: as the run says, within what the request and the bounds leave.
+
+        Raises:
+            RequestError: nothing is left.
+        """
+        params, left = self._client.params, self.bounds.tokens - self._tokens
+        if self._begun + request.n > self.bounds.calls or left < 1:
+            self.truncated = True
+            raise RequestError(403, f"the episode's bounds are used up ({self.bounds})", code="budget_exceeded")
+        limit = self._client.max_length
+        if limit is not None and length >= limit:
+            self.truncated = True
+            raise LongRequestError(length, limit)
+        room = left if limit is None else min(left, limit - length)
+        most = min(params.max_new_tokens, request.max_tokens or params.max_new_tokens, room)
+        stop = (*params.stop, *request.stop)
+        return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
+
+    async def _sample(self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None) -> Sample:
+        self._tokens += params.max_new_tokens  # reserved, until it is known how many there are
+        sample = None
+        try:
+            sample = await self._client.generate(prompt.tokens, params, grammar=grammar)
+            return sample
+        except LongPromptError as error:
+            self.truncated = True
+            raise LongRequestError(len(prompt.tokens), self._client.max_length or len(prompt.tokens)) from error
+        except RolloutError as error:
+            self.fault = error
+            raise RequestError(503, f"the engine failed: {error}", code="engine_failed") from error
+        finally:
+            self._tokens -= params.max_new_tokens - (len(sample.tokens) if sample is not None else 0)
+
+    def _call(
+        self, request: ChatRequest, prompt: Prompt, sample: Sample, params: SamplingParams, headers: Headers
+    ) -> Call:
+        text = self._template.text(sample.tokens)
+        if params.stop:
+            text = cut_text(self._template.text, sample.tokens, params)
+        left_out = "late" if self.ended else "excluded" if headers.excluded else "aborted"
+        tools = prompt.tools if request.choice != "none" else ()
+        reply = self._template.parse(text, prompt.text, tools)
+        return self.conversations.answer(prompt, sample, reply, name=headers.name, left_out=left_out)
+
+    def _reply(self, request: ChatRequest, call: Call, params: SamplingParams) -> Reply:
+        text, tokens = self._template.text, call.sample.tokens
+        stopped_by = None
+        if params.stop and call.sample.finish == "stop":
+            rest = text(tokens)[len(cut_text(text, tokens, params)) :]
+            stopped_by = next((stop for stop in request.stop if rest.startswith(stop)), None)
+        finish = "length" if call.sample.finish == "length" else "tool_calls" if call.reply.calls else "stop"
+        shown = self._tokens_of(call.sample) if request.log_probs else ()
+        return Reply(call.id, call.reply, finish, stopped_by, shown)  # type: ignore[arg-type]
+
+    def _tokens_of(self, sample: Sample) -> tuple[Token, ...]:
+        spell = self._template.spelled
+        return tuple(Token(spell([token]), p) for token, p in zip(sample.tokens, sample.log_probs, strict=True))
+
+    @staticmethod
+    def _note_sampling(fields: Mapping[str, Any]) -> None:
+        for name in sorted(fields.keys() - _said):
+            _said.add(name)
+            logger.info("requests of the agent set %s; in training the run's own sampling holds", name)
+
+
+def left_out(calls: Sequence[Call], train: Callable[[Call], bool] | None = None) -> None:
+    """Say of each call of an episode that has ended why it is not trained, if it is not.
+
+    Args:
+        train: decides for calls that were answered; None: those without tools that nothing continues are auxiliary,
+            such as titles and summaries, where others have tools.
+    """
+    continued = {call.prompt.parent for call in calls}
+    has_tools = any(call.prompt.tools for call in calls)
+    for call in calls:
+        if call.left_out in ("", "excluded") and train is not None:
+            call.left_out = "" if train(call) else "excluded"
+        elif not call.left_out and has_tools and not call.prompt.tools and call not in continued:
+            call.left_out = "auxiliary"

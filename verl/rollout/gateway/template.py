@@ -1,0 +1,172 @@
+"""A chat template as the gateway uses it: what it writes, how it closes a reply, and whether it shows tools at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.data.chat import ChatTokenizer
+from verl.data.text import ResponseText, spelled
+from verl.errors import ConfigError, DataError
+from verl.rollout.gateway.messages import Message, ToolCall
+from verl.rollout.gateway.replies import ReplyParser, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: For models whose own template knows no tools: ChatML, with calls and results as Hermes and Qwen 2.5 write them. A
+#: message ends with the tokenizer's EOS, so that generation stops there.
+HERMES = (
+    "{%- if tools %}{{ '<|im_start|>system\\n' }}"
+    "{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{%- endif %}"
+    "{{ 'You may call these functions:\\n<tools>\\n' }}"
+    "{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}"
+    "{{ '</tools>\\nA call is written so:\\n<tool_call>\\n' }}"
+    '{{ \'{"name": "function name", "arguments": {"argument name": "value"}}\\n</tool_call>\' }}'
+    "{{ eos_token + '\\n' }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
+    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
+    "{%- elif not (tools and loop.first and m.role == 'system') %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first else '' }}"
+    "{{ '<tool_call>\\n{\"name\": ' }}{{ call.function.name | tojson }}"
+    "{{ ', \"arguments\": ' }}{{ call.function.arguments }}{{ '}\\n</tool_call>' }}"
+    "{%- endfor %}{{ eos_token + '\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+OURS = {"hermes": HERMES}
+#: Words that no template has by itself: of the tool, the key and the value of an argument, the result, the thought.
+_TOOL, _KEY, _VALUE, _RESULT, _THOUGHT = "probe_8093", "key_5170", "value_3926", "result_6482", "thought_7731"
+_SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string", "description": "?"}}, "required": [_KEY]}
+_ASKED = Message("user", "?")
+_SAID = Message("assistant", "", (ToolCall(_TOOL, json.dumps({_KEY: _VALUE}), "call00001"),), _THOUGHT)
+_PROBE = {"type": "function", "function": {"name": _TOOL, "description": "?", "parameters": _SCHEMA}}
+
+
+class ChatTemplate:
+    """What a tokenizer's chat template, or another one, does with the conversations of agents.
+
+    Args:
+        chat_template: another one: one of ours by name ("hermes"), or a file; None: the tokenizer's.
+        ends: tokens that end a response; None: those of the tokenizer.
+
+    Raises:
+        ConfigError: there is no such file, or the tokenizer has no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        ends: Sequence[int] | None = None,
+    ) -> None:
+        if chat_template is not None:
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = _source(chat_template)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("the tokenizer has no chat template: name one, as chat_template='hermes'")
+        self.chat = ChatTokenizer(tokenizer)
+        self.ends = (*self.chat.ends, *(ends or ()))
+        self.text = ResponseText(tokenizer, self.ends)
+        self._endings: dict[tuple[bool, bool], str] = {}
+        self.parse = ReplyParser(tokenizer, str(tokenizer.chat_template))
+
+    def write(
+        self, messages: Sequence[Message], tools: Tools = (), inputs: Mapping[str, Any] | None = None, *, reply: bool
+    ) -> str:
+        """A chat up to where the reply begins; or, with `reply` false, the finished chat.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        shown = {**(inputs or {}), **({"tools": list(tools)} if tools else {})}
+        chat = [message.for_template(self.parse.thought or "reasoning_content") for message in messages]
+        return self.chat.render(chat, shown, reply=reply, begun=False, check=False)
+
+    def behind(self, text: str, before: str, reply: Message, has_tools: bool) -> tuple[str, str] | None:
+        """How the template ends a reply in a longer chat, and what it writes behind that.
+
+        Args:
+            text: the longer chat.
+            before: what it wrote up to the reply.
+
+        Returns:
+            None if it writes the chat up to there otherwise now, leaves out a part of the reply, or does not end it.
+        """
+        end = self._ending(bool(reply.calls), has_tools)
+        position = text.find(end, len(before)) if end and text.startswith(before) else -1
+        if position < 0 or not _shows(text[len(before) : position], reply):
+            return None
+        return end, text[position + len(end) :]
+
+    def _ending(self, calls: bool, has_tools: bool) -> str:
+        """How the template ends a reply: text or calls, in a chat with tools or without; "" if it does not."""
+        if (calls, has_tools) not in self._endings:
+            said = replace(_SAID, calls=_SAID.calls if calls else (), content="" if calls else _VALUE)
+            try:
+                text = self.write([_ASKED, said], [_PROBE] if has_tools else (), reply=False)
+                text = text[: self.chat.reply_end(text, text.rfind(_VALUE), calls=calls)]
+                self._endings[calls, has_tools] = self._end_of(text)
+            except DataError:
+                self._endings[calls, has_tools] = ""
+        return self._endings[calls, has_tools]
+
+    def _end_of(self, text: str) -> str:
+        """The special token that a text ends with, the longest if there are several."""
+        names = (*self.chat.added.values(), *map(self.chat.tokenizer.convert_ids_to_tokens, self.chat.ends))
+        return max((name for name in names if name and text.endswith(name)), key=len, default="")
+
+    def spelled(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones too."""
+        return spelled(self.chat.tokenizer, tokens)
+
+    def check(self) -> list[str]:
+        """What the template does not show of a thought; of everything else that an agent needs it shows all.
+
+        Raises:
+            ConfigError: it does not show tools, calls or results, or its calls cannot be read back.
+        """
+        result = Message("tool", _RESULT, call_id=_SAID.calls[0].id)
+        try:
+            first = self.write([_ASKED], [_PROBE], reply=True)
+            closed = self.write([_ASKED, _SAID], [_PROBE], reply=False)
+            whole = self.write([_ASKED, _SAID, result], [_PROBE], reply=True)
+        except DataError as error:
+            raise ConfigError(f"an agent cannot be trained with this chat template: {error}; {_REMEDY}") from error
+        behind = closed[len(first) :] if closed.startswith(first) else closed
+        missing = [what for what, name, text in (
+            ("the tools of a request", _TOOL, first), ("the name of a call", _TOOL, behind),
+            ("the arguments of a call", _KEY, behind), ("the arguments of a call", _VALUE, behind),
+            ("the result of a call", _RESULT, whole),
+        ) if name not in text]  # fmt: skip
+        if missing:
+            raise ConfigError(f"the chat template does not show {missing[0]}, which an agent needs; {_REMEDY}")
+        if closed.startswith(first):
+            reply = behind.partition(self._ending(True, True) or behind)[0]
+            if [each.name for each in self.parse(reply, first, [_PROBE]).calls] != [_TOOL]:
+                raise ConfigError(f"how this chat template writes calls ({reply!r:.80}) is no known syntax; {_REMEDY}")
+        return [] if _THOUGHT in whole or not self.parse.splits_thoughts else ["thoughts"]
+
+
+_REMEDY = "name another one: chat_template='hermes', or a file"
+
+
+def _shows(text: str, reply: Message) -> bool:
+    """Whether a text has all of a reply."""
+    parts = (reply.content, reply.reasoning, *(call.name for call in reply.calls))
+    return all(part.strip() in text for part in parts)
+
+
+def _source(name: str) -> str:
+    if name in OURS:
+        return OURS[name]
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        known = ", ".join(OURS)
+        raise ConfigError(f"chat_template: '{name}' is neither one of ours ({known}) nor a file: {error}") from error
