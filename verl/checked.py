@@ -63,8 +63,7 @@ def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -
     results = {}
     for name, value in values.items():
         try:
-            plain = _plain(value) if isinstance(value, numbers.Real) else value
-            results[name] = _adapter(hints[name]).validate_python(plain)
+            results[name] = _adapter(hints[name]).validate_python(_plain(value))
         except ValidationError as error:
             problems += [((name, *path), text, details) for path, text, details in problems_of(hints[name], error)]
     if problems:
@@ -72,9 +71,9 @@ def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -
     return results
 
 
-def _plain(value: numbers.Real) -> Any:
+def _plain(value: Any) -> Any:
     """A number of another library, such as NumPy's, as one of Python's."""
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.training.cases import OPTIM, tiny_model
 from tests.training.left_out_steps import GROUP, KL, farthest, prepared_steps, stepped
-from verl.cluster.place import Place
+from verl.cluster.rank_context import RankContext
 from verl.models.heads import ValueModel
 from verl.training.engine import TrainEngine
 from verl.training.forward import Forward
@@ -64,8 +64,8 @@ class Zero:
     def engine(self, group: Any) -> TrainEngine:
         settings = {"strategy": "deepspeed", "deepspeed_config": {"zero_stage": self.stage}}
         options = EngineOptions.of({"optim": SMOOTH, "micro_batch_size": GROUP, **settings}, "train")
-        place = Place(meshes={"train": Mesh((0, 1), layout_of(options, 2))}, groups={"train": group})
-        return train_engine(tiny_model("llama", torch.float32), options, "lm", place)
+        context = RankContext(meshes={"train": Mesh((0, 1), layout_of(options, 2))}, groups={"train": group})
+        return train_engine(tiny_model("llama", torch.float32), options, "lm", context)
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Megatron:
             tensor_parallel_size=self.layout.tp,
             pipeline_parallel_size=self.layout.pp,
         )
-        place = Place(meshes={"train": mesh}, groups={"train": group}, parts=parts)
-        return train_engine(tiny_model("llama", layers=4), options, "lm", place)
+        context = RankContext(meshes={"train": mesh}, groups={"train": group}, parts=parts)
+        return train_engine(tiny_model("llama", layers=4), options, "lm", context)
 
 
 FSDP = Case("llama", Layout(shard=4))
