@@ -70,7 +70,6 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in this process: each of its own would import torch
 os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported, which a test may do before the package
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

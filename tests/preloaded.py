@@ -12,8 +12,10 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # loaded by name when first asked for
 
+import tests.algorithms.support
 import tests.conftest
 import tests.forked
+import tests.training.cases
 import verl
 import verl.algorithms
 import verl.cli.main

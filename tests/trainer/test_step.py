@@ -77,6 +77,7 @@ def test_verl_train_steps_through_them(tiny: Path, tmp_path: Path, calls: list[s
     assert calls == CALLS
 
 
+@pytest.mark.slow
 def test_asynchronous_training_steps_through_them(tiny: Path, calls: list[str]) -> None:
     trainer = verl.AsyncTrainer(
         verl.Actor(str(tiny), sampling=SHORT), reward_fn=low_bytes, n=2, batch_size=2, log_dir=False

@@ -18,7 +18,10 @@ from verl.training.gradients import Weight
 from verl.training.optimizer import MasterOptimizer, MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
 
-in_all_codes = pytest.mark.parametrize("code", ["compiled", "torch", "fused"])
+in_all_codes = pytest.mark.parametrize(
+    "code",
+    ["compiled", "torch", pytest.param("fused", marks=pytest.mark.slow)],  # inductor compiles for 15 s
+)
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +192,7 @@ def _ulps(a: Tensor, b: Tensor) -> int:
     return int((a.view(torch.int32).long() - b.view(torch.int32).long()).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_the_fused_kernel_is_compiled_once_for_all_sizes_and_steps(moments: torch.dtype) -> None:
     torch._dynamo.reset()
@@ -213,6 +217,7 @@ def test_the_fused_kernel_is_compiled_once_for_all_sizes_and_steps(moments: torc
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.slow
 def test_the_fused_kernel_is_one() -> None:
     from torch._inductor import metrics
 

@@ -15,6 +15,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
@@ -354,6 +355,7 @@ def old_log_probs(batch: Batch) -> Batch:
     return batch
 
 
+@cache
 def _option_types(cls: type[BaseAlgorithm]) -> dict[str, Any]:
     try:
         hints = get_type_hints(cls, include_extras=True)

@@ -69,7 +69,7 @@ def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
     locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
     try:
-        in_file: Any = OmegaConf.create({} if root is None else text)  # type: ignore[call-overload]
+        in_file = OmegaConf.create(text) if root is not None else OmegaConf.create({})
         content: Any = OmegaConf.to_container(in_file) if overrides else in_file
         for override in overrides:
             key, change = _override(override)
