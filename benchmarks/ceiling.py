@@ -41,9 +41,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 _CHUNK = 1 << 25
 #: Timings of a shape, of which the median counts, after one that does not.
 _REPEATS = 3
-#: From so many rows on reading a weight is nothing beside the product: of weights of one shape a few are timed for all.
-#: Below, all of a pass are, one after the other, so that they come from memory as in a run.
-_MANY, _FEW = 512, 4
+#: From so many rows on, without and with a backward pass, reading a weight is nothing beside the products: a few
+#: weights of one shape are timed for all. Below, all of a pass are, one after the other, so that they come from memory
+#: as in a run.
+_MANY, _FEW = {False: 512, True: 128}, 4
 #: Shapes that are timed for one run; the seconds of others are interpolated between them.
 _SHAPES = 16
 #: Layers that see one input.
@@ -192,14 +193,14 @@ class Products:
         chunk = max(1, min(count, _CHUNK // max(len(weight) for weight in weights)))
         parts = Counter(min(chunk, count - start) for start in range(0, count, chunk))
         alike: list[list[Any]] = [list(weights)]
-        if count >= _MANY:
+        if count >= _MANY[backward]:
             by_shape: dict[Any, list[Any]] = {}
             for weight in weights:
                 by_shape.setdefault(weight.shape, []).append(weight)
             alike = [*by_shape.values()]
         total = 0.0
         for same in alike:
-            some = same[:_FEW] if count >= _MANY else same
+            some = same[:_FEW] if count >= _MANY[backward] else same
             once = sum(times * self._median(some, rows, backward) for rows, times in parts.items())
             total += once * len(same) / len(some)
         return total

@@ -28,6 +28,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -298,6 +299,7 @@ def main() -> int:
     parser.add_argument("--vllm-python", help="one that has vLLM (this one, else that of `make vllm`)")
     parser.add_argument("--trl-python", help="one that has TRL (that of `peer_env.sh trl`, made on the first call)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs ends, too
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "growth.jsonl"
     results = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []

@@ -304,6 +304,7 @@ def main() -> int:
     if args.mode:
         run(args.mode, args.folder, args.steps, 3600 * args.hours)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs ends, too
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     worse = []
