@@ -20,6 +20,7 @@ from verl.data.offline import OfflineDatasetLoader
 from verl.data.prompts import load_prompts, stream_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.tasks.weights import DynamicTaskWeightScheduler
+from verl.trainer.batches import prepare_prompts
 
 WAIT = 60  # seconds, at most: what is waited for comes at once
 
@@ -96,7 +97,7 @@ class Recorded(OfflineDatasetLoader):
 
 def recorded(tiny: Path, rows: list[dict[str, Any]], read: Callable[[], None]) -> Recorded:
     loader = Recorded(rows, verl.Actor(str(tiny)).tokenizer, batch_size=2)
-    loader.read = read  # type: ignore[method-assign]
+    loader.read = read
     return loader
 
 
@@ -111,7 +112,7 @@ def tasks() -> list[verl.Task]:
 def of_one(tiny: Path, algorithm: str = "grpo") -> verl.Trainer:
     actor = verl.Actor(str(tiny), optim={"lr": 1e-3}, sampling=SHORT)
     reward = low_bytes if algorithm == "grpo" else None
-    options = {"n": 2} if algorithm == "grpo" else {}
+    options: dict[str, Any] = {"n": 2} if algorithm == "grpo" else {}
     return verl.Trainer(actor, reward=reward, algorithm=algorithm, log_dir=False, **options)
 
 
@@ -152,7 +153,7 @@ def test_the_next_batch_is_read_while_a_step_goes_on(kind: str, tiny: Path) -> N
     trainer, read = make(tiny), Read(3)
     waited: list[bool] = []
     trainer.on_log_hook(lambda step, record: waited.append(read.done.wait(WAIT)))
-    trainer.fit(data(tiny, read), 2, **({"batch_size": 2} if kind == "rows of a stream" else {}))
+    trainer.fit(data(tiny, read), 2, batch_size=2 if kind == "rows of a stream" else None)
     assert waited == [True, True]
 
 
@@ -212,4 +213,4 @@ def test_prompts_are_tokenised_by_the_thread_that_reads(tiny: Path) -> None:
     prompts = load_prompts(["Say one", "Say two", "Say three"])
     trainer.fit(PromptLoader(prompts, 2), 2)
     assert threads == [True, True] and "prompt_tokens" not in prompts.batch
-    assert trainer.prepare_prompts(["Say one"])["prompt_tokens"] == [tokenizer.encode("Say one")]
+    assert prepare_prompts(trainer, ["Say one"])["prompt_tokens"] == [tokenizer.encode("Say one")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -13,9 +14,10 @@ from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
-from verl.data.prefetch import Loader, ahead
+from verl.data.prefetch import Loader, Prefetch, ahead
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
-from verl.data.tokenize import Truncation, tokenize_prompts
+from verl.data.task_loader import pooled, sources_of
+from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def as_loader(
             )
         if max_prompt_length is not None:
             raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
-        return _Repeated(data, trainer.prepare_prompts) if isinstance(data, DataLoader) else data
+        return _Repeated(data, partial(prepare_prompts, trainer)) if isinstance(data, DataLoader) else data
     if isinstance(data, Loader | DataLoader):
         raise ConfigError(f"a {type(data).__name__} has batches of its own size: leave batch_size out")
     seed = trainer.actor.plan.seed
@@ -87,6 +89,31 @@ def one_pass(loader: Any) -> int:
     if not hasattr(loader, "__len__"):
         raise ConfigError("the data have no length: say how many steps, fit(data, steps)")
     return math.ceil(len(loader) / (loader.batch_size if isinstance(loader, OfflineDatasetLoader) else 1))
+
+
+def read_ahead(loader: Any, trainer: Trainer) -> Any:
+    """A loader whose next batch is read and tokenised while a step goes on. What a step decides of the next batch
+    (shares of a scheduler, pools, tasks that are waited for) is not decided before: rows alone are read then."""
+    prepare = partial(prepare_prompts, trainer)
+    if isinstance(loader, Prefetch):
+        loader.prepare = prepare
+    elif isinstance(loader, Loader):
+        if not (trainer.draws_late or trainer.mixture.scheduler is not None or pooled(loader)):
+            return Prefetch(loader, prepare)
+        for source in sources_of(loader).values():
+            source.read_ahead()
+    return loader
+
+
+def prepare_prompts(trainer: Trainer, batch: Any) -> Any:
+    """A batch with the tokens of its prompts."""
+    encode = partial(to_prompts, trainer.actor.tokenizer, tools=trainer.actor.tools)
+    if len(trainer.tasks) == 1:
+        return encode(batch) if trainer.task.algorithm.online else batch
+    if not isinstance(batch, Mapping):
+        return batch
+    online = {name for name, task in trainer.tasks.items() if task.algorithm.online}
+    return {name: encode(rows) if name in online else rows for name, rows in batch.items()}
 
 
 class _Passes(PromptLoader):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,9 +26,9 @@ from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
-from verl.data.prefetch import Loader, Prefetch
-from verl.data.task_loader import note_scores, pooled, sources_of
-from verl.data.tokenize import Truncation, to_prompts
+from verl.data.prefetch import Loader
+from verl.data.task_loader import note_scores, pooled
+from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import log_prob_nodes
@@ -50,7 +49,7 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
 from verl.tasks.task import Task
 from verl.trainer.active_task import ActiveTask, critics_of
-from verl.trainer.batches import as_loader, one_pass
+from verl.trainer.batches import as_loader, one_pass, read_ahead
 from verl.trainer.collector import SampleCollector, Samples
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.guard import Guards, SafetyGuard
@@ -500,7 +499,7 @@ class Trainer:
         record: dict[str, Any] = {}
         loader = as_loader(prompts, batch_size, self, max_prompt_length, truncation)
         steps = one_pass(loader) if steps is None else steps
-        loader, whole = self._read_ahead(loader), loader
+        loader, whole = read_ahead(loader, self), loader
         batches = self._open(loader)
         self._goal = self.steps + steps
         try:
@@ -561,28 +560,6 @@ class Trainer:
     @position.setter
     def position(self, position: dict[str, Any] | None) -> None:
         self._loader, self._position = None, position
-
-    def _read_ahead(self, loader: Any) -> Any:
-        """A loader whose next batch is read and tokenised while this one trains. What a step decides of the next batch
-        (shares of a scheduler, pools, tasks that are waited for) is not decided before: rows alone are read then."""
-        if isinstance(loader, Prefetch):
-            loader.prepare = self.prepare_prompts
-        elif isinstance(loader, Loader):
-            if not (self.draws_late or self.mixture.scheduler is not None or pooled(loader)):
-                return Prefetch(loader, self.prepare_prompts)
-            for source in sources_of(loader).values():
-                source.read_ahead()
-        return loader
-
-    def prepare_prompts(self, batch: Any) -> Any:
-        """A batch of `fit` with the tokens of its prompts."""
-        encode = partial(to_prompts, self.actor.tokenizer, tools=self.actor.tools)
-        if len(self.tasks) == 1:
-            return encode(batch) if self.task.algorithm.online else batch
-        if not isinstance(batch, Mapping):
-            return batch
-        online = {name for name, task in self.tasks.items() if task.algorithm.online}
-        return {name: encode(rows) if name in online else rows for name, rows in batch.items()}
 
     def _position_of(self, loader: Loader) -> dict[str, Any]:
         return loader.state_dict()
