@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Characters of a conversation from which on its template and its tokens are made in a thread.
-_LARGE = 65_536
+#: Characters of a conversation, and bytes of a body, from which on they are worked on in a thread.
+LARGE = 65_536
 _said: set[str] = set()
 
 
@@ -213,7 +213,7 @@ class Session:
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
         ask = self.conversations.ask
-        if sum(len(message.content) for message in request.messages) < _LARGE:
+        if sum(len(message.content) for message in request.messages) < LARGE:
             return ask(request.messages, request.tools)
         return await asyncio.to_thread(ask, request.messages, request.tools)
 
