@@ -22,7 +22,7 @@ from tests.templates import TOOL_FAMILIES
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import Outcome, run_episodes
-from verl.rollout.gateway import server
+from verl.rollout.gateway import agents, server
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Conversations
 
@@ -96,7 +96,7 @@ class Run:
 def post(url: str, key: str, body: Any, path: str = "/chat/completions", **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
-    return httpx.post(f"{url}{path}", content=content, headers=sent, timeout=30)
+    return httpx.post(f"{url}{path}", content=content, headers=sent, timeout=30, verify=False)
 
 
 def asking(seen: list[Any], *bodies: Any, **options: Any) -> Callable[..., float]:
@@ -468,6 +468,40 @@ def test_an_agent_that_is_late_runs_once_more() -> None:
     assert "twice: the agent took longer than 0.3 s" in str(twice.outcome.error)
 
 
+def test_functions_that_never_return_are_left_behind_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "MAX_LEFT", 2)
+    stop = threading.Event()
+    first = Gateway(lambda base_url, api_key, row: stop.wait(30), deadline=0.2)
+    tokenizer = TOOL_FAMILIES["qwen2.5"].make()
+
+    async def play(name: str) -> Outcome:
+        rows = [{"id": name, "prompt_tokens": [1]}]
+        (outcome,) = [o async for o in run_episodes(Scripted(tokenizer, []), rows, PARAMS, first, tokenizer=tokenizer)]
+        return outcome
+
+    try:
+        assert "twice: the agent took longer than 0.2 s" in str(asyncio.run(play("a")).error)
+        assert "2 agents never returned" in str(asyncio.run(play("b")).error)
+    finally:
+        stop.set()
+    assert server._listeners == {}
+
+
+def test_no_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    keys: list[str] = []
+
+    def agent(base_url: str, api_key: str, row: Any) -> None:
+        keys.append(api_key)
+        post(base_url, api_key, {"messages": HELLO, "temperature": 0.5})
+        post(base_url, api_key, b"{")
+        raise ValueError("no")
+
+    with caplog.at_level("DEBUG"):
+        run = Run(agent)
+    secret = keys[0].split("-")[2]
+    assert secret not in caplog.text and secret not in str(run.outcome.error)
+
+
 def test_an_engine_that_fails_is_no_fault_of_the_agent() -> None:
     seen: list[httpx.Response] = []
     run = Run(asking(seen, {"messages": HELLO}), engine=Broken, on_agent_error=0.0)
@@ -511,7 +545,8 @@ def test_many_episodes_at_once_on_one_listener() -> None:
         addresses.add(base_url)
         keys.add(api_key)
         chat: list[Any] = []
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as client:
+        auth = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=auth, timeout=60, verify=False) as client:
             for turn in range(2):
                 chat.append({"role": "user", "content": f"Say {row['id']}-{turn}"})
                 answer = await client.post(f"{base_url}/chat/completions", json={"messages": chat})

@@ -100,6 +100,8 @@ class Listener:
                 return await self._answered(request, session, dialect)
         except RequestError as error:
             fault = error
+        except ConnectionError:  # the client went away
+            raise
         except Exception as error:  # of the gateway itself: the episode runs once more
             logger.exception("the gateway failed on %s", request.path)
             fault = RequestError(500, f"the gateway failed: {error!r}")
