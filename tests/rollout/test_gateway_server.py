@@ -22,8 +22,9 @@ from tests.templates import TOOL_FAMILIES
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import Outcome, run_episodes
-from verl.rollout.gateway import server
+from verl.rollout.gateway import agents, server
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
+from verl.rollout.gateway.linking import Conversations
 
 pytest.importorskip("aiohttp")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
@@ -95,7 +96,7 @@ class Run:
 def post(url: str, key: str, body: Any, path: str = "/chat/completions", **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
-    return httpx.post(f"{url}{path}", content=content, headers=sent, timeout=30)
+    return httpx.post(f"{url}{path}", content=content, headers=sent, timeout=30, verify=False)
 
 
 def asking(seen: list[Any], *bodies: Any, **options: Any) -> Callable[..., float]:
@@ -467,11 +468,112 @@ def test_an_agent_that_is_late_runs_once_more() -> None:
     assert "twice: the agent took longer than 0.3 s" in str(twice.outcome.error)
 
 
+def test_functions_that_never_return_are_left_behind_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "MAX_LEFT", 2)
+    stop = threading.Event()
+    first = Gateway(lambda base_url, api_key, row: stop.wait(30), deadline=0.2)
+    tokenizer = TOOL_FAMILIES["qwen2.5"].make()
+
+    async def play(name: str) -> Outcome:
+        rows = [{"id": name, "prompt_tokens": [1]}]
+        (outcome,) = [o async for o in run_episodes(Scripted(tokenizer, []), rows, PARAMS, first, tokenizer=tokenizer)]
+        return outcome
+
+    try:
+        assert "twice: the agent took longer than 0.2 s" in str(asyncio.run(play("a")).error)
+        assert "2 agents never returned" in str(asyncio.run(play("b")).error)
+    finally:
+        stop.set()
+    assert server._listeners == {}
+
+
+def test_no_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    keys: list[str] = []
+
+    def agent(base_url: str, api_key: str, row: Any) -> None:
+        keys.append(api_key)
+        post(base_url, api_key, {"messages": HELLO, "temperature": 0.5})
+        post(base_url, api_key, b"{")
+        raise ValueError("no")
+
+    with caplog.at_level("DEBUG"):
+        run = Run(agent)
+    secret = keys[0].split("-")[2]
+    assert secret not in caplog.text and secret not in str(run.outcome.error)
+
+
 def test_an_engine_that_fails_is_no_fault_of_the_agent() -> None:
     seen: list[httpx.Response] = []
     run = Run(asking(seen, {"messages": HELLO}), engine=Broken, on_agent_error=0.0)
     assert [answer.status_code for answer in seen] == [503, 503]
     assert "twice: no weights" in str(run.outcome.error)
+
+
+def test_a_fault_of_the_gateway_itself_runs_the_agent_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Conversations.ask
+    faults = [RuntimeError("broken")]
+
+    def ask(self: Any, messages: Any, tools: Any = ()) -> Any:
+        if faults:
+            raise faults.pop()
+        return real(self, messages, tools)
+
+    monkeypatch.setattr(Conversations, "ask", ask)
+    seen: list[httpx.Response] = []
+    run = Run(asking(seen, {"messages": HELLO}))
+    assert [answer.status_code for answer in seen] == [500, 200]
+    assert "the gateway failed: RuntimeError('broken')" in seen[0].json()["error"]["message"]
+    assert run.outcome.responses[0].reward == 1.0
+
+
+def test_many_episodes_at_once_on_one_listener() -> None:
+    """Each gets its own answers, and its own key."""
+    addresses: set[str] = set()
+    keys: set[str] = set()
+
+    class Echo(Scripted):
+        def step(self) -> list[Sample]:
+            done, self._new = self._new, []
+            return [self.sample(request) for request in done]
+
+        def sample(self, request: Request) -> Sample:
+            said = self.tokenizer.decode(request.prompt_tokens).split("Say ")[-1].partition("<|im_end|>")[0]
+            tokens = self.tokenizer(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
+            return Sample(request.id, tokens, [-0.5] * len(tokens), "stop", 3)
+
+    async def agent(base_url: str, api_key: str, row: Any) -> float:
+        addresses.add(base_url)
+        keys.add(api_key)
+        chat: list[Any] = []
+        auth = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=auth, timeout=60, verify=False) as client:
+            for turn in range(2):
+                chat.append({"role": "user", "content": f"Say {row['id']}-{turn}"})
+                answer = await client.post(f"{base_url}/chat/completions", json={"messages": chat})
+                chat.append(answer.json()["choices"][0]["message"])
+        return float([message["content"] for message in chat[1::2]] == [f"{row['id']}-0", f"{row['id']}-1"])
+
+    async def play() -> list[Outcome]:
+        tokenizer = TOOL_FAMILIES["qwen2.5"].make()
+        rows = [{"id": f"r{number}", "prompt_tokens": [1], "messages": "[]"} for number in range(64)]
+        episodes = run_episodes(Echo(tokenizer, []), rows, PARAMS, Gateway(agent), tokenizer=tokenizer)
+        return [outcome async for outcome in episodes]
+
+    outcomes = asyncio.run(play())
+    assert [outcome.error for outcome in outcomes] == [None] * 64
+    assert {outcome.responses[0].reward for outcome in outcomes} == {1.0}
+    assert len(addresses) == 1 and len(keys) == 64
+
+
+def test_a_row_has_its_messages_as_a_list() -> None:
+    seen: list[Any] = []
+
+    def agent(base_url: str, api_key: str, row: Any) -> None:
+        seen.append(row["messages"])
+        post(base_url, api_key, {"messages": row["messages"]})
+
+    Run(agent, row={"messages": json.dumps(HELLO)})
+    assert seen == [HELLO]
 
 
 def test_a_template_that_refuses_a_conversation() -> None:
@@ -489,7 +591,7 @@ def test_a_template_that_refuses_a_conversation() -> None:
             pass
 
     asyncio.run(play())
-    assert seen[0].status_code == 400 and "does not write" in seen[0].text
+    assert seen[0].status_code == 400 and "never" in seen[0].json()["error"]["message"]
 
 
 COMMAND = """

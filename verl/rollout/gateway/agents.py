@@ -213,7 +213,7 @@ class _Address:
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
         body = json.dumps({"base_url": base_url, "api_key": api_key, "row": plain(row)}, default=str)
         try:
-            async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+            async with httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client:
                 headers = {"Content-Type": "application/json"}
                 response = await client.post(self._url, content=body, headers=headers)
             value = response.json() if response.content else None

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from verl.rollout.base import Finish, Sample
-from verl.rollout.gateway.messages import Message, prefix_digests
+from verl.rollout.gateway.messages import Message, longer, prefix_digests
 from verl.rollout.gateway.replies import Tools
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.gateway.tokens import Piece, PieceReader
@@ -31,6 +31,7 @@ class Prompt:
         text: what the template writes for it.
         parent: the call that it continues.
         read: tokens behind those of the parent; all of them, if there is none.
+        digest: of the messages, see `prefix_digests`.
     """
 
     messages: tuple[Message, ...]
@@ -38,6 +39,7 @@ class Prompt:
     text: str
     parent: Call | None
     read: list[int]
+    digest: bytes
 
     @property
     def tokens(self) -> list[int]:
@@ -114,17 +116,18 @@ class Conversations:
             DataError: the template refuses the messages.
         """
         first: tuple[tuple[Message, ...], str] | None = None
-        for call in self._candidates(messages):
+        digests = [*prefix_digests(messages)]
+        for call in self._candidates(messages, digests):
             whole = (*call.messages, *messages[len(call.messages) :])
             text = first[1] if first is not None and first[0] == whole else self._write(whole, tools)
             first = first or (whole, text)
             if (behind := self._behind(call, text)) is not None:
                 call.is_continued = True
                 read = self.reader.read(call.behind, call.sample.tokens[-1:], behind)
-                return Prompt(whole, tools, text, call, read)
+                return Prompt(whole, tools, text, call, read, digests[-1])
         # Where the template would show thoughts, they are put back all the same.
         whole, text = first or (tuple(messages), self._write(messages, tools))
-        return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text))
+        return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text), digests[-1])
 
     def answer(self, prompt: Prompt, sample: Sample, reply: Message, **options: Any) -> Call:
         """Add what was sampled, which is this message.
@@ -137,17 +140,16 @@ class Conversations:
         named = [replace(call, id=f"call{number:03d}{index:02d}") for index, call in enumerate(reply.calls)]
         call = Call(f"{number:06d}", prompt, sample, replace(reply, calls=tuple(named)), **options)
         self.calls.append(call)
-        *_, digest = prefix_digests(call.messages)
-        self._by_messages[digest].append(call)
+        self._by_messages[longer(prompt.digest, call.reply)].append(call)
         return call
 
     def _write(self, messages: Sequence[Message], tools: Tools) -> str:
         return self.template.write(messages, tools, self.inputs, reply=True)
 
-    def _candidates(self, messages: Sequence[Message]) -> Iterator[Call]:
+    def _candidates(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Iterator[Call]:
         """Calls whose messages and reply these begin with, the longest first. Of equal ones, first those that were
         delivered and that nothing continues yet, then the earliest."""
-        for digest in [*prefix_digests(messages)][:0:-1]:
+        for digest in digests[:0:-1]:
             equal = [call for call in self._by_messages.get(digest, ()) if _thinks_alike(call.messages, messages)]
             yield from sorted(equal, key=lambda call: (not call.delivered, call.is_continued))
 

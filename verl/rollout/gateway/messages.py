@@ -77,5 +77,10 @@ def prefix_digests(messages: Iterable[Message]) -> Iterator[bytes]:
     digest = hashlib.sha256(b"").digest()
     yield digest
     for message in messages:
-        digest = hashlib.sha256(digest + message.key).digest()
+        digest = longer(digest, message)
         yield digest
+
+
+def longer(digest: bytes, message: Message) -> bytes:
+    """The digest of a conversation with one message more."""
+    return hashlib.sha256(digest + message.key).digest()

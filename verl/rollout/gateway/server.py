@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -21,8 +22,9 @@ from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
 from verl.rollout.gateway.dialects.chat import CHAT
 from verl.rollout.gateway.dialects.form import Body, Dialect, RequestError
 from verl.rollout.gateway.dialects.responses import RESPONSES
-from verl.rollout.gateway.session import Delivery, Headers, Session
+from verl.rollout.gateway.session import LARGE, Delivery, Headers, Session
 
+logger = logging.getLogger(__name__)
 #: Bytes of a body, and how deep its JSON may be nested.
 MAX_BYTES, MAX_DEPTH = 16 << 20, 64
 #: Seconds within which a body must have arrived, and between two signs that a stream is alive.
@@ -96,11 +98,19 @@ class Listener:
             session = self._admitted(request)
             with session.opened():
                 return await self._answered(request, session, dialect)
-        except RequestError as fault:
+        except RequestError as error:
+            fault = error
+        except ConnectionError:  # the client went away
+            raise
+        except Exception as error:  # of the gateway itself: the episode runs once more
+            logger.exception("the gateway failed on %s", request.path)
+            fault = RequestError(500, f"the gateway failed: {error!r}")
             if session is not None:
-                session.refused[fault.status] += 1
-            headers = {} if fault.retry else {"x-should-retry": "false"}
-            return self._json(dialect.error(fault), fault.status, headers)
+                session.fault = error
+        if session is not None:
+            session.refused[fault.status] += 1
+        headers = {} if fault.retry else {"x-should-retry": "false"}
+        return self._json(dialect.error(fault), fault.status, headers)
 
     def _admitted(self, request: Any) -> Session:
         """The session of a request's key.
@@ -116,7 +126,8 @@ class Listener:
         key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         parts = key.split("-")
         session = self._sessions.get(parts[1]) if len(parts) == 3 else None
-        if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
+        sent = key.encode("utf-8", "surrogateescape")  # which a header may hold
+        if session is None or not hmac.compare_digest(sent, session.key.encode()):
             raise RequestError(401, "the key is not that of an episode", code="invalid_api_key")
         return session
 
@@ -130,7 +141,7 @@ class Listener:
         if request.method != "POST":
             raise RequestError(405, f"{path} is asked by POST", code="method_not_allowed")
         content = await _body(request)
-        body = _parsed(content)
+        body = _parsed(content) if len(content) < LARGE else await asyncio.to_thread(_parsed, content)
         if path == _COUNT:
             return self._json({"input_tokens": await session.count(dialect.read(body))})
         asked = dialect.read(body)

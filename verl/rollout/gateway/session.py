@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Characters of a conversation from which on its template and its tokens are made in a thread.
-_LARGE = 65_536
+#: Characters of a conversation, and bytes of a body, from which on they are worked on in a thread.
+LARGE = 65_536
 _said: set[str] = set()
 
 
@@ -171,11 +171,12 @@ class Session:
                 prompt = await self._prompt(request)
         except DataError as error:
             raise RequestError(400, str(error), "messages", "invalid_value") from error
+        tokens = prompt.tokens
         grammar = grammar_of(request, self._template.parse.family, prompt.text)
-        params = self._params(request, len(prompt.tokens))
+        params = self._params(request, len(tokens))
         self._begun += request.n
         try:
-            samples = await asyncio.gather(*(self._sample(prompt, params, grammar) for _ in range(request.n)))
+            samples = await asyncio.gather(*(self._sample(tokens, params, grammar) for _ in range(request.n)))
         except asyncio.CancelledError:
             self.lost["late" if self.ended else "aborted"] += 1
             raise
@@ -186,7 +187,7 @@ class Session:
                     grammar, self._template.chat.tokenizer, self._template.ends, call.sample.tokens
                 )
         replies = tuple(self._reply(request, call, params) for call in calls)
-        usage = Usage(len(prompt.tokens), prompt.cached, sum(len(sample.tokens) for sample in samples))
+        usage = Usage(len(tokens), prompt.cached, sum(len(sample.tokens) for sample in samples))
         delivery = Delivery(request, ChatAnswer(request.model, int(time.time()), replies, usage), calls)
         self._sent[digest] = delivery
         return delivery
@@ -213,7 +214,7 @@ class Session:
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
         ask = self.conversations.ask
-        if sum(len(message.content) for message in request.messages) < _LARGE:
+        if sum(len(message.content) for message in request.messages) < LARGE:
             return ask(request.messages, request.tools)
         return await asyncio.to_thread(ask, request.messages, request.tools)
 
@@ -236,15 +237,15 @@ class Session:
         stop = (*params.stop, *request.stop)
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
 
-    async def _sample(self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None) -> Sample:
+    async def _sample(self, tokens: list[int], params: SamplingParams, grammar: Grammar | None) -> Sample:
         self._tokens += params.max_new_tokens  # reserved, until it is known how many there are
         sample = None
         try:
-            sample = await self._client.generate(prompt.tokens, params, grammar=grammar)
+            sample = await self._client.generate(tokens, params, grammar=grammar)
             return sample
         except LongPromptError as error:
             self.truncated = True
-            raise LongRequestError(len(prompt.tokens), self._client.max_length or len(prompt.tokens)) from error
+            raise LongRequestError(len(tokens), self._client.max_length or len(tokens)) from error
         except RolloutError as error:
             self.fault = error
             raise RequestError(503, f"the engine failed: {error}", code="engine_failed") from error
