@@ -93,6 +93,11 @@ def free(changes: Change, default: Any, description: str) -> Any:
     return Field(default, description=description, json_schema_extra={"changes": changes, "identity": False})
 
 
+def added(changes: Change, default: Any, description: str) -> Any:
+    """A field that earlier versions have not, whose default means what they do: at it, a run of theirs goes on."""
+    return Field(default, description=description, json_schema_extra={"changes": changes, "added": True})
+
+
 FunctionPath = Annotated[str, AfterValidator(function_path)]
 Strings = Annotated[tuple[str, ...], AsTuple, AfterValidator(_no_empty)]
 #: Steps that a sample may be behind: prompts and samples of each are held.

@@ -195,6 +195,7 @@ def test_the_hash_is_over_what_changes_the_numbers():
         config(algorithm={"name": "grpo", "kl_coef": 0.1}),
         config(trainer={"control": "zero_lr"}),
         config(data={"train": "a.jsonl"}),
+        config(data={"train": "a.jsonl", "pools": {}}),
         config(**policy(actor={"optim": {"lr": 0.5}})),
         config(critic={"epochs": 2}),
     ]

@@ -36,6 +36,7 @@ from verl.record import (
     Share,
     Staleness,
     Strings,
+    added,
     cost,
     extra,
     free,
@@ -206,9 +207,10 @@ class DataConfig(Record):
     truncation: Literal["left", "right", "drop", "error"] = result(
         default="error", description="what becomes of a longer prompt: cut at that side, dropped, or refused"
     )
-    pools: PoolOptions | None = result(
-        default=None,
-        description="draw prompts less of which all samples are solved or all fail: {solved, failed, decay, metric, "
+    pools: PoolOptions | None = added(
+        "result",
+        None,
+        "draw prompts less of which all samples are solved or all fail: {solved, failed, decay, metric, "
         "solved_at, failed_at} (null: every prompt once an epoch)",
     )
 
@@ -508,7 +510,7 @@ def _identity(section: BaseModel) -> dict[str, Any]:
     content = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if extra(field, "identity") is False:
+        if extra(field, "identity") is False or (extra(field, "added") and value == field.default):
             del content[name]
         elif isinstance(value, Record):
             content[name] = _identity(value)
