@@ -49,6 +49,11 @@ def shown_by(tests: list[tuple[str, list[str]]], names: list[str]) -> list[str]:
     ]
 
 
+def test_every_file_that_a_promise_names_is_there() -> None:
+    files = {file for tests in promises().values() for file, _ in tests}
+    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
+
+
 @pytest.mark.slow
 def test_every_promise_has_a_test_and_a_quick_one() -> None:
     all_names, quick = collected("-m", "not gpu"), collected("-m", "not gpu and not slow")
