@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,30 @@ def test_a_trainer_learns_from_what_the_agent_returns(tiny: Path) -> None:
         assert log["updated"] and log["rollout/failed_episodes"] == 0 and log["reward/abstained"] == 0
         assert log["reward"] > 0
     assert any((old != new).any() for old, new in zip(before, actor.model.parameters(), strict=True))
+
+
+def test_a_forced_call_is_a_call_and_only_its_choices_are_trained(tiny: Path) -> None:
+    """A model of random weights, which would never call a tool by itself."""
+    pytest.importorskip("xgrammar")
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tool = {"type": "function", "function": {"name": "switch", "parameters": {**schema, "additionalProperties": False}}}
+
+    def forcing(base_url: str, api_key: str, row: Any) -> float:
+        body = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "tool_choice": "required"}
+        auth = {"Authorization": f"Bearer {api_key}"}
+        answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=auth, timeout=60).json()["choices"][0]
+        assert answer["finish_reason"] == "tool_calls"
+        (call,) = answer["message"]["tool_calls"]
+        return float(json.loads(call["function"]["arguments"])["on"])
+
+    episode = verl.Gateway(forcing, chat_template="hermes")
+    actor = verl.Actor.from_pretrained(str(tiny), episode=episode, sampling={"max_new_tokens": 120})
+    rows = actor.generate_sequences(["Once"], n=4, key="k")
+    assert rows["episode_error"] == [None] * 4
+    for row in rows.rows():
+        # Of all these bytes the policy chose one: how the value begins.
+        text = '<tool_call>\n{"name": "switch", "arguments": {"on": true}}\n</tool_call><|end|>'
+        said = text if row["episode_reward"] else text.replace("true", "false")
+        assert actor.tokenizer.decode(row["response_tokens"]) == said
+        chosen = [token for token, mask in zip(row["response_tokens"], row["response_mask"], strict=True) if mask]
+        assert actor.tokenizer.decode(chosen) == ("t" if row["episode_reward"] else "f")

@@ -643,13 +643,14 @@ def test_a_command_that_never_ends_is_killed_with_all_that_it_started(tmp_path: 
 
 
 def test_an_address_is_one_of_this_machine() -> None:
-    for url in ("http://example.org/agent", "http://10.0.0.1:80", "https://[2001:db8::1]/"):
+    for url in ("http://example.org/agent", "http://10.0.0.1:80", "https://[2001:db8::1]/", "http://["):
         with pytest.raises(ConfigError, match="one of this machine"):
             Gateway(url)
     for url in ("http://127.0.0.1:1/agent", "http://localhost:1", "http://[::1]:1"):
         Gateway(url)
-    with pytest.raises(ConfigError, match="a function"):
-        Gateway(3)
+    for other in (3, "", "python 'agent.py", [], [3], b"agent"):
+        with pytest.raises(ConfigError, match="a function"):
+            Gateway(other)
     run = Run("http://127.0.0.1:1/agent")
     assert "twice: the agent at http://127.0.0.1:1/agent cannot be reached" in str(run.outcome.error)
 

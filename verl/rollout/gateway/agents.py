@@ -92,8 +92,15 @@ def agent_of(given: Any, environment: Mapping[str, str] | None = None) -> Agent:
         return _Function(given)
     if isinstance(given, str) and given.startswith(("http://", "https://")):
         return _Address(given)
-    words = shlex.split(given) if isinstance(given, str) else given
-    if not isinstance(words, Sequence) or not words or not all(isinstance(word, str) for word in words):
+    words = given
+    with suppress(ValueError):  # quotes that do not close
+        words = shlex.split(given) if isinstance(given, str) else given
+    if (
+        isinstance(words, str)
+        or not isinstance(words, Sequence)
+        or not words
+        or not all(isinstance(word, str) for word in words)
+    ):
         raise ConfigError(f"an agent is a function (base_url, api_key, row), a command or an address, not {given!r}")
     return _Command(words, environment or {})
 
@@ -203,8 +210,9 @@ class _Address:
     """Posts `{base_url, api_key, row}` to an agent that runs on this machine."""
 
     def __init__(self, url: str) -> None:
-        host = urlsplit(url).hostname or ""
-        with suppress(ValueError):
+        host = ""
+        with suppress(ValueError):  # no address at all, or no number
+            host = urlsplit(url).hostname or ""
             host = "localhost" if ipaddress.ip_address(host).is_loopback else host
         if host != "localhost":
             raise ConfigError(f"an agent's address is one of this machine (http://127.0.0.1:PORT), not of '{host}'")
