@@ -82,26 +82,26 @@ def verdict_of(value: Any) -> Verdict:
     return Verdict(None if reward is None else float(reward), **parts)
 
 
-def agent_of(given: Any, environment: Mapping[str, str] | None = None) -> Agent:
+def agent_of(agent: Any, environment: Mapping[str, str] | None = None) -> Agent:
     """A function, a command (a text or its words), or an address `http://127.0.0.1:...`.
 
     Raises:
         ConfigError: it is none, or an address of another machine.
     """
-    if callable(given):
-        return _Function(given)
-    if isinstance(given, str) and given.startswith(("http://", "https://")):
-        return _Address(given)
-    words = given
+    if callable(agent):
+        return _Function(agent)
+    if isinstance(agent, str) and agent.startswith(("http://", "https://")):
+        return _Address(agent)
+    words = agent
     with suppress(ValueError):  # quotes that do not close
-        words = shlex.split(given) if isinstance(given, str) else given
+        words = shlex.split(agent) if isinstance(agent, str) else agent
     if (
         isinstance(words, str)
         or not isinstance(words, Sequence)
         or not words
         or not all(isinstance(word, str) for word in words)
     ):
-        raise ConfigError(f"an agent is a function (base_url, api_key, row), a command or an address, not {given!r}")
+        raise ConfigError(f"an agent is a function (base_url, api_key, row), a command or an address, not {agent!r}")
     return _Command(words, environment or {})
 
 

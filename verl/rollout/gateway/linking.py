@@ -222,21 +222,21 @@ def trajectories(calls: Sequence[Call]) -> list[Trajectory]:
     a fork. A call that is left out, and that nothing goes on from that is not, is in none.
     """
     kept = {id(each) for call in calls if not call.left_out for each in lineage(call)}
-    place: dict[int, int] = {}  # of each call, its trajectory
+    position: dict[int, int] = {}  # of each call, its trajectory
     lines: list[list[Call]] = []
     forks: list[Call | None] = []
     for call in calls:
         if id(call) in kept:
             parent = call.prompt.parent
-            index = place[id(parent)] if parent is not None else -1
+            index = position[id(parent)] if parent is not None else -1
             if parent is None or lines[index][-1] is not parent:
                 index = len(lines)
                 lines.append([])
                 forks.append(parent)
-            place[id(call)] = index
+            position[id(call)] = index
             lines[index].append(call)
     return [
-        _trajectory(line, None if fork is None else (place[id(fork)], fork))
+        _trajectory(line, None if fork is None else (position[id(fork)], fork))
         for line, fork in zip(lines, forks, strict=True)
     ]
 

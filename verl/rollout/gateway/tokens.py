@@ -43,20 +43,20 @@ class PieceReader:
         Args:
             before: the last token that stands before the text, or none.
         """
-        pieces, tokens, place, known = self._divided(text), list[int](), start, 0
-        while known < len(pieces) and pieces[known] in place.behind:
-            place = place.behind[pieces[known]]
-            tokens += place.tokens
+        pieces, tokens, piece_before, known = self._divided(text), list[int](), start, 0
+        while known < len(pieces) and pieces[known] in piece_before.behind:
+            piece_before = piece_before.behind[pieces[known]]
+            tokens += piece_before.tokens
             known += 1
         rest = "".join(pieces[known:])
-        if rest in place.behind:
-            tokens += place.behind[rest].tokens
+        if rest in piece_before.behind:
+            tokens += piece_before.behind[rest].tokens
         elif rest:
             self.characters += len(rest)
             new = encode_behind(self._chat, (tokens or list(before))[-1:], rest)
             tokens += new
             for piece, part in self._parts(pieces[known:], new):
-                place = place.behind.setdefault(piece, Piece(part))
+                piece_before = piece_before.behind.setdefault(piece, Piece(part))
         return tokens
 
     def _divided(self, text: str) -> list[str]:

@@ -213,24 +213,24 @@ def events(request: ChatRequest, result: ChatAnswer) -> Iterator[str]:
 
 
 def _item_events(item: dict[str, Any]) -> Iterator[tuple[str, Body]]:
-    place = {"item_id": item["id"]}
+    address = {"item_id": item["id"]}
     if item["type"] == "function_call":
         yield "response.output_item.added", {"item": {**item, "arguments": "", "status": "in_progress"}}
         for text in chunks(item["arguments"]):
-            yield "response.function_call_arguments.delta", {**place, "delta": text}
-        done = {**place, "name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.delta", {**address, "delta": text}
+        done = {**address, "name": item["name"], "arguments": item["arguments"]}
         yield "response.function_call_arguments.done", done
     else:
         (part,) = item["content"]
-        place |= {"content_index": 0}
+        address |= {"content_index": 0}
         name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
         more: Body = {"logprobs": []} if name == "output_text" else {}
         yield "response.output_item.added", {"item": {**item, "content": []}}
-        yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
+        yield "response.content_part.added", {**address, "part": {**part, "text": ""}}
         for text in chunks(part["text"]):
-            yield f"response.{name}.delta", {**place, "delta": text, **more}
-        yield f"response.{name}.done", {**place, "text": part["text"], **more}
-        yield "response.content_part.done", {**place, "part": part}
+            yield f"response.{name}.delta", {**address, "delta": text, **more}
+        yield f"response.{name}.done", {**address, "text": part["text"], **more}
+        yield "response.content_part.done", {**address, "part": part}
     yield "response.output_item.done", {"item": item}
 
 
