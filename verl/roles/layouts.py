@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from verl.checked import checked
+from verl.cluster.controller import Controller
 from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
@@ -33,9 +34,15 @@ def lay_out(handles: Sequence[Actor | Critic], placements: Iterable[Any], strate
     """Where the models run, and how their ranks share the training; `strategy` is a way of sharing, or a placement.
 
     Raises:
-        ConfigError: more than one placement is given.
+        ConfigError: more than one placement is given; `strategy` is neither.
     """
     layout = strategy if strategy in get_args(Strategy) else None
+    if strategy is not None and layout is None:
+        try:
+            Controller.of(strategy)
+        except ConfigError as error:
+            ways = ", ".join(get_args(Strategy))
+            raise ConfigError(f"strategy is one of {ways}, or a placement, not {strategy!r} ({error})") from error
     choices = [one for one in (*placements, None if layout else strategy) if one is not None]
     if len(choices) > 1:
         raise ConfigError("give the trainer one placement: placement=, strategy=, device_map= or num_rollout_workers=")
