@@ -44,8 +44,6 @@ NAMES = {
 ANY_WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(WORDS)})(?![a-z])", re.IGNORECASE)
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("verl", "docs", "examples")
-#: Packages whose variables keep such names so far.
-WITH_NAMES = ("verl/algorithms", "verl/attention", "verl/models")
 SUFFIXES = (".py", ".cpp", ".h", ".md", ".yaml")
 #: The history is left as it was written.
 LEFT_OUT = ("docs/log.md",)
@@ -84,8 +82,7 @@ def main() -> None:
     for file in [Path(name).resolve() for name in sys.argv[1:]] or files():
         text = file.read_text(encoding="utf-8")
         shown = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
-        has_names = file.suffix == ".py" and not shown.startswith(WITH_NAMES)
-        for number, word, better in (*faults(text), *(named_faults(text) if has_names else ())):
+        for number, word, better in (*faults(text), *(named_faults(text) if file.suffix == ".py" else ())):
             print(f"{shown}:{number}: '{word}': write {better}")
             count += 1
     if count:

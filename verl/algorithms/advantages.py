@@ -84,13 +84,13 @@ def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True) -> Tens
     return advantages / (_group_std(rewards, groups) + _STD_EPSILON) if norm_adv_by_std else advantages
 
 
-def gpg(rewards: Tensor, groups: Tensor, f_norm: float = 1.0, given: Tensor | None = None) -> Tensor:
+def gpg(rewards: Tensor, groups: Tensor, f_norm: float = 1.0, raw_rewards: Tensor | None = None) -> Tensor:
     """GPG (arXiv:2504.02546): centred in the group, times rows / rows with a reward other than 0. The factor is verl's;
     the paper's counts the rows of groups whose rewards differ.
 
-    `given` `[S]`: the rewards before a penalty, after which none is 0; None: `rewards`.
+    `raw_rewards` `[S]`: the rewards before a penalty, after which none is 0; None: `rewards`.
     """
-    scale = len(rewards) / (rewards if given is None else given).count_nonzero().clamp(min=1).double()
+    scale = len(rewards) / (rewards if raw_rewards is None else raw_rewards).count_nonzero().clamp(min=1).double()
     return scale * group_centred(rewards, groups) / f_norm
 
 

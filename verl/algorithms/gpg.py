@@ -33,8 +33,8 @@ class GPG(PolicyGradient):
         return self.rollout_is is not None or self.rollout_rs is not None  # there is no ratio beside the correction
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        given = self.outcome_rewards(e.batch)
-        return {"advantages": e.responses.spread(gpg(e.outcome, e.responses.groups, self.f_norm, given))}
+        raw_rewards = self.outcome_rewards(e.batch)
+        return {"advantages": e.responses.spread(gpg(e.outcome, e.responses.groups, self.f_norm, raw_rewards))}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return reinforce_loss(t)

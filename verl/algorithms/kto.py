@@ -122,10 +122,10 @@ def _of_another_prompt(prompts: Sequence[Sequence[int]]) -> list[int]:
     prompt = [numbers.setdefault(tuple(tokens), len(numbers)) for tokens in prompts]
     order = sorted(range(len(prompt)), key=prompt.__getitem__)
     step = max(Counter(prompt).values()) if len(numbers) > 1 else 1
-    found = list(order)
-    for place, row in enumerate(order):
-        other = (place - step) % len(order)
+    matched = list(order)
+    for position, row in enumerate(order):
+        other = (position - step) % len(order)
         while len(numbers) > 1 and prompt[order[other]] == prompt[row]:
             other = (other - 1) % len(order)
-        found[row] = order[other]
-    return found
+        matched[row] = order[other]
+    return matched

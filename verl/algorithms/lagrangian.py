@@ -67,8 +67,8 @@ class ConstrainedPolicyGradient(PolicyGradient):
         return prepared, {**metrics, **abstained, "cost/mean": mean, "lambda": self.price}
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"lambda": self.price, "accumulated": self._accumulated, "batches": self._batches}
-        return {**super().state_dict(), **own, "costs": list(self._costs)}
+        state = {"lambda": self.price, "accumulated": self._accumulated, "batches": self._batches}
+        return {**super().state_dict(), **state, "costs": list(self._costs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

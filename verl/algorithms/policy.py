@@ -254,8 +254,8 @@ class PolicyGradient(BaseAlgorithm):
         outcome = self.outcome_rewards(responses.batch)
         if "token_rewards" not in responses.batch:
             return responses.at_last_token(outcome), outcome
-        given = responses.at_written(responses.tokens("token_rewards"))
-        return given + responses.at_last_token(self.own_outcome(responses.batch)), outcome
+        token_rewards = responses.at_written(responses.tokens("token_rewards"))
+        return token_rewards + responses.at_last_token(self.own_outcome(responses.batch)), outcome
 
     def _kl_penalty(self, responses: Responses) -> tuple[Tensor, dict[str, float]]:
         """`[R]` what the reward loses, and the measured KL; moves the adaptive coefficient."""

@@ -67,15 +67,15 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
                 f"options {sorted(options)} were given beside a finished {type(algorithm).__name__}: set them in it"
             )
         return algorithm
-    made: type[BaseAlgorithm] = _by_name(algorithm) if isinstance(algorithm, str) else algorithm
-    check_class(made)
-    known = {field.name for field in fields(made) if field.init}
+    kind: type[BaseAlgorithm] = _by_name(algorithm) if isinstance(algorithm, str) else algorithm
+    check_class(kind)
+    known = {field.name for field in fields(kind) if field.init}
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"algorithm '{made.name or made.__name__}' has no option '{option}': {nearest(option, known)}"
+                f"algorithm '{kind.name or kind.__name__}' has no option '{option}': {nearest(option, known)}"
             )
-    return made(**options)
+    return kind(**options)
 
 
 def _by_name(name: str) -> Any:

@@ -102,9 +102,9 @@ class Responses:
         first = torch.full((self.rows,), nowhere).scatter_reduce(
             0, self.sequence, torch.where(self.written, index, nowhere), "amin"
         )
-        place = torch.where(nearest >= index - self.position, nearest, first[self.sequence])
-        exists = place < nowhere
-        return torch.zeros_like(values).index_add(0, place[exists], values[exists])
+        target = torch.where(nearest >= index - self.position, nearest, first[self.sequence])
+        exists = target < nowhere
+        return torch.zeros_like(values).index_add(0, target[exists], values[exists])
 
     def pad(self, values: Tensor) -> Tensor:
         """`[R]` -> `[S, L]` with zeros behind each response, for recursions over time."""

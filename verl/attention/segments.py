@@ -64,7 +64,7 @@ class PaddedRows:
 
     source: Tensor  # [S, L] index into [T]; padding repeats the row's first token
     mask: Tensor  # [S, L] True on real tokens
-    place: Tensor  # [T] index into [S * L] of one copy of each flat token
+    copy_index: Tensor  # [T] index into [S * L] of one copy of each flat token
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ def pack_rows(
     rows, tokens, places = _layout([(p, r if keep_last else r[:-1]) for p, r in samples], share_prompts)
     positions = np.concatenate([np.arange(row.length) + row.prefix[1] for row in rows])
     # The last token of a prompt predicts the first of the response, which predicts the second, and so on.
-    predict = [place[len(p) - 1 :][: len(r)] for place, (p, r) in zip(places, samples, strict=True)]
+    predict = [flat_row[len(p) - 1 :][: len(r)] for flat_row, (p, r) in zip(places, samples, strict=True)]
     targets = [token for _, response in samples for token in response]
     device = torch.device(device)
-    flat = (tokens, positions, np.concatenate(predict), targets, [place[-1] for place in places])
+    flat = (tokens, positions, np.concatenate(predict), targets, [flat_row[-1] for flat_row in places])
     tokens_T, positions_T, predict_R, targets_R, last_S = (
         to_device(torch.from_numpy(np.asarray(values, dtype=np.int64)), device) for values in flat
     )
@@ -193,11 +193,13 @@ class Segments:
     def padded_rows(self) -> PaddedRows:
         """The layout for models that have no packed forward."""
         places, longest = self.places, max(map(len, self.places))
-        source = np.stack([np.pad(place, (0, longest - len(place)), constant_values=place[0]) for place in places])
+        source = np.stack(
+            [np.pad(flat_row, (0, longest - len(flat_row)), constant_values=flat_row[0]) for flat_row in places]
+        )
         copies = np.empty(sum(row.length for row in self.rows), dtype=np.int64)
-        for number, place in enumerate(places):
-            copies[place] = number * longest + np.arange(len(place))
-        mask = np.arange(longest) < np.array([[len(place)] for place in places])
+        for number, flat_row in enumerate(places):
+            copies[flat_row] = number * longest + np.arange(len(flat_row))
+        mask = np.arange(longest) < np.array([[len(flat_row)] for flat_row in places])
         return PaddedRows(*(torch.from_numpy(array).to(self.device) for array in (source, mask, copies)))
 
 
@@ -220,9 +222,11 @@ class Bucket:
         self.num_keys = -(-(self.longest_prefix + self.longest) // VECTOR) * VECTOR
         self.device = torch.device(device)
         key = torch.arange(self.num_keys)
-        query, own = key[: self.longest], key - self.longest_prefix
+        query, own_key = key[: self.longest], key - self.longest_prefix
         queries = torch.where(query < length, start + query, -1)
-        keys = torch.where((own >= 0) & (own < length), start + own, torch.where(key < before, prefix + key, -1))
+        keys = torch.where(
+            (own_key >= 0) & (own_key < length), start + own_key, torch.where(key < before, prefix + key, -1)
+        )
         self.queries, self.keys, self.before = (x.to(self.device) for x in (queries, keys, before[:, 0].contiguous()))
         self._masks: dict[int, Tensor] = {}
 
@@ -231,10 +235,10 @@ class Bucket:
         if window not in self._masks:
             query = torch.arange(self.longest, device=self.device)[:, None]
             key = torch.arange(self.num_keys, device=self.device)
-            own = key - self.longest_prefix
+            own_key = key - self.longest_prefix
             before = self.before[:, None, None]
             in_prefix = (key < before) & (before + query - key < window)
-            self._masks[window] = in_prefix | ((own >= 0) & (own <= query) & (query - own < window))
+            self._masks[window] = in_prefix | ((own_key >= 0) & (own_key <= query) & (query - own_key < window))
         return self._masks[window]
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
@@ -327,8 +331,8 @@ class _CpuAttention(torch.autograd.Function):
                 to_keys[:, :seen] += torch.bmm(to_scores.view(scores.shape).mT, q)
                 to_queries = torch.bmm(to_scores.view(scores.shape), keys[:, :seen])
                 steps.scatter(to_queries.view(heads.shape), grad_query, start)
-            for total, found in ((grad_key, to_keys), (grad_value, to_values)):
-                steps.scatter_add(found.unflatten(0, (bucket.size, -1)), total)
+            for total, grad in ((grad_key, to_keys), (grad_value, to_values)):
+                steps.scatter_add(grad.unflatten(0, (bucket.size, -1)), total)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 

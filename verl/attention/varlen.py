@@ -129,15 +129,15 @@ class Ragged:
         if lengths == seen:
             return
         keys: list[int] = []
-        own: list[int] = []
+        own_keys: list[int] = []
         copies: defaultdict[int, list[int]] = defaultdict(list)
         for row in rows:
             for token in range(row.prefix[0], sum(row.prefix)):
                 copies[token].append(len(keys))
                 keys.append(token)
-            own.extend(range(len(keys), len(keys) + row.length))
+            own_keys.extend(range(len(keys), len(keys) + row.length))
             keys.extend(range(row.start, row.start + row.length))
-        self.keys, self._own = ints(keys), ints(own)
+        self.keys, self._own = ints(keys), ints(own_keys)
         # The first copies of all tokens that have one, then the second ones, ...: those with most copies come first.
         shared = sorted(copies, key=lambda token: -len(copies[token]))
         rounds = zip_longest(*(copies[token] for token in shared))

@@ -101,7 +101,7 @@ class FusedLayers:
             output = backbone.layers[index](x[None], **{**options, "packed": theirs})
             want = output[0] if isinstance(output, Tensor) else output[0][0]
             got = self._layer(index, backbone.layers[index], x, cos, sin, ours)
-            if not _agree([*ours.given, got], [*theirs.given, want]):
+            if not _agree([*ours.inputs, got], [*theirs.inputs, want]):
                 return False
         return True
 
@@ -182,19 +182,19 @@ class AttentionRecorder:
     Attributes:
         calls: scale and window of each layer.
         layers: the layer of each call; some architectures make several calls per layer.
-        given: query, key and value of each call, one after the other.
+        inputs: query, key and value of each call, one after the other.
     """
 
     def __init__(self, context: AttentionContext) -> None:
         self.context = context
         self.calls: dict[int, tuple[float, int | None]] = {}
         self.layers: list[int] = []
-        self.given: list[Tensor] = []
+        self.inputs: list[Tensor] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.calls[layer] = (scale, window)
         self.layers.append(layer)
-        self.given += [query, key, value]
+        self.inputs += [query, key, value]
         return self.context.attend(layer, query, key, value, scale, window)
 
 

@@ -260,7 +260,7 @@ class PackedModel:
         # Padding stands on the right, where causality hides it. Masking it too would leave rows without any
         # visible key under a sliding window, and these are NaN.
         output = self.backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        return take_rows(output[0].flatten(0, 1), rows.place)
+        return take_rows(output[0].flatten(0, 1), rows.copy_index)
 
     def _enable(self) -> bool:
         """Switch the model to our attention; keep it if the packed forward agrees with the model's own."""
@@ -321,7 +321,7 @@ class PackedModel:
 
     def _take_shape(self, probe: AttentionRecorder) -> None:
         """Heads and their size as the layers have them: latent attention has others than its configuration says."""
-        shapes = {(q.shape[1], *k.shape[1:]) for q, k in zip(probe.given[::3], probe.given[1::3], strict=True)}
+        shapes = {(q.shape[1], *k.shape[1:]) for q, k in zip(probe.inputs[::3], probe.inputs[1::3], strict=True)}
         if len(shapes) == 1:
             ((self.num_heads, self.num_kv_heads, self.head_dim),) = shapes
             once = sorted(probe.layers) == list(range(self.num_layers))
@@ -440,7 +440,11 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
 def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
     """A backbone as the parts that are called one after the other: its layers, and what stands beside them."""
     for child in module.children():
-        stacks = [found for found in child.modules() if isinstance(found, torch.nn.ModuleList) and len(found) == layers]
+        stacks = [
+            submodule
+            for submodule in child.modules()
+            if isinstance(submodule, torch.nn.ModuleList) and len(submodule) == layers
+        ]
         if child in stacks:
             yield from child.children()
         elif stacks:
@@ -450,9 +454,9 @@ def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
 
 
 def _layers(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
-    for found in module.modules():
-        if isinstance(found, torch.nn.ModuleList) and len(found) == layers:
-            yield from found.children()
+    for submodule in module.modules():
+        if isinstance(submodule, torch.nn.ModuleList) and len(submodule) == layers:
+            yield from submodule.children()
             return
 
 
