@@ -15,7 +15,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -459,10 +459,11 @@ def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_pro
     current_platform = _platform()
     import vllm
 
+    bound: AbstractContextManager[None] = nullcontext()
     if current_platform.is_cpu():
-        _bind_cores(options["tensor_parallel_size"])
+        bound = _cores_bound(options["tensor_parallel_size"])
         options = {"enforce_eager": True, "block_size": _CPU_BLOCK, **options}
-    with tempfile.TemporaryDirectory(prefix="verl-vllm-") as folder, _process_kept(in_process):
+    with tempfile.TemporaryDirectory(prefix="verl-vllm-") as folder, _process_kept(in_process), bound:
         config = type(model.config).from_dict(model.config.to_dict())
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
@@ -485,15 +486,32 @@ def _start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_pro
             raise RolloutError(f"vLLM does not start with this model: {error}") from error
 
 
-def _bind_cores(ranks: int) -> None:
-    """Give each of several ranks its own cores; vLLM itself would need one NUMA node per rank."""
-    if ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) < ranks:
-            raise ConfigError(f"tensor_model_parallel_size={ranks} needs as many cores, there are {len(cores)}")
-        share = len(cores) // ranks
-        parts = [",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks)]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
+@contextmanager
+def _cores_bound(ranks: int) -> Iterator[None]:
+    """Have vLLM's ranks, while they start, take cores that suit this machine, unless the user has said which.
+
+    Each of several gets its own; vLLM itself would need one NUMA node per rank. One that is alone takes as many threads
+    as OMP_NUM_THREADS says, where that is set: vLLM would take all cores in the thread that starts it, and refuse to go
+    on in another, whose number is the variable's.
+    """
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    if name in os.environ or (ranks == 1 and "OMP_NUM_THREADS" not in os.environ):
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        raise ConfigError(f"tensor_model_parallel_size={ranks} needs as many cores, there are {len(cores)}")
+    share = len(cores) // ranks
+    parts = [",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks)]
+    os.environ[name] = "nobind" if ranks == 1 else "|".join(parts)
+    from vllm import envs
+
+    # An earlier engine of this process had vLLM cache the variables as they were then.
+    getattr(envs, "disable_envs_cache", lambda: None)()
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 @contextmanager
