@@ -16,7 +16,7 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -226,12 +226,13 @@ class VLLMEngine:
         """
         self._check_alive()
         bunches = in_buckets(split_large(shards), on_host=self._transport is not None and self._transport.on_host)
-        first = next(bunches, [])  # of a stream that fails at once, nothing is applied
+        coming = [next(bunches, [])]  # of a stream that fails at once, nothing is applied
         self._wake("weights")
         with self._all_or_broken(version):
             self.llm.start_weight_update()
-            for bunch in chain([first], bunches):
-                self._send({"version": version, "tied": self._tied}, bunch)
+            while coming:  # one is let go before the next is made
+                self._send({"version": version, "tied": self._tied}, coming.pop())
+                coming += islice(bunches, 1)
         self._call(self.llm.finish_weight_update, str(version))
         self._wake("kv_cache")
         self._call(self.llm.reset_prefix_cache, reset_running_requests=True)
