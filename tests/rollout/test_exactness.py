@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
@@ -13,6 +15,7 @@ from verl.models.packed import PackedModel
 from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.runner import FIXED_ROWS
 from verl.rollout.hf import HFEngine
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -237,6 +240,28 @@ def test_batch_invariant_responses_do_not_depend_on_how_steps_are_divided(
     for few in (requests[:1], requests[20:45:7]):
         alone = outcome(few)
         assert alone == {name: whole[name] for name in alone}
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_batch_invariant_products_have_so_many_rows_whatever_a_step_computes(
+    make_model: MakeModel, batch_invariant: bool
+) -> None:
+    """On some processors results are the same without it, so that those above cannot tell."""
+    rows: set[int] = set()
+
+    class Rows(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                rows.add(args[-2].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    packed = PackedModel(make_model("llama", torch.float32))
+    options = {"kv_memory": 64 << 20, "batch_invariant": batch_invariant, "compiled": False}
+    with Rows():
+        engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, **options)
+        rows.clear()  # those of the probe
+        run(engine, prompts(9, 3, SamplingParams(max_new_tokens=3)))
+    assert (rows == {FIXED_ROWS}) == batch_invariant, rows
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
