@@ -18,6 +18,7 @@ Columns the system knows (others are the user's and travel along untouched):
     ref_log_probs      [float]  by the reference policy
     values, advantages, returns   [float]
     token_rewards      [float]  in the place of `reward`; one on a token not written counts at the one before it
+    call_rewards       [float]  beside `reward`: those of single calls of an episode, each at its last token
     response           string   the decoded response, for rewards and readers
     reward             double   null: the reward abstained (null is not zero)
     abstain_reason     string   why
@@ -74,6 +75,7 @@ SCHEMA: dict[str, pa.DataType] = {
     "advantages": _FLOATS,
     "returns": _FLOATS,
     "token_rewards": _FLOATS,
+    "call_rewards": _FLOATS,
     "response": pa.string(),
     "reward": pa.float64(),
     "abstain_reason": pa.string(),
@@ -85,12 +87,17 @@ SCHEMA: dict[str, pa.DataType] = {
     "policy_id": pa.string(),
 }
 
-#: Further columns that the system writes; rows of a data set come without them.
-WRITTEN = frozenset((
-    "baseline", "rejected", "episode_error", "episode_reward", "loss_mask", "old_log_probs", "rollout_is_weights",
-    "reward_baseline", "cost_values", "cost_returns", "kl_coef", "kto_kl", "mismatched", "scores", "temperature",
-    "reply", "condition",
+#: Columns of episodes, see `verl.rollout.rows`; a row is one of an episode's trajectories.
+EPISODE = frozenset((
+    "episode", "episode_error", "episode_reward", "left_out", "truncated", "calls_left_out", "rejected", "trajectory",
+    "trajectory_reward", "call_rewards", "conversation", "trajectories",
 ))  # fmt: skip
+
+#: Further columns that the system writes; rows of a data set come without them.
+WRITTEN = EPISODE | {
+    "baseline", "loss_mask", "old_log_probs", "rollout_is_weights", "reward_baseline", "cost_values", "cost_returns",
+    "kl_coef", "kto_kl", "mismatched", "scores", "temperature", "reply", "condition",
+}  # fmt: skip
 
 #: Columns that a step computes from its models and their samples: in a recording they are of another trainer's models.
 COMPUTED = frozenset((
@@ -295,12 +302,24 @@ class Batch:
 
     def group_indices(self) -> list[list[int]]:
         """Row numbers of each group, groups in order of appearance; without a column `group` each row is one."""
-        if "group" not in self:
-            return [[i] for i in range(len(self))]
-        groups: dict[Any, list[int]] = {}
-        for index, group in enumerate(self["group"]):
-            groups.setdefault(("null", index) if group is None else group, []).append(index)
-        return list(groups.values())
+        return self._alike("group")
+
+    def episode_indices(self) -> list[list[int]]:
+        """The same of each episode, by the column `episode`."""
+        return self._alike("episode")
+
+    @property
+    def samples(self) -> int:
+        """Episodes; without a column `episode`, rows."""
+        return len(self.episode_indices()) if "episode" in self else len(self)
+
+    def _alike(self, column: str) -> list[list[int]]:
+        if column not in self:
+            return [[row] for row in range(len(self))]
+        rows: dict[Any, list[int]] = {}
+        for index, value in enumerate(self[column]):
+            rows.setdefault(("null", index) if value is None else value, []).append(index)
+        return list(rows.values())
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
         """A copy of a column as a tensor: `[N]` for a plain column, the flat values `[T]` of a ragged one.

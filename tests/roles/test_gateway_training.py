@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 import verl
+from verl.errors import RolloutError
 from verl.rollout.gateway.gateway import Gateway
 
 pytest.importorskip("aiohttp")
@@ -91,3 +92,85 @@ def test_a_forced_call_is_a_call_and_only_its_choices_are_trained(tiny: Path) ->
         assert actor.tokenizer.decode(row["response_tokens"]) == said
         chosen = [token for token, mask in zip(row["response_tokens"], row["response_mask"], strict=True) if mask]
         assert actor.tokenizer.decode(chosen) == ("t" if row["episode_reward"] else "f")
+
+
+def delegating(base_url: str, api_key: str, row: Any) -> Any:
+    """Asks a sub-agent, whose reward is its own, and then goes on."""
+    chat = [{"role": "user", "content": row["prompt"]}]
+    judged = [{"role": "system", "content": "Judge."}, *chat]
+    with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+
+        def ask(messages: Any, **headers: str) -> Any:
+            body = {"messages": messages, "max_tokens": 4}
+            return client.post(f"{base_url}/chat/completions", json=body, headers=headers).raise_for_status().json()
+
+        first = ask(chat)
+        said = ask(judged, **{"X-Verl-Name": "judge"})["choices"][0]["message"]["content"]
+        last = ask([*chat, first["choices"][0]["message"], {"role": "user", "content": "Go on."}])
+    text = last["choices"][0]["message"]["content"]
+    return {"reward": float(len(text)), "trajectories": {"judge": float(len(said))}, "calls": {first["id"]: 0.5}}
+
+
+def test_an_episode_of_several_trajectories_is_trained_and_evaluated(tiny: Path) -> None:
+    episode = Gateway(delegating, chat_template="hermes")
+    actor = verl.Actor.from_pretrained(
+        str(tiny), optim={"lr": 1e-2}, episode=episode, sampling={"max_new_tokens": 8}, dtype="float64"
+    )
+    rows = actor.generate_sequences(["Once", "In the beginning"], n=2, key="k")
+    assert rows["id"] == [name for i in range(2) for n in range(2) for name in (f"k.{i}/{n}", f"k.{i}/{n}.1")]
+    assert rows["episode"] == [f"k.{i}/{n}" for i in range(2) for n in range(2) for _ in range(2)]
+    assert rows["trajectory"] == ["judge", None] * 4 and None in rows["trajectory_reward"]
+    again = actor.compute_log_probs(rows)["log_probs"]
+    for row, log_probs in zip(rows.rows(), again, strict=True):
+        for mask, engine, trainer in zip(row["response_mask"], row["rollout_log_probs"], log_probs, strict=True):
+            assert not mask or math.isclose(engine, trainer, abs_tol=1e-9)
+    seen: list[Any] = []
+
+    def reward(completions: Any, trajectories: Any, messages: Any, **columns: Any) -> list[float]:
+        seen.append((trajectories, messages))
+        return [0.0] * len(completions)
+
+    reward.process = False  # type: ignore[attr-defined]
+    trainer = verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=4, log_dir=False)
+    log = trainer.step(["Once", "In the beginning"])
+    assert log["updated"] and log["episodes/trajectories"] == 2 and log["episodes/left_out"] == 0
+    assert not seen and log["reward"] > 0  # the agent has said it
+    silent = verl.Trainer(actor, reward_fn=_naming(reward), algorithm="grpo", n=4, log_dir=False)
+    assert silent.evaluate(["Once"]).metrics["reward"] == 1.0
+    assert len(silent.evaluate(["Once", "Twice"], n=2).samples) == 4  # one value an episode
+    ((one,), (messages,)) = seen[0]
+    assert [part["name"] for part in one] == ["judge", None] and one[1]["messages"] == messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant"]
+
+
+def _naming(reward: Any) -> Any:
+    """A reward that decides itself, for it reads what the agent says."""
+
+    def named(completions: Any, episode_reward: Any, trajectories: Any, messages: Any) -> list[float]:
+        return [value + 1.0 for value in reward(completions, trajectories, messages)]
+
+    named.process = False  # type: ignore[attr-defined]
+    return named
+
+
+def test_too_many_episodes_that_are_left_out_end_the_run_by_name(tiny: Path) -> None:
+    asked = iter(range(100))
+
+    def failing(base_url: str, api_key: str, row: Any) -> float:
+        number = next(asked)
+        if number % 4:
+            agent(base_url, api_key, row)
+        if number % 4 == 1:
+            raise ValueError("no tool of this name")
+        return 1.0 * number
+
+    def trainer_of(**options: Any) -> verl.Trainer:
+        episode = Gateway(failing, chat_template="hermes", **options)
+        actor = verl.Actor.from_pretrained(str(tiny), episode=episode, sampling={"max_new_tokens": 8})
+        return verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=4, log_dir=False)
+
+    log = trainer_of().step(["Once", "Twice"])
+    assert (log["episodes/left_out"], log["episodes/left_out/no_call"], log["episodes/left_out/raised"]) == (4, 2, 2)
+    assert log["updated"]
+    with pytest.raises(RolloutError, match=r"4 of 8 episodes.*2 no_call.*more than max_left_out=0.4"):
+        trainer_of(max_left_out=0.4).step(["Once", "Twice"])

@@ -239,7 +239,7 @@ def test_each_dialect_is_answered_and_streamed(path: str, body: dict[str, Any]) 
     assert whole.status_code == stream.status_code == 200
     assert "Hi ä🙂." in whole.text and whole.headers["content-type"].startswith("application/json")
     assert '"So."' in stream.text and stream.headers["content-type"] == "text/event-stream"
-    assert "2 conversations" in str(run.outcome.error)  # equal requests: best of two
+    assert len(run.outcome.responses) == 2  # equal requests: best of two
     assert len(run.records[0].trajectories) == 2
 
 
@@ -421,9 +421,43 @@ def test_names_of_trajectories_and_rewards_by_name() -> None:
         answer = post(base_url, api_key, {"messages": HELLO}, **{"X-Verl-Name": "critic"}).json()
         return {"reward": 0.5, "trajectories": {"critic": 1.0}, "calls": {answer["id"]: 0.25}}
 
-    record = Run(agent).record
-    assert record.trajectories[0].name == "critic"
-    assert record.verdict.trajectories == {"critic": 1.0} and record.verdict.calls == {"chatcmpl-000000": 0.25}
+    run = Run(agent)
+    assert run.record.trajectories[0].name == "critic"
+    assert run.record.verdict.trajectories == {"critic": 1.0} and run.record.verdict.calls == {"chatcmpl-000000": 0.25}
+    (turns,) = run.outcome.responses
+    assert (turns.name, turns.own_reward, turns.reward) == ("critic", 1.0, 0.5)
+    assert turns.call_rewards == {len(turns.response_tokens) - 1: 0.25}
+    assert [message["role"] for message in turns.messages or ()] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("value", [{"trajectories": {"nobody": 1.0}}, {"calls": {"chatcmpl-000007": 1.0}}])
+def test_a_reward_of_what_there_was_not_is_refused_by_name(value: Any) -> None:
+    run = Run(failing({"reward": 1.0, **value}))
+    assert f"gave '{next(iter(next(iter(value.values()))))}' a reward" in str(run.outcome.error)
+    assert run.outcome.reason == "raised"
+
+
+def test_a_sub_agent_is_a_trajectory_and_the_last_one_has_the_last_call() -> None:
+    """The parent goes on after its sub-agent, so that its conversation is the one that ends."""
+
+    def agent(base_url: str, api_key: str, row: Any) -> dict[str, Any]:
+        chat: list[Any] = [*HELLO]
+        chat.append(post(base_url, api_key, {"messages": chat}).json()["choices"][0]["message"])
+        sub = [{"role": "system", "content": "Judge."}, *HELLO]
+        post(base_url, api_key, {"messages": sub}, **{"X-Verl-Name": "judge"})
+        post(base_url, api_key, {"messages": [*chat, {"role": "user", "content": "And?"}]})
+        return {"reward": 1.0, "trajectories": {"judge": 0.0}}
+
+    run = Run(agent, ["Hi.<|im_end|>", "Bad.<|im_end|>", "So.<|im_end|>"])
+    judge, parent = run.outcome.responses
+    assert (judge.name, judge.own_reward, parent.name, parent.own_reward) == ("judge", 0.0, "", None)
+    assert run.engine.tokenizer.decode(parent.response_tokens).endswith("So.<|im_end|>")
+    assert parent.reward == 1.0 and judge.prompt_tokens != parent.prompt_tokens
+
+
+def test_an_episode_of_which_nothing_is_trained_counts_all_the_same() -> None:
+    (turns,) = Run(asking([], {"messages": HELLO}), train=lambda call: False).outcome.responses
+    assert (turns.response_tokens, turns.reward, turns.calls_left_out) == ([], 1.0, {"excluded": 1})
 
 
 def failing(*results: Any) -> Callable[..., Any]:

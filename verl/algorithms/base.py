@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
-from verl.algorithms.advantages import group_centred, group_sizes, group_sums
+from verl.algorithms.advantages import group_centred, group_sums
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
+from verl.algorithms.episodes import Episodes
 from verl.algorithms.loss_terms import Loss, LossFn, LossInput
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -198,17 +199,22 @@ class BaseAlgorithm(ABC):
         if "reward" not in self.roles:
             return batch, {}
         batch, metrics = drop_abstained(batch, by_group=True)
-        responses = Responses(batch)
-        rewards = batch.tensor("reward", torch.float64)
+        episodes = Episodes(batch)
+        responses = episodes.responses
+        rewards = episodes.batch.tensor("reward", torch.float64)
         advantages = responses.spread(group_centred(rewards, responses.groups))
-        return old_log_probs(responses.store({"advantages": advantages})), metrics
+        return old_log_probs(episodes.trajectories.store({"advantages": advantages})), metrics
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """`[R]`: aggregation weight of each response token of a mini-batch (all ranks together), see `aggregation`."""
+        """`[R]`: aggregation weight of each response token of a mini-batch (all ranks together), see `aggregation`. A
+        sequence is a response, or all trained tokens of an episode."""
         responses = Responses(batch)
-        return aggregation_weights(
-            responses.trained, responses.sequence, responses.rows, self.loss_agg_mode, self.loss_scale_factor
-        )
+        sequence, scale = responses.sequence, self.loss_scale_factor
+        if "episode" in batch:
+            sequence = responses.spread(responses.episodes)
+            longest = torch.bincount(sequence[responses.trained], minlength=1).max()
+            scale = scale or float(longest.clamp(min=1))
+        return aggregation_weights(responses.trained, sequence, responses.rows, self.loss_agg_mode, scale)
 
     def needed_log_probs(self, x: LossInput) -> Tensor:
         """`x.log_probs`, `[R]`.
@@ -305,30 +311,36 @@ def states(algorithm: BaseAlgorithm, statement: str, methods: Collection[str]) -
 def drop_abstained(
     batch: Batch, columns: tuple[str, ...] = ("reward",), *, by_group: bool = False
 ) -> tuple[Batch, dict[str, float]]:
-    """Rows that are `present`, and how many are not (`abstained`).
+    """Rows of episodes that are `present` (of single turns, each is one), and how many are not (`abstained`).
 
-    A group whose rows all abstained is gone; groups that lost some rows go on with the others.
+    A group whose episodes all abstained is gone; groups that lost some go on with the others.
 
     Args:
-        by_group: the baseline is the group. A row that is the only one left of a larger group has none, so it is
+        by_group: the baseline is the group. An episode that is the only one left of a larger group has none, so it is
             dropped, too, and counted as `left_alone`.
 
     Raises:
         DataError: there is no such column.
     """
-    good = present(batch, columns)
-    metrics = {"abstained": float((~good).sum())}
+    episodes = Episodes(batch)
+    good = present(episodes.batch, columns)
+    metrics = {"abstained": float(episodes.count(~good))}
     if by_group:
-        groups = Responses(batch).groups
-        alone = good & (group_sums(good.double(), groups) == 1) & (group_sizes(groups) > 1)
+        alone = good & (group_sums(good.double(), episodes.responses.groups) == 1) & (episodes.planned > 1)
         if alone.any():
-            metrics["left_alone"] = float(alone.sum())
+            metrics["left_alone"] = float(episodes.count(alone))
             logger.warning(
                 "%d of %d samples are left out of the update: all others of their prompt abstained, which leaves "
-                "nothing to compare them with", int(alone.sum()), len(batch)
+                "nothing to compare them with", episodes.count(alone), batch.samples
             )  # fmt: skip
         good &= ~alone
-    return (batch if good.all() else batch.filter(good.tolist())), metrics
+    stays, counts = good[episodes.whole][episodes.number], good[episodes.number]
+    batch = batch if stays.all() else batch.filter(stays.tolist())
+    if not (counts | ~stays).all():  # of what stands apart, with nothing to compare it with, no token is trained
+        responses = Responses(batch)
+        trained = responses.trained & responses.spread(counts[stays])
+        batch = Responses(batch.drop(["loss_mask"])).store({"loss_mask": trained.to(torch.uint8)})
+    return batch, metrics
 
 
 def present(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> Tensor:

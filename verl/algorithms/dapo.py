@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import group_equal, group_sizes
+from verl.algorithms.advantages import group_equal, group_sizes, group_sums
 from verl.algorithms.base import present
+from verl.algorithms.episodes import Episodes
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -58,15 +59,18 @@ class DAPO(GRPO):
         return None if self.overlong_length is None else "overlong_length"
 
     def keep(self, batch: Batch) -> list[bool] | None:
-        """Rows that did not abstain, of groups in which at least two differ in `filter_metric`."""
+        """Rows that did not abstain, of groups in which at least two episodes differ in `filter_metric`."""
         if not self.filter_groups:
             return None
-        values = batch.tensor(self.filter_metric, torch.float64)
-        good = values.isfinite() & present(batch)
-        groups = Responses(batch).groups[good]
+        episodes = Episodes(batch)
+        values = episodes.batch.tensor(self.filter_metric, torch.float64)
+        good = values.isfinite() & present(episodes.batch)
+        groups = episodes.responses.groups[good]
         useful = ~group_equal(values[good], groups) & (group_sizes(groups) > 1)
-        good[good.clone()] = useful
-        return good.tolist()
+        differs = good.clone()
+        differs[good] = useful
+        of_prompt = group_sums(differs[episodes.number].double(), Responses(batch).groups) > 0
+        return (of_prompt & good[episodes.whole][episodes.number]).tolist()
 
     def own_outcome(self, batch: Batch) -> Tensor:
         """The overlong punishment."""

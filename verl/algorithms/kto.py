@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
+from verl.algorithms.episodes import one_trajectory
 from verl.algorithms.pairs import sequence_log_probs
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -50,6 +51,7 @@ class KTO(BaseAlgorithm):
         """With labels (samples with rewards get them, see `labels_by_reward`) and mismatched rows."""
         if "mismatched" in batch:
             return batch
+        batch = one_trajectory(batch, self.name)
         if "label" not in batch and "reward" in batch:
             batch = batch.add({"label": labels_by_reward(batch)})
         if len(batch) < 2:

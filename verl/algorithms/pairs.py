@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
+from verl.algorithms.episodes import one_trajectory
 from verl.batch import Batch
 from verl.errors import DataError
 from verl.record import Positive
@@ -110,6 +111,7 @@ class PreferenceAlgorithm(BaseAlgorithm):
 
     def extend(self, batch: Batch) -> Batch:
         """Samples with rewards instead of labels become pairs, see `pairs_by_reward`."""
+        batch = one_trajectory(batch, self.name)
         return pairs_by_reward(batch) if "label" not in batch and "reward" in batch else batch
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -30,6 +30,7 @@ from verl.algorithms.correction import (
     mismatch_shares,
     rejection_bounds,
 )
+from verl.algorithms.episodes import Episodes
 from verl.algorithms.kl import KLController, check_estimator, kl_estimate
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
@@ -45,7 +46,8 @@ _OF_REWARDS = ("prepare", "estimate", "outcome_rewards", "own_outcome")
 
 @dataclass(frozen=True)
 class Experience:
-    """What advantages are estimated from; fp64, detached.
+    """What advantages are estimated from; fp64, detached. A row is an episode: of single turns a response, else the
+    tokens of all its trajectories.
 
     Attributes:
         batch: without rows that abstained.
@@ -54,6 +56,8 @@ class Experience:
         outcome: `[S]`, reward of each row, KL penalty subtracted: the sum of its token rewards, and of a row
             without written tokens, which has no place for one, the reward itself.
         kl_penalty: `[R]`, what was subtracted (zeros if KL is not in the reward).
+        episodes: its trajectories as rows, too: what runs from token to token runs along `episodes.trajectories`, whose
+            tokens are the same.
     """
 
     batch: Batch
@@ -61,6 +65,7 @@ class Experience:
     token_rewards: Tensor
     outcome: Tensor
     kl_penalty: Tensor
+    episodes: Episodes
 
 
 class PolicyGradient(BaseAlgorithm):
@@ -188,19 +193,23 @@ class PolicyGradient(BaseAlgorithm):
         alone = states(self, "zero_where_alike", _OF_REWARDS) and self.kl_in == "none"
         if role != "actor" or not alone or self.rollout_rs is not None or self.rollout_is_normalize:
             return None
-        needed = present(batch)
-        scored = batch.filter(needed.tolist())
+        episodes = Episodes(batch)
+        needed = present(episodes.batch)
+        scored = episodes.batch.filter(needed.tolist())
         needed[needed.clone()] = ~group_equal(self.outcome_rewards(scored), Responses(scored).groups)
-        return needed.tolist()
+        return needed[episodes.number].tolist()
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, metrics = drop_abstained(batch, by_group=self.needs_groups)
         batch, measured = self._correct(old_log_probs(batch))
-        responses = Responses(batch)
+        episodes = Episodes(batch)
+        batch, responses = episodes.rows, episodes.responses
         coefficient = self._kl.value  # of this batch; measuring its KL moves it for the next
         penalty, kl_metrics = self._kl_penalty(responses)
-        rewards, outcome = self._rewards(responses)
-        experience = Experience(batch, responses, rewards - penalty, outcome - responses.sum(penalty), penalty)
+        rewards, outcome = self._rewards(episodes)
+        experience = Experience(
+            episodes.batch, responses, rewards - penalty, outcome - responses.sum(penalty), penalty, episodes
+        )
         columns = self.estimate(experience)
         columns["advantages"] = torch.where(responses.trained, columns["advantages"], 0.0)
         advantages = columns["advantages"][responses.trained]
@@ -209,8 +218,8 @@ class PolicyGradient(BaseAlgorithm):
         metrics["advantages/abs_mean"] = float(advantages.abs().mean()) if len(advantages) else 0.0
         if self.kl_in == "loss":
             batch = batch.add({"kl_coef": torch.full((len(batch),), coefficient, dtype=torch.float64)})
-            responses = Responses(batch)
-        return responses.store(columns), metrics
+            return Responses(batch).store(columns), metrics
+        return episodes.trajectories.store(columns), metrics
 
     def compute_loss(self, x: LossInput) -> Loss:
         current, active = self.needed_log_probs(x), x.weights != 0
@@ -249,13 +258,16 @@ class PolicyGradient(BaseAlgorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kl.value = float(state["kl_coef"])
 
-    def _rewards(self, responses: Responses) -> tuple[Tensor, Tensor]:
-        """`[R]` and `[S]`: `token_rewards` where given, else the reward at the last token; and the outcome."""
-        outcome = self.outcome_rewards(responses.batch)
-        if "token_rewards" not in responses.batch:
-            return responses.at_last_token(outcome), outcome
-        token_rewards = responses.at_written(responses.tokens("token_rewards"))
-        return token_rewards + responses.at_last_token(self.own_outcome(responses.batch)), outcome
+    def _rewards(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+        """`[R]` and `[S]`: `token_rewards` where given, else the reward at the last token of each trajectory; and the
+        outcome."""
+        outcome, trajectories = self.outcome_rewards(episodes.batch), episodes.trajectories
+        if "token_rewards" in episodes.batch:
+            token_rewards = trajectories.at_written(trajectories.tokens("token_rewards"))
+            added = self.own_outcome(episodes.batch)
+            return token_rewards + trajectories.at_last_token(episodes.spread(added)), outcome
+        rewards = trajectories.at_last_token(episodes.at_end(outcome))
+        return (rewards + episodes.at_calls if "call_rewards" in episodes.batch else rewards), outcome
 
     def _kl_penalty(self, responses: Responses) -> tuple[Tensor, dict[str, float]]:
         """`[R]` what the reward loses, and the measured KL; moves the adaptive coefficient."""

@@ -58,8 +58,9 @@ class PPO(PolicyGradient):
         return super().roles | {"critic"}
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        values = e.responses.tokens("values")
-        advantages, returns = gae(e.token_rewards, values, e.responses, self.gamma, self.lam)
+        trajectories = e.episodes.trajectories
+        values = trajectories.tokens("values")
+        advantages, returns = gae(e.token_rewards, values, trajectories, self.gamma, self.lam)
         return {"advantages": whiten(advantages, e.responses.trained), "returns": returns}
 
     def compute_critic_loss(self, x: LossInput) -> Loss:

@@ -21,7 +21,7 @@ class ReinforcePlusPlus(PolicyGradient):
     gamma: Share = 1.0
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        returns = discounted_returns(e.token_rewards, e.responses, self.gamma)
+        returns = discounted_returns(e.token_rewards, e.episodes.trajectories, self.gamma)
         return {"advantages": whiten(returns, e.responses.trained)}
 
 

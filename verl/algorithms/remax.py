@@ -14,9 +14,9 @@ from torch import Tensor
 
 from verl.algorithms.advantages import discounted_returns, group_sums
 from verl.algorithms.base import present
+from verl.algorithms.episodes import Episodes
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
-from verl.algorithms.responses import Responses
 from verl.batch import Batch
 
 
@@ -28,20 +28,22 @@ class ReMax(PolicyGradient):
     samples_per_prompt: ClassVar[int] = 1
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        greedy = batch.tensor("baseline") != 0
-        rewards = self.outcome_rewards(batch)
-        usable = greedy & present(batch)
-        groups = Responses(batch).groups
+        episodes = Episodes(batch)
+        greedy = episodes.batch.tensor("baseline") != 0
+        rewards = self.outcome_rewards(episodes.batch)
+        usable = greedy & present(episodes.batch)
+        groups = episodes.responses.groups
         count = group_sums(usable.double(), groups)
         baseline = group_sums(torch.where(usable, rewards, 0.0), groups) / count.clamp(min=1)
         train = ~greedy & (count > 0)
-        batch = batch.add({"reward_baseline": baseline}).filter(train.tolist())
+        number = episodes.number
+        batch = batch.add({"reward_baseline": baseline[number]}).filter(train[number].tolist())
         batch, metrics = super().prepare(batch)
         without = int((~greedy & (count == 0)).sum())
         mean = float(rewards[usable].mean()) if usable.any() else 0.0
         return batch, {**metrics, "remax/baseline_reward": mean, "remax/without_baseline": float(without)}
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        returns = discounted_returns(e.token_rewards, e.responses)
+        returns = discounted_returns(e.token_rewards, e.episodes.trajectories)
         baseline = e.batch.tensor("reward_baseline", torch.float64)
         return {"advantages": returns - e.responses.spread(baseline)}

@@ -6,7 +6,7 @@ holds; `store` rounds results to fp32 unless the batch itself carries fp64 colum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import pyarrow as pa
@@ -55,10 +55,12 @@ class Responses:
     @cached_property
     def groups(self) -> Tensor:
         """`[S]` int64: number of each row's group, in order of appearance."""
-        numbers = torch.zeros(self.rows, dtype=torch.int64)
-        for number, members in enumerate(self.batch.group_indices()):
-            numbers[members] = number
-        return numbers
+        return self._numbers(self.batch.group_indices())
+
+    @cached_property
+    def episodes(self) -> Tensor:
+        """`[S]` int64: number of each row's episode, in order of appearance."""
+        return self._numbers(self.batch.episode_indices())
 
     def tokens(self, name: str) -> Tensor:
         """A token-aligned column, `[R]` fp64.
@@ -123,6 +125,12 @@ class Responses:
         return self.batch.add(
             {name: (v.to(floats) if v.is_floating_point() else v, self.lengths) for name, v in columns.items()}
         )
+
+    def _numbers(self, parts: Sequence[Sequence[int]]) -> Tensor:
+        numbers = torch.zeros(self.rows, dtype=torch.int64)
+        for number, members in enumerate(parts):
+            numbers[members] = number
+        return numbers
 
     def _mask(self, name: str) -> Tensor:
         if name not in self.batch:

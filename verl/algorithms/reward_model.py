@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput
+from verl.algorithms.episodes import one_trajectory
 from verl.algorithms.pairs import accuracy, only_pairs, split_pairs
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
@@ -32,7 +33,7 @@ class RewardModel(BaseAlgorithm):
     center_rewards_coefficient: NotNegative = 0.0
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        return only_pairs(batch)
+        return only_pairs(one_trajectory(batch, self.name))
 
     def compute_loss(self, x: LossInput) -> Loss:
         if x.scores is None:

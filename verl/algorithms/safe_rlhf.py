@@ -64,9 +64,10 @@ class SafeRLHF(ConstrainedPolicyGradient):
             reward = spread(grpo(e.outcome, groups, self.norm_adv_by_std))
             cost = spread(grpo(outcome_cost + e.responses.sum(e.kl_penalty), groups, self.norm_adv_by_std))
             return {"advantages": self._combine(reward, cost)}
-        reward, returns = gae(e.token_rewards, e.responses.tokens("values"), e.responses, self.gamma, self.lam)
-        costs = e.responses.at_last_token(outcome_cost) + e.kl_penalty
-        cost, cost_returns = gae(costs, e.responses.tokens("cost_values"), e.responses, self.gamma, self.lam)
+        rows = e.episodes.trajectories
+        reward, returns = gae(e.token_rewards, rows.tokens("values"), rows, self.gamma, self.lam)
+        costs = rows.at_last_token(e.episodes.rows.tensor("cost", torch.float64)) + e.kl_penalty
+        cost, cost_returns = gae(costs, rows.tokens("cost_values"), rows, self.gamma, self.lam)
         advantages = whiten(self._combine(reward, cost), e.responses.trained)
         return {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
 

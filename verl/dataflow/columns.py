@@ -1,7 +1,8 @@
 """What the nodes of a run have written so far, group by group.
 
-Rows are numbered once, in the order of the sample ids. A group is a run of numbers: the samples of one prompt. What
-a node writes of a group is a future, so that a reader waits for just the groups it works on.
+A row is known by the number of its group and its number within that: a group is the samples of one prompt, in the order
+of their ids, and how many rows it has is known once it is there. What a node writes of a group is a future, so that a
+reader waits for just the groups it works on.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import pyarrow as pa
 
 from verl.batch import Batch
 from verl.errors import DataError
 
+#: The number of a row's group, and its number in the group.
+Row: TypeAlias = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Written:
-    """What one node wrote of one group: columns of the rows of these numbers, ascending."""
+    """What one node wrote of one group: columns of these rows, ascending."""
 
-    rows: Sequence[int]
+    rows: Sequence[Row]
     columns: Batch
 
 
@@ -30,26 +35,22 @@ class GroupColumns:
 
     Args:
         writers: their names; the first is the base, which has all the rows.
-        sizes: rows of each group.
+        groups: how many there are.
     """
 
-    def __init__(self, writers: Iterable[str], sizes: Sequence[int]) -> None:
+    def __init__(self, writers: Iterable[str], groups: int) -> None:
         loop = asyncio.get_running_loop()
-        self._written = {name: [loop.create_future() for _ in sizes] for name in writers}
+        self._written = {name: [loop.create_future() for _ in range(groups)] for name in writers}
         self._base = next(iter(self._written))
-        self._starts = [0]
-        for size in sizes:
-            self._starts.append(self._starts[-1] + size)
 
-    def deliver(self, name: str, groups: range, rows: Sequence[int], columns: Batch) -> None:
-        """Hand out what `name` wrote of some groups; `rows` are the numbers of the rows of `columns`."""
+    def deliver(self, name: str, groups: range, rows: Sequence[Row], columns: Batch) -> None:
+        """Hand out what `name` wrote of some groups; `rows` are those of `columns`, ascending."""
         for group in groups:
-            low = bisect_left(rows, self._starts[group])
-            high = bisect_left(rows, self._starts[group + 1])
+            low, high = (bisect_left(rows, (number, 0)) for number in (group, group + 1))
             part = columns.slice(low, high - low) if columns.columns else columns
             self._written[name][group].set_result(Written(rows[low:high], part))
 
-    async def gather(self, names: Sequence[str], groups: range) -> tuple[list[int], dict[str, Batch]]:
+    async def gather(self, names: Sequence[str], groups: range) -> tuple[list[Row], dict[str, Batch]]:
         """Wait for groups of some writers: the rows that all of them have, and each one's columns of those."""
         waits = [asyncio.shield(self._written[name][group]) for name in names for group in groups]
         done = iter(await asyncio.gather(*waits))
@@ -78,12 +79,12 @@ class GroupColumns:
         return whole
 
 
-def _joined(parts: Sequence[Written]) -> tuple[list[int], Batch]:
+def _joined(parts: Sequence[Written]) -> tuple[list[Row], Batch]:
     return [row for part in parts for row in part.rows], Batch.concat(part.columns for part in parts)
 
 
-def _taken(columns: Batch, present: Sequence[int], rows: Sequence[int]) -> Batch:
-    """Rows by number, null where `present` lacks the number."""
+def _taken(columns: Batch, present: Sequence[Row], rows: Sequence[Row]) -> Batch:
+    """These rows, null where `present` lacks one."""
     if not columns.columns or list(present) == list(rows):
         return columns
     index_of = {row: index for index, row in enumerate(present)}

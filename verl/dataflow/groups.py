@@ -12,13 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from itertools import groupby
 from typing import Any, TypeVar
 
 from verl.batch import Batch
 from verl.cluster.controller import start
 from verl.dataflow import loop
 from verl.dataflow.calls import Calls, Slot
-from verl.dataflow.columns import GroupColumns
+from verl.dataflow.columns import GroupColumns, Row
 from verl.dataflow.graph import ANY, PHASES, Graph, Node, Phase
 from verl.dataflow.result import Result, combined
 from verl.errors import DataError, RolloutError
@@ -69,11 +70,12 @@ class Groups:
         self._slots: dict[str, Slot] = defaultdict(Slot, slots or {})
         self._calls = Calls(graph, deadline)
         self._metrics: dict[str, list[tuple[int, dict[str, float]]]] = defaultdict(list)
-        self._columns = GroupColumns(dict.fromkeys([self._base, *graph.nodes]), [len(ids) for ids in self._samples])
+        self._columns = GroupColumns(dict.fromkeys([self._base, *graph.nodes]), len(self._samples))
         #: Nodes that were started, in their order.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         if graph.source is None:
-            self._columns.deliver("", range(len(self._samples)), range(len(batch)), batch)
+            rows = [(group, n) for group, ids in enumerate(self._samples) for n in range(len(ids))]
+            self._columns.deliver("", range(len(self._samples)), rows, batch)
 
     def start(self, phase: Phase) -> Groups:
         """Start the nodes of a phase of the step. Phases are started in their order."""
@@ -133,7 +135,7 @@ class Groups:
         kept, new = _written(node, columns, self._accept(node, value, len(rows)))
         self._columns.deliver(node.name, groups, [rows[index] for index in kept], new)
 
-    async def _read(self, node: Node, groups: range) -> tuple[list[int], Batch]:
+    async def _read(self, node: Node, groups: range) -> tuple[list[Row], Batch]:
         """The rows a call works on, and the columns it reads; also `id`, by which rows of its result are matched."""
         writers = {column: self.graph.writers.get(column, self._base) for column in node.reads}
         # "*" is every column of the samples and of all nodes before.
@@ -180,11 +182,11 @@ class Groups:
                         progress = time.monotonic()
                     elif time.monotonic() - progress > self._calls.limit(node):
                         raise self._calls.stalled(node)
-                    for row, id_ in enumerate(samples["id"] if len(samples) else []):
+                    for id_, rows in _by_sample(samples):
                         group, n = expected.pop(id_, (-1, 0))
                         if group < 0:
                             raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unannounced")
-                        waiting[group][n] = samples.slice(row, 1)
+                        waiting[group][n] = samples.take(rows)
                         if len(waiting[group]) == len(self._samples[group]):
                             self._deliver(node, group, waiting.pop(group))
         if expected:
@@ -197,9 +199,9 @@ class Groups:
         order = sorted(samples)
         whole = Batch.concat(samples[n] for n in order)
         if order:
-            whole = whole.add(self.batch.take([self._samples[group][n][1] for n in order]))
-        first = sum(len(ids) for ids in self._samples[:group])
-        self._columns.deliver(node.name, range(group, group + 1), [first + n for n in order], whole)
+            prompts = [self._samples[group][n][1] for n in order for _ in range(len(samples[n]))]
+            whole = whole.add(self.batch.take(prompts))
+        self._columns.deliver(node.name, range(group, group + 1), [(group, n) for n in range(len(whole))], whole)
 
 
 async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
@@ -258,6 +260,14 @@ def _check_samples(node: Node, samples: Batch) -> None:
     lacking = [c for c, is_certain in {**node.writes, "id": True}.items() if is_certain and c not in samples]
     if len(samples) and lacking:
         raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
+
+
+def _by_sample(samples: Batch) -> list[tuple[str, list[int]]]:
+    """The rows of each sample by its id: one, or those of an episode, which come together, one behind the other."""
+    if "episode" not in samples:
+        return [(id_, [row]) for row, id_ in enumerate(samples["id"] if len(samples) else [])]
+    episodes = samples["episode"]
+    return [(id_, [*rows]) for id_, rows in groupby(range(len(samples)), key=episodes.__getitem__)]
 
 
 def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from verl.algorithms import BaseAlgorithm
-from verl.batch import COMPUTED, SCHEMA, Batch
+from verl.batch import COMPUTED, EPISODE, SCHEMA, Batch
 from verl.checked import checked
 from verl.dataflow.graph import ANY, OPTIONAL, Node
+from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError
 from verl.record import Count
+from verl.rewards.forms import trajectories_of
 from verl.rewards.source import columns_read
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
@@ -28,7 +30,7 @@ from verl.rollout.base import SamplingParams
 SLOT = "model"
 _SAMPLE = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version", "policy_id", "response")
 #: Columns of some rollouts: of episodes, of a prefix before the prompt, of another temperature than the actor's.
-_OF_SOME = ("rejected?", "episode_error?", "episode_reward?", "prefix_tokens?", "temperature?")
+_OF_SOME = (*(f"{column}?" for column in EPISODE), "prefix_tokens?", "temperature?")
 #: Columns that an algorithm prepares, those of them that its losses read.
 _PREPARED = COMPUTED - {"ref_log_probs", "values", "cost_values"}
 _SEQUENCE = ("group", "id", "prompt_tokens", "response_tokens")
@@ -107,6 +109,9 @@ class RewardNode:
 
     Parameters of `score` that are columns of other nodes make edges: it is called when they are there.
 
+    Of an episode with several trajectories the last is scored, and all have its number. The column "reward" has what
+    the episode itself says (`episode_reward`), where it says something and the reward does not read that by name.
+
     Args:
         reward: a `Reward` or anything `Reward` takes; None: `score`.
         column: where the numbers go: "reward", "cost", or a column of your own, whose mean is logged.
@@ -135,7 +140,7 @@ class RewardNode:
         reason = ["abstain_reason"] if column == "reward" else []
 
         async def score(samples: Batch) -> tuple[Batch, dict[str, float]]:
-            scores, metrics = await self.reward.score_and_count(samples)
+            scores, metrics = await self._scores(samples)
             numbers = [number for number in scores["reward"] if number is not None]
             if column != "reward":
                 scores = Batch.from_columns({_named(c, column): scores.arrow(c) for c in scores.columns})
@@ -146,10 +151,28 @@ class RewardNode:
         return Node(
             name=name,
             run=score,
-            inputs=("finish?", "episode_error?", *inputs),
+            inputs=("finish?", "episode_error?", "episode?", "episode_reward?", *inputs),
             outputs=(column, *reason, f"{column}/{ANY}"),
             groups=None if self.reward.whole_batch else 1,
         )
+
+    async def _scores(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
+        if "episode" not in samples:
+            return await self.reward.score_and_count(samples)
+        named, members = {c.removesuffix(OPTIONAL) for c in columns_read(self.reward.source)}, samples.episode_indices()
+        episodes = by_episode(samples)
+        decided: list[float | None] = [None] * len(episodes)
+        if self.column == "reward" and "episode_reward" not in named:
+            decided = episodes["episode_reward"]
+        if "trajectories" in named:
+            episodes = episodes.add({"trajectories": trajectories_of(samples)})
+        asked = [index for index, reward in enumerate(decided) if reward is None]
+        scores, metrics = await self.reward.score_and_count(episodes.take(asked))
+        scores = scores.among(asked, len(episodes))
+        rewards = [one if said is None else said for said, one in zip(decided, scores["reward"], strict=True)]
+        scores = scores.drop(["reward"]).add({"reward": rewards})
+        number = {row: index for index, rows in enumerate(members) for row in rows}
+        return scores.take([number[row] for row in range(len(samples))]), metrics
 
 
 class UpdateNode:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.batch import Batch
@@ -13,6 +15,38 @@ def own_samples(batch: Batch) -> Batch:
     if "baseline" not in batch:
         return batch
     return batch.take([row for row, greedy in enumerate(batch["baseline"]) if not greedy])
+
+
+def by_episode(batch: Batch) -> Batch:
+    """One row an episode, the last of its trajectories; of single turns, all rows."""
+    return batch if "episode" not in batch else batch.take([rows[-1] for rows in batch.episode_indices()])
+
+
+def episode_metrics(batch: Batch) -> dict[str, float]:
+    """Of episodes: those that count for nothing and turns that are in no trajectory, by reason, and those cut short."""
+    if "episode" not in batch:
+        return {}
+    ended = by_episode(batch)
+    reasons = left_out_reasons(batch)
+    calls: Counter[str] = sum((Counter(json.loads(counts)) for counts in ended["calls_left_out"]), Counter())
+    return {
+        "episodes/trajectories": len(batch) / max(len(ended), 1),
+        "episodes/truncated": sum(ended["truncated"]),
+        "episodes/left_out": sum(reasons.values()),
+        **{f"episodes/left_out/{reason}": count for reason, count in sorted(reasons.items())},
+        **{f"calls/left_out/{reason}": count for reason, count in sorted(calls.items())},
+    }
+
+
+def left_out_reasons(batch: Batch) -> Counter[str]:
+    """How many episodes count for nothing, by the reason in a word."""
+
+    def reason(row: Mapping[str, Any]) -> str | None:
+        rejected = "rejected" if row["finish"] == "reject" else None
+        return row["left_out"] or rejected or ("no_reward" if row.get("reward", 0.0) is None else None)
+
+    rows = by_episode(batch).select(["left_out", "finish", "reward"]).rows()
+    return Counter(word for word in map(reason, rows) if word is not None)
 
 
 def written_tokens(batch: Batch) -> int:

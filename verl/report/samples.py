@@ -7,6 +7,8 @@ import torch
 from verl.algorithms.kl import kl_of_token
 from verl.batch import Batch
 
+_NAMES = ("id", "group", "episode")
+
 
 def retried_groups(groups: list[str], round_: int, origin: dict[str, str]) -> list[str]:
     """New names for groups that are sampled again, which `origin` learns; a data set may have called a group so."""
@@ -27,22 +29,28 @@ def rejected_rows(prompts: Batch, kept: list[Batch], origin: dict[str, str]) -> 
 
 
 def sample_names(samples: Batch) -> set[str]:
-    return {name for column in ("id", "group") if column in samples for name in samples[column]}
+    return {name for column in _NAMES if column in samples for name in samples[column]}
 
 
 def renamed(samples: Batch, taken: set[str]) -> Batch:
     """The samples under names that none of `taken` has, so that no groups of different prompts become one."""
     while not taken.isdisjoint(sample_names(samples)):
-        names = {column: [f"~{name}" for name in samples[column]] for column in ("id", "group")}
+        names = {column: [name and f"~{name}" for name in samples[column]] for column in _NAMES if column in samples}
         samples = samples.drop(names).add(names)
     return samples
 
 
 def permuted(samples: Batch, seed: int) -> Batch:
-    """The samples with rewards and costs dealt out at random, those of tokens left out."""
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
-    dealt = {name: [samples[name][i] for i in order] for name in ("reward", "cost") if name in samples}
-    gone = [name for name in (*dealt, "token_rewards") if name in samples]
+    """The samples with rewards and costs dealt out at random, among episodes where they are of those; the rewards of
+    tokens, calls and single trajectories are left out."""
+    episodes = samples.episode_indices()
+    order = torch.randperm(len(episodes), generator=torch.Generator().manual_seed(seed)).tolist()
+    source = [0] * len(samples)
+    for rows, other in zip(episodes, order, strict=True):
+        for row in rows:
+            source[row] = episodes[other][0]
+    dealt = {name: [samples[name][i] for i in source] for name in ("reward", "cost") if name in samples}
+    gone = [name for name in (*dealt, "token_rewards", "call_rewards", "trajectory_reward") if name in samples]
     return samples.drop(gone).add(dealt)
 
 

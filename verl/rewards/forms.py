@@ -10,7 +10,8 @@
     f(data_source, solution_str, ground_truth, extra_info=None)   verl's, called once per sample
 
 All but the last are called on several samples at once and return one result per sample. Any further parameter gets the
-data set's column of that name.
+data set's column of that name; `messages` gets the whole conversation of each sample, its response included, and
+`trajectories` the list of an episode's: mappings of `name`, `messages`, `response` and `reward` (its own, or None).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.batch import SCHEMA
+from verl.batch import SCHEMA, Batch
 from verl.data.prompts import content_text
 from verl.errors import ConfigError, RewardError, nearest
 
@@ -32,6 +33,8 @@ _USER = "user."
 _PLURALS = {one: f"{one}s" for one in ("text", "response", "completion", "prompt")} | {"query": "queries"}
 #: Parameters that get texts.
 TEXTS = frozenset({*_PLURALS, *_PLURALS.values(), "solution_str"})
+#: Parameters that get conversations.
+_CHATS = frozenset({"messages", "trajectories"})
 _LABELS = ("labels", "label", "answer", "ground_truth")
 _OWN = {
     "texts": frozenset({"texts"}),
@@ -150,6 +153,12 @@ def user_columns(row: Row) -> list[str]:
     return [name.removeprefix(_USER) for name in names]
 
 
+def trajectories_of(samples: Batch) -> list[str]:
+    """The column `trajectories`, one an episode, as JSON."""
+    rows = [_trajectory(row) for row in samples.rows()]
+    return [json.dumps([rows[row] for row in members]) for members in samples.episode_indices()]
+
+
 def has_value(row: Row, name: str) -> bool:
     """Whether a row has something in a column of the data."""
     return _has(row, name) and _value(row, name) is not None
@@ -191,8 +200,22 @@ def _label(row: Row) -> Any:
     return next((_value(row, name) for name in _LABELS if _has(row, name)), None)
 
 
+def _trajectory(row: Row) -> dict[str, Any]:
+    said = {"name": row.get("trajectory"), "reward": row.get("trajectory_reward")}
+    return {**said, "messages": _conversation(row), "response": row["response"] or ""}
+
+
+def _conversation(row: Row) -> list[Any]:
+    """Its messages, as far as they are known."""
+    if row.get("conversation") is not None:
+        return list(json.loads(row["conversation"]))
+    chat = row.get("messages")
+    before = json.loads(chat) if chat is not None else [{"role": "user", "content": row.get("prompt") or ""}]
+    return [*before, {"role": "assistant", "content": row["response"] or ""}]
+
+
 def _has(row: Row, name: str) -> bool:
-    if _USER + name in row or (name in row and (name not in SCHEMA or name == "task")):
+    if name in _CHATS or _USER + name in row or (name in row and (name not in SCHEMA or name == "task")):
         return True
     return name == "extra_info" or (name == "ground_truth" and name in (row.get("reward_model") or {}))
 
@@ -200,6 +223,10 @@ def _has(row: Row, name: str) -> bool:
 def _value(row: Row, name: str) -> Any:
     if _USER + name in row:
         return row[_USER + name]
+    if name == "messages":
+        return _conversation(row)
+    if name == "trajectories":
+        return json.loads(row[name]) if name in row else [_trajectory(row)]
     if name == "ground_truth" and name not in row:
         return (row.get("reward_model") or {}).get(name)
     return row.get(name)

@@ -263,7 +263,8 @@ class Actor(ModelHandle[ActorWorker]):
             **sampling: fields of `SamplingParams` (max_new_tokens, temperature, top_p, stop, ...).
 
         Returns:
-            One row a sample, samples of a prompt adjacent: the prompts' columns and `response_tokens`,
+            One row a sample (of episodes one a trajectory), samples of a prompt adjacent: the prompts' columns and
+            `response_tokens`,
             `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`, `tokenizer`; `temperature`,
             where it is not the one that log-probs and updates are otherwise of.
         """
@@ -274,8 +275,9 @@ class Actor(ModelHandle[ActorWorker]):
         rows = expand(batch if self.algorithm is None else self.prefixed(batch, self.algorithm), n)
         chunks = list(self.rollout(rows, params))
         done = Batch.concat(chunks)
-        row_of = {id_: row for row, id_ in enumerate(done["id"])}
-        return done.take([row_of[id_] for id_ in rows["id"]])
+        position = {id_: number for number, id_ in enumerate(rows["id"])}
+        samples = done["episode" if "episode" in done else "id"]
+        return done.take(sorted(range(len(done)), key=lambda row: position[samples[row]]))
 
     def play(self, task: str, episode: Episode) -> None:
         """Sample the responses of a task by an episode of its own.
@@ -456,7 +458,7 @@ class Actor(ModelHandle[ActorWorker]):
 
     def _is_one_step(self, batch: Batch, samples: int | None = None) -> bool:
         is_own = "policy_id" in batch and set(batch["policy_id"]) == {self.policy_id}
-        return is_own and self.plan.updates(len(batch) if samples is None else samples) == 1
+        return is_own and self.plan.updates(batch.samples if samples is None else samples) == 1
 
     def train(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """Optimizer steps on a batch that `algorithm.prepare` made."""

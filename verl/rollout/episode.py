@@ -45,15 +45,34 @@ DEADLINE = 600.0
 _GRACE = 2.0
 
 
+class LeftOutError(RolloutError):
+    """An episode counts for nothing.
+
+    Attributes:
+        reason: in a word, by which metrics count it.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass
 class Turns:
-    """One response, turn by turn, as the columns of its row, which are aligned.
+    """One response, turn by turn, as the columns of its row, which are aligned. An episode may return several, its
+    trajectories, each with a prompt of its own.
 
     Attributes:
         rejected: number of responses that were discarded before this one.
         temperatures: those at which the policy sampled.
         prompt_tokens: in place of the row's; None: they are the row's.
-        reward: of the episode, where it says one itself.
+        name: of the trajectory, such as that of the sub-agent which wrote it.
+        own_reward: of this trajectory alone, which is then compared with those of its name, not with the episodes.
+        call_rewards: of single turns, by the position of their last token in the response.
+        messages: the conversation, for rewards to read.
+        reward: of the episode, where it says one itself; the same in all of its trajectories, or in one.
+        truncated: whether the episode was cut short, by a bound or by the model's context; so in one of them.
+        calls_left_out: how many turns of the episode are in none of its trajectories, by reason; in one of them.
     """
 
     response_tokens: list[int] = field(default_factory=list)
@@ -64,15 +83,23 @@ class Turns:
     rejected: int = 0
     temperatures: set[float] = field(default_factory=set)
     prompt_tokens: list[int] | None = None
+    name: str = ""
+    own_reward: float | None = None
+    call_rewards: dict[int, float] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] | None = None
     reward: float | None = None
+    truncated: bool = False
+    calls_left_out: Mapping[str, int] = field(default_factory=dict)
 
-    def wrote(self, sample: Sample) -> Turns:
-        """Append what the policy sampled; `policy_version` is the oldest of all turns."""
+    def wrote(self, sample: Sample, reward: float | None = None) -> Turns:
+        """Append what the policy sampled, and its own reward; `policy_version` is the oldest of all turns."""
         first = not any(self.response_mask)
         self.policy_version = sample.policy_version if first else min(self.policy_version, sample.policy_version)
         self.response_tokens += sample.tokens
         self.response_mask += [1] * len(sample.tokens)
         self.rollout_log_probs += sample.log_probs
+        if reward is not None and sample.tokens:
+            self.call_rewards[len(self.response_tokens) - 1] = reward
         self.finish = sample.finish
         if sample.temperature is not None:
             self.temperatures.add(sample.temperature)
@@ -100,11 +127,12 @@ Episode = Callable[["Client", Mapping[str, Any]], Awaitable[Sequence[Turns]]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The responses of the row `index`, or why there are none."""
+    """The responses of the row `index`, or why there are none, in words and in one."""
 
     index: int
     responses: Sequence[Turns]
     error: str | None = None
+    reason: str | None = None
 
 
 async def single_turn(client: Client, row: Mapping[str, Any]) -> list[Turns]:
@@ -321,10 +349,14 @@ async def run_episodes(
         try:
             responses = await with_deadline(episode(client, row), seconds)
         except LateError:
-            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s")
+            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s", "late")
         except Exception as error:  # a user's code may raise anything; only this row fails
             show_once(logger, "episode", traceback_of(error))
-            return Outcome(index, [], f"episode of row '{row['id']}': {describe(error)}")
+            return Outcome(
+                index, [], f"episode of row '{row['id']}': {describe(error)}", getattr(error, "reason", "raised")
+            )
+        if not responses:
+            return Outcome(index, [], f"episode of row '{row['id']}' gave no response", "no_response")
         _check_temperatures(responses, sampling, str(row["id"]))
         return Outcome(index, responses)
 

@@ -13,7 +13,15 @@ from verl.dataflow import loop
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.dataflow.result import Result, combined
-from verl.dataflow.scores import own_samples, sample_metrics, score_metrics, written_tokens
+from verl.dataflow.scores import (
+    by_episode,
+    episode_metrics,
+    left_out_reasons,
+    own_samples,
+    sample_metrics,
+    score_metrics,
+    written_tokens,
+)
 from verl.errors import DataError, RolloutError
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
@@ -21,7 +29,9 @@ from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
+from verl.rollout.episode import Episode
 from verl.trainer.runner import GraphRunner
+from verl.workers.actor import load_episode
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +60,7 @@ class Samples:
         """
         scores: dict[str, list[float | None]] = {}
         for result in self.draws:
-            samples = own_samples(result.batch)
+            samples = by_episode(own_samples(result.batch))
             for group, score in zip(samples["group"], samples[column], strict=True):
                 scores.setdefault(self.origin.get(group, group), []).append(score)
         return scores
@@ -81,6 +91,7 @@ class SampleCollector:
         episodes: Failures,
     ) -> None:
         self.algorithm, self.episodes = updater.algorithm, episodes
+        self.max_left_out = float(getattr(_episode_of(updater.actor, task), "max_left_out", 1.0))
         self.max_resamples, self._runner = max_resamples, runner
         self.nodes: list[Node] = [*nodes, *UpdateNode(updater).experience()]
         if self.algorithm.online:
@@ -150,13 +161,15 @@ class SampleCollector:
             DataError, RewardError, ConfigError: of a user's metric, see `Metric`.
         """
         first = own_samples(samples.draws[0].batch)
-        record: dict[str, Any] = score_metrics(first)
+        ended = by_episode(first)
+        record: dict[str, Any] = score_metrics(ended)
         if "rollout" in samples.draws[0].timings:
             record |= self._rollout_metrics(samples.draws)
         record |= combined([(len(result.batch), result.metrics) for result in samples.draws])
         if "rollout" in samples.draws[0].timings:
-            record |= _failures([own_samples(result.batch) for result in samples.draws])
-        add_metrics(record, {name: metric(first)[0] for name, metric in self.metrics.items()}, self.metrics)
+            drawn = [own_samples(result.batch) for result in samples.draws]
+            record |= _failures([*map(by_episode, drawn)]) | episode_metrics(Batch.concat(drawn))
+        add_metrics(record, {name: metric(ended)[0] for name, metric in self.metrics.items()}, self.metrics)
         if samples.rejected is not None:
             record |= {"rollout/resamples": len(samples.draws) - 1, "rollout/rejected_prompts": samples.rejected}
         return record
@@ -178,14 +191,23 @@ class SampleCollector:
     async def _draw(self, prompts: Batch) -> Result:
         result = await self._runner.draw(self.graph, prompts)
         if "episode_error" in result.batch:
-            self._count_episodes(own_samples(result.batch)["episode_error"])
+            self._count_episodes(own_samples(result.batch))
         return result
 
     async def _keep(self, samples: Batch) -> Sequence[bool] | None:
         """Which samples the algorithm keeps. In the compute thread: it may be a user's."""
         return await asyncio.wrap_future(loop.submit(self.algorithm.keep, samples).result)
 
-    def _count_episodes(self, errors: list[str | None]) -> None:
+    def _count_episodes(self, samples: Batch) -> None:
+        errors = by_episode(samples)["episode_error"]
+        reasons = left_out_reasons(samples)
+        if sum(reasons.values()) > self.max_left_out * len(errors):
+            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            latest = next((error for error in reversed(errors) if error is not None), "no reward")
+            raise RolloutError(
+                f"{sum(reasons.values())} of {len(errors)} episodes of this step are left out ({counts}; latest: "
+                f"{latest}), more than max_left_out={self.max_left_out:g} of them: mend the agent, or raise it"
+            )
         self.episodes.add(error is not None for error in errors)
         if self.episodes.too_many:
             latest = next((error for error in reversed(errors) if error is not None), "earlier")
@@ -207,6 +229,10 @@ def _failures(draws: Sequence[Batch]) -> dict[str, Any]:
         metrics["rollout/rejection_rate"] = 1 - ended / max(tried, 1)
         metrics["rollout/failed_episodes"] = failed
     return metrics
+
+
+def _episode_of(actor: Actor, task: str) -> Episode | None:
+    return load_episode(actor.rollout_options.episodes.get(task, actor.rollout_options.episode))
 
 
 def _warn_of_masks(actor: Actor, sampling: SamplingParams, task: str) -> None:

@@ -16,6 +16,7 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
+from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError, DataError
 from verl.record import Count, Natural, Seed
 from verl.report.metrics import Metric, MetricFn, mean
@@ -44,7 +45,7 @@ class Interval:
 class Evaluation:
     """What an evaluation found.
 
-    samples: rows of all problems with their responses and scores.
+    samples: rows of all problems with their responses and scores; of an episode with several, the last trajectory.
     rows: by metric, one number a row (None: the row has none). "reward" is always there, "cost" where there is one.
     metrics: by metric, the mean over its rows or the metric's own number; and "abstained", rows without a reward.
     """
@@ -213,7 +214,7 @@ def evaluate(
     """
     if not len(problems):
         raise DataError("the evaluation set has no problems")
-    samples = collect(problems)
+    samples = by_episode(collect(problems))
     rows: dict[str, list[float | None]] = {name: samples[name] for name in ("reward", "cost") if name in samples}
     values = {name: mean(numbers) for name, numbers in rows.items()}
     values["abstained"] = float(rows["reward"].count(None))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.batch import Batch
-from verl.dataflow.scores import own_samples, written_tokens
+from verl.dataflow.scores import by_episode, own_samples, written_tokens
 from verl.trainer.update_phase import of_task
 
 #: What a step counts, summed over tasks.
@@ -46,15 +46,17 @@ def _count(key: str, samples: Batch) -> int:
     policys = own_samples(samples)
     if key in _BY_TOKEN:
         return written_tokens(policys)
+    policys = by_episode(policys)
     return len(policys) - policys["reward"].count(None) if key in _BY_REWARD else len(policys)
 
 
 def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) -> dict[str, float]:
     """Throughput of a task that took part in a step, over the seconds since it did so before: `samples_per_s`,
     `updates_per_s`, `rewards_per_s`, `tokens_per_s` (that the policy wrote) and `rejection_rate`."""
-    scored = len(samples) - samples["reward"].count(None) if "reward" in samples else 0
+    ended = by_episode(samples)
+    scored = len(ended) - ended["reward"].count(None) if "reward" in ended else 0
     counts = {
-        "samples": len(samples),
+        "samples": len(ended),
         "updates": 1 if record["updated"] else 0,
         "rewards": scored,
         "tokens": written_tokens(samples),

@@ -90,7 +90,7 @@ class UpdatePhase:
     @property
     def _total_samples(self) -> int:
         """Samples of all tasks, from which `mini_batch_size` makes the number of optimizer steps."""
-        return sum(map(len, self._samples.values()))
+        return sum(batch.samples for batch in self._samples.values())
 
     def _prepare(self, name: str, _: Batch) -> Columns:
         if name not in self._samples:

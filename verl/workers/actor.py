@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import torch
 
 from verl.batch import Batch
@@ -24,6 +23,7 @@ from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
+from verl.rollout.rows import episode_rows
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -184,8 +184,7 @@ class ActorWorker(TrainedWorker):
     def generate(self, prompts: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
         `baseline` is true is decoded greedily. `task` may have an episode of its own. Yields the rows with the response
-        columns added; under an episode also `rejected` (responses thrown away before this one), `episode_error` (why
-        there is none, or null) and `episode_reward` (what the episode itself says, or null)."""
+        columns added; under an episode one row a trajectory, with more columns: see `episode_rows`."""
         engine = self.rollout_engine
         with self._weights(overlap=self.rollout.overlap_comm) as weights:
             engine.wake()
@@ -382,22 +381,10 @@ def _finished_groups(
 
 
 def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, precision: torch.dtype) -> Batch:
-    errors = [outcome.error or _count_error(outcome) for outcome in ended]
-    for error in filter(None, errors):
-        logger.warning("%s", error)
-    none = Turns(finish="abort", policy_version=version or 0)
-    turns = [none if error else outcome.responses[0] for outcome, error in zip(ended, errors, strict=True)]
-    columns = response_columns(turns, is_double=precision == torch.float64)
-    if version is not None:
-        columns["rejected"] = [turn.rejected for turn in turns]
-        columns["episode_error"] = pa.array(errors, pa.string())
-        columns["episode_reward"] = pa.array([turn.reward for turn in turns], pa.float64())
-    if any(turn.prompt_tokens for turn in turns):  # of agents that make prompts of their own
-        prompts = [turn.prompt_tokens or row for turn, row in zip(turns, rows["prompt_tokens"], strict=True)]
-        rows = rows.drop(["prompt_tokens"]).add({"prompt_tokens": prompts})
-    return rows.add(columns)
-
-
-def _count_error(outcome: Outcome) -> str | None:
-    count = len(outcome.responses)
-    return None if count == 1 else f"the episode gave {count} responses: a row wants exactly one"
+    is_double = precision == torch.float64
+    if version is None:
+        return rows.add(response_columns([outcome.responses[0] for outcome in ended], is_double))
+    for outcome in ended:
+        if outcome.error:
+            logger.warning("%s", outcome.error)
+    return episode_rows(rows, ended, version, is_double)

@@ -60,7 +60,8 @@ class UpdatePlan:
     """How a rollout batch becomes optimizer steps.
 
     Attributes:
-        mini_batch_size: samples an optimizer step (groups stay whole); None: the whole batch at once.
+        mini_batch_size: samples an optimizer step, of trajectories episodes (groups stay whole); None: the whole batch
+            at once.
         epochs: passes over the batch.
         temperature: of the rollout, where samples do not say another.
         seed: of the order in which groups are visited.
@@ -97,7 +98,7 @@ def mini_batches(batches: Sequence[Batch], plan: UpdatePlan, round_: int) -> Ite
     A plan of one step keeps the batches as they are; else groups are shuffled, by a permutation that depends on
     `(plan.seed, round_, epoch)` alone, so that a resumed run repeats it.
     """
-    count = plan.mini_batches(sum(map(len, batches)))
+    count = plan.mini_batches(sum(batch.samples for batch in batches))
     for epoch in range(plan.epochs):
         if count == 1:
             yield list(batches)
@@ -111,12 +112,12 @@ def mini_batches(batches: Sequence[Batch], plan: UpdatePlan, round_: int) -> Ite
 
 def _cut(batch: Batch, count: int, seed: int) -> list[list[int]]:
     """The rows of each of `count` mini-batches: shuffled groups, one after another."""
-    groups = batch.group_indices()
+    groups, samples = batch.group_indices(), {members[0] for members in batch.episode_indices()}
     rows: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for index in torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist():
-        rows[before * count // len(batch)] += groups[index]
-        before += len(groups[index])
+        rows[before * count // len(samples)] += groups[index]
+        before += len(samples.intersection(groups[index]))
     return rows
 
 

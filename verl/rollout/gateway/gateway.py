@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.checked import checked
 from verl.data.chat import template_inputs
-from verl.errors import RolloutError
-from verl.record import Count, Seconds
-from verl.rollout.episode import Client, LateError, Turns, with_deadline
+from verl.record import Count, Portion, Seconds
+from verl.rollout.episode import Client, LateError, LeftOutError, Turns, with_deadline
 from verl.rollout.gateway.agents import AgentError, KilledError, Verdict, agent_of, verdict_of
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
@@ -70,6 +69,7 @@ class Gateway:
         on_agent_error: the reward of an episode whose agent raises; None: it is left out. The policy may be the cause.
         train: whether a call is trained, in place of the rules for those that were answered.
         environment: more variables for a command.
+        max_left_out: share of a step's episodes; where more count for nothing, the run ends.
 
     Raises:
         ConfigError: this is no agent.
@@ -87,11 +87,12 @@ class Gateway:
         on_agent_error: float | None = None,
         train: Callable[[Call], bool] | None = None,
         environment: Mapping[str, str] | None = None,
+        max_left_out: Portion = 0.5,
     ) -> None:
         self.agent = agent_of(agent, environment)
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
         self.bounds = Bounds(max_calls, max_tokens)
-        self.seconds = deadline
+        self.seconds, self.max_left_out = deadline, max_left_out
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
         self._templates: dict[int, ChatTemplate] = {}
@@ -103,18 +104,19 @@ class Gateway:
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         record = await self.run(client, row)
-        if len(record.trajectories) != 1:
-            raise RolloutError(
-                f"the agent's {len(record.calls)} calls make {len(record.trajectories)} conversations that are trained "
-                f"(left out: {dict(record.left_out) or 'none'}): a row wants exactly one"
-            )
-        return [_turns(record.trajectories[0], record.verdict.reward)]
+        # The last one has the last call, and so what the episode came to: it is the one that rewards read.
+        ended = sorted(record.trajectories, key=lambda trajectory: trajectory.calls[-1].id)
+        turns = [_turns(trajectory, record.verdict) for trajectory in ended]
+        turns = turns or [Turns(policy_version=record.calls[-1].sample.policy_version)]  # nothing of it is trained
+        turns[-1].reward, turns[-1].truncated = record.verdict.reward, record.truncated
+        turns[-1].calls_left_out = record.left_out
+        return turns
 
     async def run(self, client: Client, row: Mapping[str, Any]) -> EpisodeRecord:
         """The whole episode.
 
         Raises:
-            RolloutError: the agent raised, made no call, or twice did not come to its end.
+            LeftOutError: the agent raised, made no call, or twice did not come to its end.
         """
         assert client.tokenizer is not None
         template = self._templates.get(id(client.tokenizer))
@@ -124,7 +126,7 @@ class Gateway:
         inputs = {key: value for key, value in template_inputs(row).items() if key != "tools"}
         if isinstance(row.get("messages"), str):  # as rows keep them
             row = {**row, "messages": json.loads(row["messages"])}
-        fault = ""
+        fault = reason = ""
         async with listening() as listener:
             for _ in range(2):
                 session = Session(listener.new_key(), client, template, inputs, self.bounds)
@@ -132,14 +134,15 @@ class Gateway:
                     verdict = await self._attempt(listener, session, row)
                 except (KilledError, LateError) as error:
                     fault = str(error) or f"the agent took longer than {self.seconds:g} s"
+                    reason = "late" if isinstance(error, LateError) else "killed"
                     continue
                 if session.fault is None:
                     return self._record(session, verdict)
-                fault = str(session.fault)
-        raise RolloutError(f"twice: {fault}")
+                fault, reason = str(session.fault), "fault"
+        raise LeftOutError(f"twice: {fault}", reason)
 
     async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> Verdict:
-        """Raises KilledError, LateError or RolloutError."""
+        """Raises KilledError, LateError or LeftOutError."""
         listener.open(session)
         try:
             work = self.agent(f"{listener.url}/v1", session.key, row)
@@ -148,14 +151,15 @@ class Gateway:
             if session.fault is not None:  # which the agent only passes on
                 return Verdict()
             if self.on_agent_error is None:
-                raise RolloutError(f"the agent raised: {error}") from error
+                raise LeftOutError(f"the agent raised: {error}", "raised") from error
             return Verdict(self.on_agent_error)
         finally:
             session.end()
 
     def _record(self, session: Session, verdict: Verdict) -> EpisodeRecord:
         if not session.calls:
-            raise RolloutError("the agent made no call that was answered")
+            raise LeftOutError("the agent made no call that was answered", "no_call")
+        _check_names(session.calls, verdict)
         left_out(session.calls, self.train)
         reasons = Counter(call.left_out for call in session.calls if call.left_out)
         reasons += session.lost
@@ -163,9 +167,24 @@ class Gateway:
         return EpisodeRecord(list(kept), verdict, session.calls, +reasons, session.truncated)
 
 
-def _turns(trajectory: Trajectory, reward: float | None) -> Turns:
+def _check_names(calls: Sequence[Call], verdict: Verdict) -> None:
+    """Raises LeftOutError if the agent gives a reward to what there was not."""
+    ids, names = {call.id for call in calls}, {call.name for call in calls}
+    unknown = [*(name for name in verdict.trajectories if name not in names)]
+    if unknown := unknown + [name for name in verdict.calls if _call_id(name) not in ids]:
+        raise LeftOutError(f"the agent gave '{unknown[0]}' a reward, and no call has that name or id", "raised")
+
+
+def _call_id(response: str) -> str:
+    """Of a call, from the id that its response has in a dialect."""
+    return response.rpartition("_")[2].rpartition("-")[2]
+
+
+def _turns(trajectory: Trajectory, verdict: Verdict) -> Turns:
     """A trajectory as one response to a prompt of its own."""
     samples = [call.sample for call in trajectory.calls]
+    rewards = {_call_id(response): reward for response, reward in verdict.calls.items()}
+    ends = {call.id: end - 1 for call, (_, end, _) in zip(trajectory.calls, trajectory.versions, strict=True)}
     return Turns(
         trajectory.response_tokens,
         trajectory.response_mask,
@@ -174,5 +193,8 @@ def _turns(trajectory: Trajectory, reward: float | None) -> Turns:
         min(sample.policy_version for sample in samples),
         temperatures={sample.temperature for sample in samples if sample.temperature is not None},
         prompt_tokens=trajectory.prompt_tokens,
-        reward=reward,
+        name=trajectory.name,
+        own_reward=verdict.trajectories.get(trajectory.name),
+        call_rewards={end: rewards[call] for call, end in ends.items() if call in rewards},
+        messages=[message.for_template("reasoning") for message in trajectory.messages],
     )
