@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -74,6 +75,30 @@ def test_rows_come_out_in_the_order_of_ids_with_the_columns_of_their_prompts(see
     assert result.batch["length"] == [len(tokens) for tokens in result.batch["response_tokens"]]
     assert result.batch["answer"] == [10] * 4 + [11] * 4 + [12] * 4
     assert result.timings["lengths"].rows == result.timings["rollout"].rows == 12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_episode_has_as_many_rows_as_it_gives_and_they_stay_together(seed: int) -> None:
+    def generate(prompts: Batch) -> Iterator[Batch]:
+        for id_ in shuffled(seed):
+            parts = 1 + int(id_[-1]) % 3
+            rows = [{**sample(id_), "id": f"{id_}.{part}", "episode": id_, "part": part} for part in range(parts)]
+            yield Batch.from_rows(rows)
+
+    source = replace(rollout(ALL_IDS), run=generate, outputs=("id", "group", "response_tokens", "episode", "part"))
+    result = run_graph(Graph([source, LENGTHS], inputs=["answer"]), PROMPTS)
+    expected = [(id_, part) for id_ in ALL_IDS for part in range(1 + int(id_[-1]) % 3)]
+    assert [*zip(result.batch["episode"], result.batch["part"], strict=True)] == expected
+    assert result.batch["length"] == result.batch.lengths("response_tokens")
+    assert result.batch["answer"] == [10 + int(id_[1]) for id_, _ in expected]
+    twice = replace(
+        source,
+        run=lambda prompts: chain(
+            generate(prompts), [Batch.from_rows([{**sample("p0/1"), "id": "x", "episode": "p0/1", "part": 0}])]
+        ),
+    )
+    with pytest.raises(RolloutError, match="gave sample 'p0/1' twice"):
+        run_graph(Graph([twice, LENGTHS], inputs=["answer"]), PROMPTS)
 
 
 def test_rows_node_sees_the_same_cuts_however_samples_finish() -> None:

@@ -85,7 +85,8 @@ def test_stages_run_as_one_graph() -> None:
 def test_same_graph_as_one_written_by_hand() -> None:
     learner = Learner()
     pipeline = RLDataPipeline().add_stage("rollout", Echo()).add_stage("reward", reward_fn).add_stage("update", learner)
-    read, written = ("response", "finish?", "episode_error?", "group?"), ("reward", "abstain_reason", "reward/*")
+    read = ("response", "finish?", "episode?", "episode_error?", "episode_reward?", "group?")
+    written = ("reward", "abstain_reason", "reward/*")
     score = Node(name="reward", run=lambda b: None, inputs=read, outputs=written)
     assert pipeline.graph == Graph([Echo().as_node("rollout"), score, *learner.as_node("update")])
 

@@ -68,7 +68,7 @@ class Episodes:
         """`[E]` fp64: how many there are of the episode's prompt, those that do not count too."""
         if self.are_rows:
             return group_sizes(self.responses.groups)
-        of_group = {}
+        of_group: dict[int, float] = {}
         for rows in self.rows.group_indices():
             count = float(len(self.rows.take(rows).episode_indices()))
             of_group |= dict.fromkeys(rows, count)
@@ -167,7 +167,7 @@ def _members(batch: Batch) -> list[tuple[str | None, list[int]]]:
 
 
 def _is_ragged(batch: Batch, name: str) -> bool:
-    return pa.types.is_large_list(batch.arrow(name).type)
+    return bool(pa.types.is_large_list(batch.arrow(name).type))
 
 
 def _filled(batch: Batch, name: str) -> Tensor:

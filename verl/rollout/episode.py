@@ -356,7 +356,7 @@ async def run_episodes(
                 index, [], f"episode of row '{row['id']}': {describe(error)}", getattr(error, "reason", "raised")
             )
         if not responses:
-            return Outcome(index, [], f"episode of row '{row['id']}' gave no response", "no_response")
+            return Outcome(index, [], f"episode of row '{row['id']}' gave 0 responses", "no_response")
         _check_temperatures(responses, sampling, str(row["id"]))
         return Outcome(index, responses)
 
