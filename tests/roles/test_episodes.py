@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import verl
+from verl.algorithms.ppo import PPO
 from verl.batch import Batch
 from verl.errors import RolloutError
+from verl.report.samples import permuted, renamed
 from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Client, Turns
 
@@ -183,3 +185,82 @@ def test_an_offloaded_optimizer_has_no_gradients_during_a_rollout(tiny: Path, of
     held.clear()
     trainer.step(["Once"])
     assert len(held) == 4 and (max(held) == 0) == offload
+
+
+def _split(turns: Turns, prompt: list[int]) -> list[Turns]:
+    """The same turns as trajectories: the tool's tokens, and all before, are the prompt of the next."""
+    starts = [0, 4 + len(TOOL), 2 * (4 + len(TOOL))]
+    tokens, log_probs = turns.response_tokens, turns.rollout_log_probs
+    return [
+        Turns(
+            tokens[start : start + 4],
+            [1] * 4,
+            log_probs[start : start + 4],
+            policy_version=turns.policy_version,
+            prompt_tokens=[*prompt, *tokens[:start]],
+            reward=float(sum(tokens) % 5),
+        )
+        for start in starts
+    ]
+
+
+@pytest.mark.parametrize("plan", [{}, {"mini_batch_size": 4, "epochs": 2}])
+def test_an_episode_that_is_split_at_its_turns_trains_the_same_weights(tiny: Path, plan: dict[str, int]) -> None:
+    """By GRPO with `token-mean`, as far as the norms of Llama go, which are computed in fp32 in any model."""
+
+    def trained(is_split: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        async def episode(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+            (turns,) = await interrupted(client, row)
+            parts = _split(turns, row["prompt_tokens"])
+            turns.reward = parts[0].reward
+            return parts if is_split else [turns]
+
+        actor = verl.Actor.from_pretrained(str(tiny), optim={"lr": 1e-3}, dtype="float64", episode=episode, **plan)
+        trainer = verl.Trainer(actor, reward_fn=lambda texts: [0.0] * len(texts), algorithm="grpo", n=4, log_dir=False)
+        log = trainer.step(["Once", "In the beginning"])
+        return log, [parameter.detach() for parameter in actor.model.parameters()]
+
+    (log, weights), (split_log, split_weights) = trained(False), trained(True)
+    assert (log["episodes/trajectories"], split_log["episodes/trajectories"]) == (1.0, pytest.approx(22 / 8))
+    assert split_log["update/steps/actor"] == log["update/steps/actor"]
+    for name in ("reward", "reward/std", "loss/actor", "grad_norm/actor", "episodes/left_out"):
+        assert split_log[name] == pytest.approx(log[name], abs=1e-7)
+    for mine, theirs in zip(split_weights, weights, strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_critic_learns_along_each_trajectory_with_rewards_of_turns(tiny: Path) -> None:
+    async def episode(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+        first = Turns(reward=1.0, name="a").wrote(
+            await client.generate(row["prompt_tokens"], _short(client.params)), 0.5
+        )
+        other = [*row["prompt_tokens"], *TOOL]
+        second = Turns(prompt_tokens=other, name="b", own_reward=0.25)
+        second.wrote(await client.generate(other, _short(client.params)))
+        return [first, second]
+
+    actor = actor_of(tiny, episode=episode)
+    seen: list[Batch] = []
+
+    class Seen(PPO):
+        def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+            seen.append(super().prepare(batch)[0])
+            return super().prepare(batch)
+
+    algorithm = Seen(kl_in="none", kl_target=None)
+    trainer = verl.Trainer(actor, reward_fn=lambda texts: [0.0] * len(texts), algorithm=algorithm, n=2, log_dir=False)
+    log = trainer.step(["Once", "In the beginning"])
+    assert log["updated"] and log["reward"] == 1.0 and math.isfinite(log["loss/critic"])
+    returns = [round(row[-1], 6) for row in seen[0]["returns"]]
+    assert returns == [1.5, 0.25] * 4  # of the last token: the turn's reward and the episode's, or its own
+
+
+def test_a_name_is_given_to_the_whole_episode() -> None:
+    """Samples that waited in a buffer while a run was resumed may be called as new ones are."""
+    names = {"id": ["g/0", "g/0.1"], "group": ["g", "g"], "episode": ["g/0", "g/0"]}
+    samples = renamed(Batch.from_columns({**names, "reward": [1.0, 1.0]}), {"g/0"})
+    assert samples["episode"] == ["~g/0", "~g/0"] and samples["id"] == ["~g/0", "~g/0.1"]
+    rows = {"episode": ["a", "a", "b", "c", "c"], "reward": [1.0, 1.0, 2.0, 3.0, 3.0], "trajectory_reward": [0.0] * 5}
+    dealt = permuted(Batch.from_columns(rows), seed=1)
+    assert dealt["reward"][0] == dealt["reward"][1] and dealt["reward"][3] == dealt["reward"][4]
+    assert sorted({*dealt["reward"]}) == [1.0, 2.0, 3.0] and "trajectory_reward" not in dealt
