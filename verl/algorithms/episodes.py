@@ -76,7 +76,7 @@ class Episodes:
 
     def count(self, chosen: Tensor) -> int:
         """How many episodes are `chosen`, `[E]` bool; those that stand apart in one count once."""
-        return len(self.batch.filter(chosen.tolist()).episode_indices())
+        return int(chosen.sum()) if self.are_rows else len(self.batch.filter(chosen.tolist()).episode_indices())
 
     def at_end(self, outcome: Tensor) -> Tensor:
         """`[E]` -> `[S]`: what each row of `rows` has at its end, of what each episode has: without the rewards of its

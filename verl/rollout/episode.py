@@ -13,6 +13,7 @@ is decoded and encoded again. An episode may have an attribute `deadline`, in se
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
 import threading
@@ -325,7 +326,7 @@ async def run_episodes(
     """Run one episode per row and yield the outcomes in the order in which they finish.
 
     Args:
-        rows: each has `id` and the columns that the episode reads.
+        rows: each has `id` and the columns that the episode reads; `messages` of JSON it gets as a list.
         params: of all rows, or one per row.
         ends: tokens that end a response; None: those of the tokenizer.
         deadline: seconds for an episode; None: its own, or 600. If it raises or exceeds them, its outcome has an error
@@ -344,6 +345,8 @@ async def run_episodes(
 
     async def one(index: int) -> Outcome:
         row = rows[index]
+        if isinstance(row.get("messages"), str):  # as rows keep them
+            row = {**row, "messages": json.loads(row["messages"])}
         sampling = params if isinstance(params, SamplingParams) else params[index]
         client = Client(pump, str(row["id"]), sampling, text)
         try:

@@ -178,5 +178,6 @@ def _words(text: str) -> list[str]:
 def _asked(row: Mapping[str, Any]) -> str:
     """The prompt of a row as text; of a chat, its last message."""
     if row.get("messages"):
-        return content_text(json.loads(row["messages"])[-1])
+        chat = row["messages"]
+        return content_text((json.loads(chat) if isinstance(chat, str) else chat)[-1])
     return str(row.get("prompt") or "")

@@ -10,7 +10,6 @@ def agent(base_url, api_key, row):
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -124,8 +123,6 @@ class Gateway:
             ends = () if client.text is None else tuple(client.text.ends)
             template = self._templates[id(client.tokenizer)] = ChatTemplate(client.tokenizer, self.chat_template, ends)
         inputs = {key: value for key, value in template_inputs(row).items() if key != "tools"}
-        if isinstance(row.get("messages"), str):  # as rows keep them
-            row = {**row, "messages": json.loads(row["messages"])}
         fault = reason = ""
         async with listening() as listener:
             for _ in range(2):
