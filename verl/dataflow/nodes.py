@@ -17,7 +17,7 @@ from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError
 from verl.record import Count
 from verl.rewards.forms import trajectories_of
-from verl.rewards.source import columns_read
+from verl.rewards.source import RewardResult, columns_read
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
@@ -167,7 +167,9 @@ class RewardNode:
         if "trajectories" in named:
             episodes = episodes.add({"trajectories": trajectories_of(samples)})
         asked = [index for index, reward in enumerate(decided) if reward is None]
-        scores, metrics = await self.reward.score_and_count(episodes.take(asked))
+        scores, metrics = RewardResult([]).as_batch(), dict[str, float]()
+        if asked:
+            scores, metrics = await self.reward.score_and_count(episodes.take(asked))
         scores = scores.among(asked, len(episodes))
         rewards = [one if said is None else said for said, one in zip(decided, scores["reward"], strict=True)]
         scores = scores.drop(["reward"]).add({"reward": rewards})
