@@ -15,8 +15,11 @@ BUCKETS = [
     [Row(0, 6), Row(6, 5), Row(11, 3)],
     [Row(14, 4, Row(0, 6)), Row(18, 2, Row(0, 6)), Row(20, 1, Row(6, 5)), Row(21, 3, Row(6, 5))],
     [Row(24, 3, Row(0, 6))],
+    # Two more levels of forks, beside each other and beside rows with shorter prefixes.
+    [Row(27, 2, Row(18, 2, Row(0, 6))), Row(29, 5, Row(14, 4, Row(0, 6))), Row(34, 3, Row(21, 3, Row(6, 5)))],
+    [Row(37, 4, Row(29, 5, Row(14, 4, Row(0, 6)))), Row(41, 1, Row(29, 5, Row(14, 4, Row(0, 6)))), Row(42, 5)],
 ]
-TOTAL = 27
+TOTAL = 47
 
 
 def make_buckets() -> list[Bucket]:
@@ -27,10 +30,10 @@ def visible(window: int | None) -> Tensor:
     """Token x token, written out from the description of the rows."""
     mask = torch.zeros(TOTAL, TOTAL, dtype=torch.bool)
     for row in (row for rows in BUCKETS for row in rows):
-        before, size = row.prefix
-        seen = [*range(before, before + size), *range(row.start, row.start + row.length)]
+        before = row.prefix.tolist()
+        seen = [*before, *range(row.start, row.start + row.length)]
         for i in range(row.length):
-            keys = seen[: size + i + 1]
+            keys = seen[: len(before) + i + 1]
             mask[row.start + i, keys if window is None else keys[-window:]] = True
     return mask
 

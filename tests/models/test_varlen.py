@@ -41,7 +41,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @st.composite
 def flat_rows(draw: st.DrawFn) -> list[Row]:
-    """Prompts, each alone or before responses that share it."""
+    """Prompts, each alone or before responses that share it, and before others that share one of these."""
     rows: list[Row] = []
     start = 0
     for _ in range(draw(st.integers(1, 4))):
@@ -49,8 +49,10 @@ def flat_rows(draw: st.DrawFn) -> list[Row]:
         first = start
         rows.append(Row(start, prompt))
         start += prompt
+        parents = [Row(first, prompt)]
         for length in draw(st.lists(st.integers(1, 7), max_size=4)):
-            rows.append(Row(start, length, Row(first, prompt)))
+            parents.append(Row(start, length, draw(st.sampled_from(parents))))
+            rows.append(parents[-1])
             start += length
     return rows
 

@@ -1,8 +1,8 @@
 """A micro-batch as flat tokens, and causal attention over them.
 
-Rows of one group share one forward of their prompt: the tokens of a prompt stand in the flat row once, the responses
-behind it. Where flash attention takes rows of different lengths it gets them as they are; elsewhere rows of nearly
-equal size are put into buckets, whatever prompts they belong to. A T x T mask never exists.
+Rows of one group share one forward of what they begin with (`prefix_tree`): it stands in the flat row once, what
+follows in each of them behind it. Where flash attention takes rows of different lengths it gets them as they are;
+elsewhere rows of nearly equal size are put into buckets, whatever they follow. A T x T mask never exists.
 
 On CPU attention over buckets is written out in matrix products: torch's flash kernel for CPU is several times slower at
 the lengths of training rows, above all in the backward. What stands between the products (gathering heads, softmax,
@@ -17,11 +17,13 @@ the longest prefix, M >= P + L keys, C queries of a piece, H query heads, K key/
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, TypeAlias
+from itertools import accumulate, pairwise
+from operator import and_, eq
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,12 +32,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl.attention import varlen
+from verl.attention.prefix_tree import Indices, PrefixTree, families, prefix_tree
 from verl.autograd import add_rows
 from verl.device import to_device
 from verl.errors import DataError
 from verl.kernels.compiled import VECTOR, layer_kernels
-
-Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 # A bucket may hold this many padded scores for each real one before a new bucket is opened.
 _WASTE = 1.5
@@ -69,17 +70,22 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens `start` to `start + length` of the flat row, causal; they also see all of their parent's, as those of a
-    response see the prompt. A parent has none itself: what reads `prefix` goes up one level."""
+    """Tokens `start` to `start + length` of the flat row, causal; they also see all of their parent's, and what those
+    see: as the tokens of a response see the prompt."""
 
     start: int
     length: int
     parent: Row | None = None
 
     @property
-    def prefix(self) -> tuple[int, int]:
-        """Start and length of what stands before it."""
-        return (0, 0) if self.parent is None else (self.parent.start, self.parent.length)
+    def prefix(self) -> Indices:
+        """Where the tokens before it lie in the flat row, from the first on."""
+        return np.arange(0) if self.parent is None else self.parent.path
+
+    @cached_property
+    def path(self) -> Indices:
+        """Where the tokens before it and its tokens lie."""
+        return np.concatenate([self.prefix, np.arange(self.start, self.start + self.length)])
 
 
 def pack_rows(
@@ -88,13 +94,17 @@ def pack_rows(
     device: torch.device | str = "cpu",
     share_prompts: bool = True,
     keep_last: bool = False,
+    tree: PrefixTree | None = None,
 ) -> Packed:
     """Lay prompts and responses, one of each a sample, out as flat tokens.
 
     Args:
-        share_prompts: adjacent samples with equal prompts share one forward of it. The numbers do not change.
+        share_prompts: adjacent samples with equal prompts share one forward of what they begin with. The numbers do not
+            change.
         keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
             default; scores at the last token need it.
+        tree: of the samples without their last response token, in the place of one by their prompts: what adjacent
+            samples have in common there is computed once.
 
     Raises:
         DataError: a row has an empty prompt (no state would predict its first token), or there are no rows.
@@ -104,51 +114,60 @@ def pack_rows(
         raise DataError("a batch without rows cannot be packed: drop empty micro-batches before the forward")
     if empty := [number for number, (prompt, _) in enumerate(samples) if not prompt]:
         raise DataError(f"row {empty[0]} has an empty prompt_tokens: give every prompt at least one token (a BOS)")
-    rows, tokens, places = _layout([(p, r if keep_last else r[:-1]) for p, r in samples], share_prompts)
-    positions = np.concatenate([np.arange(row.length) + row.prefix[1] for row in rows])
+    lengths = [len(prompt) for prompt, _ in samples]
+    fed = [np.array(p + r[:-1], dtype=np.int64) for p, r in samples]
+    if tree is None:
+        of_prompt = families([row[:length] for row, length in zip(fed, lengths, strict=True)])
+        tree = prefix_tree(fed, lengths, of_prompt if share_prompts else range(len(fed)))
+    if keep_last:
+        fed = [np.append(row, r[-1:]).astype(np.int64) for row, (_, r) in zip(fed, samples, strict=True)]
+        ends = enumerate(zip(tree.paths, samples, strict=True), len(tree.lengths))
+        paths = [(*path, number) if r else path for number, (path, (_, r)) in ends]
+        tree = PrefixTree([*tree.lengths, *[1] * len(fed)], paths)
+    rows, places = _layout(tree, list(map(len, fed)))
+    tokens, positions = np.empty((2, sum(row.length for row in rows)), dtype=np.int64)
+    for index, row in zip(places, fed, strict=True):
+        tokens[index], positions[index] = row, np.arange(len(row))
     # The last token of a prompt predicts the first of the response, which predicts the second, and so on.
-    predict = [flat_row[len(p) - 1 :][: len(r)] for flat_row, (p, r) in zip(places, samples, strict=True)]
+    predict = [index[length - 1 :][: len(r)] for index, length, (_, r) in zip(places, lengths, samples, strict=True)]
     targets = [token for _, response in samples for token in response]
     device = torch.device(device)
-    flat = (tokens, positions, np.concatenate(predict), targets, [flat_row[-1] for flat_row in places])
+    flat = (tokens, positions, np.concatenate(predict), targets, [index[-1] for index in places])
     tokens_T, positions_T, predict_R, targets_R, last_S = (
         to_device(torch.from_numpy(np.asarray(values, dtype=np.int64)), device) for values in flat
     )
     return Packed(tokens_T, positions_T, Segments(rows, places, device), predict_R, targets_R, last_S)
 
 
-def _layout(
-    samples: Sequence[tuple[list[int], list[int]]], share_prompts: bool
-) -> tuple[list[Row], list[int], list[Indices]]:
-    """The rows to attend and their tokens, in the order of the flat row, and where the tokens of each sample lie.
-
-    Args:
-        samples: the prompt of each, and what is fed of its response.
-    """
+def _layout(tree: PrefixTree, sizes: Sequence[int]) -> tuple[list[Row], list[Indices]]:
+    """The rows to attend, in the order of the flat row, and where the tokens of each sample lie, `sizes` of them."""
+    # Nodes depth first, 0 above all. A sample has those of the one before it as far as they are the same, then others.
+    parents, lengths, paths = [0], [0], [[0]]
+    for before, path in pairwise([(), *tree.paths]):
+        shared = sum(accumulate(map(eq, path, before), and_))
+        paths.append(paths[-1][: shared + 1])
+        for node in path[shared:]:
+            parents.append(paths[-1][-1])
+            paths[-1].append(len(lengths))
+            lengths.append(tree.lengths[node])
+    children = Counter(parents)
     rows: list[Row] = []
-    tokens: list[int] = []
-    places: list[Indices] = []
-    firsts = [i for i in range(len(samples)) if not (share_prompts and i and samples[i][0] == samples[i - 1][0])]
-    for first, end in pairwise([*firsts, len(samples)]):
-        prompt, fed = samples[first][0], [response for _, response in samples[first:end]]
-        # With one response to feed, or none, all read from a single plain row; with more, each has its own.
-        is_parent = sum(map(bool, fed)) > 1
-        parent = Row(len(tokens), len(prompt) + (0 if is_parent else sum(map(len, fed))))
-        rows.append(parent)
-        tokens += prompt
-        behind = len(tokens)
-        for response in fed:
-            start = len(tokens)
-            places.append(np.r_[parent.start : behind, start : start + len(response)])
-            tokens += response
-            if is_parent and response:
-                rows.append(Row(start, len(response), parent))
-    return rows, tokens, places
+    row_of: dict[int, Row] = {}
+    chain: list[int] = []
+    start = end = 0
+    for node in range(1, len(parents)):
+        chain.append(node)
+        end += lengths[node]
+        if children[node] != 1:  # else it is one row with what is behind it
+            rows.append(Row(start, end - start, row_of.get(parents[chain[0]])))
+            row_of.update(dict.fromkeys(chain, rows[-1]))
+            start, chain = end, []
+    return rows, [row_of[path[-1]].path[:size] for path, size in zip(paths[1:], sizes, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The attention context of a packed micro-batch: causal within a row, shared prompts computed once.
+    """The attention context of a packed micro-batch: causal within a row, what rows share computed once.
 
     Attributes:
         rows: in the order of the flat row, which they cover.
@@ -176,18 +195,19 @@ class Segments:
         buckets: list[list[Row]] = []
         real = before = longest = 0
         # Prefixes of nearly equal length stand together, and among them rows of nearly equal length.
-        lengths = np.array([(row.length, row.prefix[1] // 32) for row in self.rows])
+        lengths = np.array([(row.length, len(row.prefix) // 32) for row in self.rows])
         for row in (self.rows[number] for number in np.lexsort(-lengths.T)):
-            size = row.length * (row.prefix[1] + row.length)
+            prefix = len(row.prefix)
+            size = row.length * (prefix + row.length)
             if buckets:
-                before, longest = max(before, row.prefix[1]), max(longest, row.length)
+                before, longest = max(before, prefix), max(longest, row.length)
                 padded = (len(buckets[-1]) + 1) * longest * (before + longest)
                 if padded <= _WASTE * (real + size) and (self.device.type != "cpu" or padded <= PIECE):
                     buckets[-1].append(row)
                     real += size
                     continue
             buckets.append([row])
-            real, before, longest = size, row.prefix[1], row.length
+            real, before, longest = size, prefix, row.length
         return [Bucket(bucket, self.device) for bucket in buckets]
 
     def padded_rows(self) -> PaddedRows:
@@ -216,17 +236,17 @@ class Bucket:
     """
 
     def __init__(self, rows: Sequence[Row], device: torch.device | str = "cpu") -> None:
-        table = torch.tensor([(row.start, row.length, *row.prefix) for row in rows])
-        start, length, prefix, before = table.T[..., None]  # each `[B, 1]`
+        prefixes = [row.prefix for row in rows]
+        table = torch.tensor([(row.start, row.length, len(row.prefix)) for row in rows])
+        start, length, before = table.T[..., None]  # each `[B, 1]`
         self.size, self.longest, self.longest_prefix = len(rows), int(length.max()), int(before.max())
         self.num_keys = -(-(self.longest_prefix + self.longest) // VECTOR) * VECTOR
         self.device = torch.device(device)
         key = torch.arange(self.num_keys)
         query, own_key = key[: self.longest], key - self.longest_prefix
         queries = torch.where(query < length, start + query, -1)
-        keys = torch.where(
-            (own_key >= 0) & (own_key < length), start + own_key, torch.where(key < before, prefix + key, -1)
-        )
+        keys = torch.where((own_key >= 0) & (own_key < length), start + own_key, -1)
+        keys[key < before] = torch.from_numpy(np.concatenate(prefixes))  # in the order of the rows
         self.queries, self.keys, self.before = (x.to(self.device) for x in (queries, keys, before[:, 0].contiguous()))
         self._masks: dict[int, Tensor] = {}
 

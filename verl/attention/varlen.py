@@ -122,7 +122,7 @@ class Ragged:
         def ints(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype), device)
 
-        lengths, seen = [row.length for row in rows], [row.prefix[1] + row.length for row in rows]
+        lengths, seen = [row.length for row in rows], [len(row.prefix) + row.length for row in rows]
         self.max_q, self.max_k = max(lengths), max(seen)
         self.cu_seq_q, self.cu_seq_k = (ints([0, *accumulate(sizes)], torch.int32) for sizes in (lengths, seen))
         self.keys: Tensor | None = None
@@ -132,7 +132,7 @@ class Ragged:
         own_keys: list[int] = []
         copies: defaultdict[int, list[int]] = defaultdict(list)
         for row in rows:
-            for token in range(row.prefix[0], sum(row.prefix)):
+            for token in row.prefix.tolist():
                 copies[token].append(len(keys))
                 keys.append(token)
             own_keys.extend(range(len(keys), len(keys) + row.length))
