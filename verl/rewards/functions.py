@@ -233,11 +233,11 @@ def _weak(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(_call_async if is_async(function) else _call, method)
 
 
-def _call(method: weakref.WeakMethod[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+def _call(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
     function = method()
     assert function is not None  # the reward has it, and waits for this call
     return function(*args, **kwargs)
 
 
-async def _call_async(method: weakref.WeakMethod[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+async def _call_async(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
     return await _call(method, *args, **kwargs)
