@@ -90,6 +90,12 @@ class Server:
         return time.monotonic() < self.paused_until
 
 
+def check_key(api_key: str | None, kind: str) -> None:
+    """Raises ConfigError for a key that no header can carry: sent, it would look like a server that fails."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError(f"{kind}: api_key has a character that no HTTP header can carry: give it in printable ASCII")
+
+
 class ServerPool:
     """Calls to servers of one kind.
 
@@ -101,7 +107,7 @@ class ServerPool:
         kind: what messages call these servers.
 
     Raises:
-        ConfigError: an address is not one, or the paths differ.
+        ConfigError: an address is not one, or the paths differ; or see `check_key`.
     """
 
     @checked
@@ -118,6 +124,7 @@ class ServerPool:
         paths = {url.path for url in parsed}
         if not parsed or any(url.scheme not in ("http", "https") or not url.netloc for url in parsed) or len(paths) > 1:
             raise ConfigError(f"servers are addresses like http://host:8000, all with the same path, not {urls!r}")
+        check_key(api_key, kind)
         if timeout <= 0 or retries < 0:
             raise ConfigError(f"servers: timeout must be above 0 and retries at least 0, not {timeout} and {retries}")
         path = paths.pop()

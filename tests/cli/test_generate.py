@@ -221,6 +221,7 @@ def test_columns_that_parquet_has_no_type_for(tiny, tmp_path, suffix):
     else:
         found = pq.read_table(out).to_pylist()
         assert [json.loads(row["messages"]) for row in found] == CHATS
+        assert "JSON text, since no type of Parquet holds all its values: extra_info, deep, messages" in result.output
         assert [(row["extra_info"], row["deep"]) for row in found] == [({}, rows[0]["deep"])] * 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,34 @@ def test_the_process_ends_with_the_script(tmp_path: Path, how: int) -> None:
         time.sleep(0.05)
     else:
         raise AssertionError("it lives on")
+
+
+class Owner:
+    """Has the reward of its own method."""
+
+    def __init__(self, process: bool) -> None:
+        self.scored = 1.0
+        self.reward = FunctionReward(self.score, process=process)
+        self.later = FunctionReward(self.score_later, process=process)
+
+    def score(self, texts: list[str]) -> list[float]:
+        return [self.scored] * len(texts)
+
+    async def score_later(self, texts: list[str]) -> list[float]:
+        return self.score(texts)
+
+
+@pytest.mark.parametrize("process", [True, False])
+def test_the_object_of_a_method_is_freed_and_what_called_it_ends(process: bool) -> None:
+    owner = Owner(process)
+    for reward in (owner.reward, owner.later):
+        assert run_reward(reward, texts("a", "b")).reward == [1.0, 1.0]
+    hosts = [reward.group._host for reward in (owner.reward, owner.later)]  # type: ignore[attr-defined]
+    freed = weakref.ref(owner)
+    del owner, reward
+    gc.collect()
+    assert freed() is None
+    until = time.monotonic() + 30
+    while time.monotonic() < until and any(alive(host.pid) if process else host.thread.is_alive() for host in hosts):
+        time.sleep(0.01)
+    assert not any(alive(host.pid) if process else host.thread.is_alive() for host in hosts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,7 @@ import verl
 from tests.conftest import Plain
 from verl.config import Config
 from verl.errors import ConfigError, RewardError
+from verl.http_servers import ServerPool
 from verl.rewards.remote import JudgeReward
 
 
@@ -142,6 +145,28 @@ def test_columns_that_are_no_json_are_named() -> None:
     scored = verl.Reward(url="http://localhost:1/score").get_reward(batch)
     assert scored["reward"] == [None, None]
     assert "column 'when' cannot be sent as JSON" in scored["abstain_reason"][0]
+
+
+@pytest.mark.parametrize("key", ["é", "two\nlines"])
+def test_a_key_that_no_header_carries_is_refused_before_any_call(key: str) -> None:
+    for make in (
+        lambda: verl.Reward(url="http://127.0.0.1:9/score", api_key=key),
+        lambda: verl.Reward(url="http://127.0.0.1:9/v1", template="{response}", api_key=key),
+        lambda: verl.vLLMWorker("http://127.0.0.1:9", api_key=key),
+        lambda: ServerPool("http://127.0.0.1:9", api_key=key),
+    ):
+        with pytest.raises(ConfigError, match="api_key has a character that no HTTP header can carry") as refused:
+            make()
+        assert key not in str(refused.value)
+
+
+def test_a_service_is_freed_with_its_reward(serve: Callable[..., Plain]) -> None:
+    reward = verl.Reward(url=f"{serve(1).url}/score")
+    assert reward.get_reward(rows("a"))["reward"] == [1.0]
+    freed = weakref.ref(reward.source)
+    del reward
+    gc.collect()
+    assert freed() is None
 
 
 def test_wrong_settings_are_told(serve: Callable[..., Plain]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import json
 import os
 import random
@@ -19,9 +21,10 @@ import torch
 
 import verl
 from tests import ranks
+from tests.trainer.timeline_file import read_timeline
 from verl.batch import Batch
 from verl.cluster.ray import pool
-from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RolloutError
+from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RewardError, RolloutError
 from verl.ray_session import connect
 from verl.rollout.base import SamplingParams
 from verl.trainer.asynchronous import AsyncTrainer
@@ -150,6 +153,77 @@ def kill_one(trainer: Recorder, reward: verl.Reward | None, chance: random.Rando
         time.sleep(0.01)
     time.sleep(late)
     os.kill(chance.choice((reward or trainer).group.pids), signal.SIGKILL)
+
+
+class Unhurried(verl.Actor):
+    """Its update takes a while."""
+
+    def train_parts(self, parts: Any) -> dict[str, float]:
+        time.sleep(2.0)
+        return super().train_parts(parts)
+
+
+def slowly(texts: list[str]) -> list[float]:
+    time.sleep(0.2)
+    return low_bytes(texts)
+
+
+@pytest.mark.slow
+def test_rewards_are_computed_beside_the_update(tiny: Path, tmp_path: Path) -> None:
+    """While a step updates, the groups of the next ones come and are scored: nothing is left to score then."""
+    file, sampling = tmp_path / "timeline.json", SamplingParams(max_new_tokens=6, ignore_eos=True)
+    actor = Unhurried(str(tiny), optim={"lr": 1e-2}, sampling=sampling)
+    options: dict[str, Any] = {"batch_size": 2, "deadline": 120, "log_dir": False, "timeline": file}
+    trainer = AsyncTrainer(actor, reward_fn=slowly, algorithm="grpo", n=2, max_staleness=1, **options)
+    prompts = Prompts()
+    try:
+        records = [trainer.advance(itertools.islice(prompts, count)) for count in (2, 1, 0)]
+        ready = trainer.schedule.ready
+    finally:
+        trainer.close()
+    spans = read_timeline(file)
+    rewards = sorted(span.start for span in spans if span.node == "reward")
+    updates = sorted(span.start for span in spans if span.node == "update_actor")
+    assert (len(rewards), len(updates), ready) == (6, 3, {}), "each group is scored once"
+    assert rewards[3] < updates[0] + 2.0, "the second step's groups before the first update's end"
+    assert rewards[5] < updates[1] + 2.0, "the third step's, which begin after the first, before the second's"
+    assert [record["rollout/staleness/max"] for record in records] == [0, 1, 1]
+    assert sum(record["rollout/tokens"] for record in records) == 3 * 2 * 2 * 6
+    assert not any(record["reward/abstained"] for record in records)
+
+
+@pytest.mark.slow
+def test_scores_that_are_not_trained_yet_are_no_part_of_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    """They are made anew after a resume, and the step is the one of the run that goes on."""
+    rewards = []
+    trainer, prompts = make(tiny), Prompts()
+    try:
+        trainer.advance(itertools.islice(prompts, 2))
+        while len(trainer.schedule.ready) < 2:
+            trainer._wait()
+        concurrent.futures.wait(trainer._scores.values(), timeout=60)
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        rewards.append(trainer.advance(iter([]))["reward"])
+        trainer.load_checkpoint(tmp_path / "checkpoint")
+        assert len(trainer.schedule.ready) == 2 and "reward" not in next(iter(trainer.schedule.ready.values())).samples
+        rewards.append(trainer.advance(iter([]))["reward"])
+    finally:
+        trainer.close()
+    assert rewards[0] == rewards[1]
+
+
+def late(texts: list[str]) -> list[float]:
+    raise ValueError("no such judge")
+
+
+@pytest.mark.slow
+def test_rewards_that_fail_beside_an_update_end_the_step_that_trains_them(tiny: Path) -> None:
+    trainer = make(tiny, n=32, reward_fn=verl.Reward(late, max_failure_rate=0.5))
+    try:
+        with pytest.raises(RewardError, match=r"(?s)node 'reward'.*failed on .*no such judge"):
+            trainer.advance(Prompts())
+    finally:
+        trainer.close()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from verl.data.prompts import load_prompts, stream_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.batches import prepare_prompts
+from verl.trainer.evaluation import HeldOut
 
 WAIT = 60  # seconds, at most: what is waited for comes at once
 
@@ -198,6 +199,40 @@ def test_what_was_read_ahead_is_not_lost_on_a_checkpoint(kind: str, tiny: Path, 
     _, first = run(2)
     again, rest = run(3, resume=True)
     assert (again, first + rest) == (place, records)
+
+
+class Counting:
+    """A tokenizer that counts how often it is called for texts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.texts = tokenizer, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        self.texts += text if isinstance(text, list) else [text]
+        return self._tokenizer(text, **options)
+
+
+def test_what_is_evaluated_again_is_tokenised_once(tiny: Path) -> None:
+    trainer = of_one(tiny)
+    counting = trainer.actor.tokenizer = Counting(trainer.actor.tokenizer)
+    asked = ["Say one", "Say two"]
+    first = trainer.evaluate(asked)
+    trainer.held_out = HeldOut(load_prompts(asked), every=1)
+    trainer.fit(PromptLoader(load_prompts(["Go"]), 1), 2)
+    assert [counting.texts.count(text) for text in asked] == [1, 1]
+    assert trainer.held_out.first["headline"] == "reward" and trainer.held_out.last["step"] == 2
+    asked[1] = "Say three"  # the same list, with another problem
+    again = trainer.evaluate(asked)
+    assert counting.texts.count("Say three") == 1 and again.samples["prompt"] == asked != first.samples["prompt"]
+    trainer.actor.tokenizer = other = Counting(counting._tokenizer)
+    trainer.evaluate(asked)
+    assert other.texts.count("Say three") == 1, "another tokenizer has other tokens"
 
 
 def test_prompts_are_tokenised_by_the_thread_that_reads(tiny: Path) -> None:

@@ -174,6 +174,18 @@ def test_a_detached_loss_is_an_error_also_where_rows_are_left_out() -> None:
         run_updates(engine_of(), [UpdatePart(batches[0], Detached().objective("actor"))], UpdatePlan(), 0)
 
 
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("zero", marks=pytest.mark.slow)])
+def test_a_detached_loss_is_an_error_on_a_rank_without_rows_too(kind: str) -> None:
+    """One group is computed, by one of two ranks: the other, which waits for it in its backward pass, ends as well."""
+    if kind == "zero":
+        pytest.importorskip("deepspeed")
+    done = job(2, SCRIPT.with_name("rank_detached.py"), kind)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == {"fsdp": 1, "zero": 3}[kind]
+    for line in lines:
+        assert ["does not depend on what the model predicts" in error for error in line["refused"]] == [True] * 2, line
+
+
 def test_weights_that_do_not_fit_are_refused_as_before() -> None:
     _, batches = without_rejected("grpo")
     algorithm = GRPO()

@@ -72,7 +72,8 @@ def generate(
     If it was interrupted, the same command (without --fresh) continues; other prompts or settings are refused.
 
     A row of the output holds the prompt's columns and `id`, `response`, `finish` (stop, length; refused, with the
-    reason in `error`), `response_tokens`. In .jsonl dates are ISO text and bytes base64.
+    reason in `error`), `response_tokens`. In .jsonl dates are ISO text and bytes base64. In .parquet a column whose
+    values have no one type (mappings of different keys, say) is JSON text, which a line on stderr says.
 
     [bold]Examples[/bold]
     $ verl generate models/SmolLM2-135M-Instruct prompts.jsonl answers.jsonl --chat --temperature 0
@@ -334,17 +335,25 @@ def _parquet(batch: Batch) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from verl.exact import ExactType
+
+    as_json = [field.name for field in batch.table.schema if isinstance(field.type, ExactType)]
+
     def content(table: pa.Table) -> bytes:
         sink = BytesIO()
         pq.write_table(table, sink)
         return sink.getvalue()
 
+    lists = None
     if "messages" in batch:
         chats = [text and json.loads(text) for text in batch["messages"]]
         # Parquet has no type for contents that are text here and parts there, or a mapping without keys: JSON it stays.
         with suppress(pa.ArrowException):
-            return content(batch.table.set_column(batch.columns.index("messages"), "messages", pa.array(chats)))
-    return content(batch.table)
+            lists = content(batch.table.set_column(batch.columns.index("messages"), "messages", pa.array(chats)))
+        as_json += [] if lists else ["messages"]
+    if as_json:
+        typer.echo(f"JSON text, since no type of Parquet holds all its values: {', '.join(as_json)}", err=True)
+    return lists or content(batch.table)
 
 
 def _as_text(value: Any) -> str:

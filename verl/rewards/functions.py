@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from os import PathLike
 from typing import Any, ClassVar, TypedDict
@@ -16,7 +18,7 @@ from verl.batch import WRITTEN, Batch
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError, nearest
 from verl.record import Count, Portion, Retries, Seconds
-from verl.rewards.calls import Caller, ThreadCaller
+from verl.rewards.calls import Caller, ThreadCaller, is_async
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.processes import ProcessCaller, can_travel
@@ -103,7 +105,7 @@ class FunctionReward:
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
         process = process and getattr(function, "process", True) and can_travel(function)
-        self.group: Caller = (ProcessCaller if process else ThreadCaller)(function, self.name)
+        self.group: Caller = (ProcessCaller if process else ThreadCaller)(_weak(function), self.name)
         if workers:
             self.call_in(workers, spec)
         else:
@@ -217,3 +219,25 @@ class FunctionReward:
             reasons,
             {what: count for what, count in counts.items() if count},
         )
+
+
+def _weak(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; of a method one that does not keep its object. What calls it lives until the reward is gone, and
+    the object may be the reward itself, or have it: neither would ever be freed."""
+    if not inspect.ismethod(function):
+        return function
+    try:
+        method = weakref.WeakMethod(function)
+    except TypeError:  # an object with __slots__
+        return function
+    return partial(_call_async if is_async(function) else _call, method)
+
+
+def _call(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
+    function = method()
+    assert function is not None  # the reward has it, and waits for this call
+    return function(*args, **kwargs)
+
+
+async def _call_async(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
+    return await _call(method, *args, **kwargs)

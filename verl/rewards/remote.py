@@ -21,7 +21,7 @@ from verl.checked import checked
 from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RolloutError, nearest
-from verl.http_servers import ServerPool, check_model_path
+from verl.http_servers import ServerPool, check_key, check_model_path
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
 from verl.rewards.forms import user_columns
@@ -70,6 +70,7 @@ class _ServedReward(FunctionReward):
         api_key: str | None,
         **options: Any,
     ) -> None:
+        check_key(api_key, f"reward '{options['name']}'")
         self._servers = (servers, timeout, retries, api_key)
         self._at_once = Slots(_AT_ONCE)
         super().__init__(function, **{**options, "process": False})

@@ -322,11 +322,13 @@ class Actor(ModelHandle[ActorWorker]):
                 "computes no others: rollout='hf' does",
             )
 
-    def stamped(self, samples: Batch) -> Batch:
+    def stamped(self, samples: Batch, writer: tuple[int, str] | None = None) -> Batch:
         """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
-        and `policy_id`, which is null where older weights than the present ones began them."""
+        and `policy_id`, which is null where older weights than the present ones began them. `writer`: the present
+        ones, by version and id; None: as the actor has them."""
         texts = list(map(ResponseText(self.tokenizer, self.ends), samples["response_tokens"]))
-        writers = [self.policy_id if v == self.policy_version else None for v in samples["policy_version"]]
+        version, policy_id = writer or (self.policy_version, self.policy_id)
+        writers = [policy_id if v == version else None for v in samples["policy_version"]]
         vocabulary = [vocabulary_id(self.tokenizer)] * len(samples)
         return samples.add({"response": texts, "policy_id": writers, "tokenizer": vocabulary})
 

@@ -112,19 +112,31 @@ class RolloutPool(Pool):
             RolloutError: a worker's engine failed; with the worker's own traceback.
         """
         began = time.monotonic()
-        while not self._lost:
-            try:
-                worker, name, answer = self.events.get(
-                    timeout=max(0.0, self._until(began, deadline) - time.monotonic())
-                )
-            except queue.Empty:
-                raise self._stall(deadline) from None
+        try:
+            while (event := self.poll(max(0.0, self._until(began, deadline) - time.monotonic()))) is None:
+                pass
+        except queue.Empty:
+            raise self._stall(deadline) from None
+        return event
+
+    def poll(self, seconds: float) -> Finished | Lost | None:
+        """What the next answer of a worker says of groups; None: nothing.
+
+        Raises:
+            queue.Empty: no worker answered within so many seconds.
+            ClusterError, RolloutError: see `event`.
+        """
+        if self._lost:
             with self.lock:
-                if worker in self._workers and (event := self._take(worker, name, answer)) is not None:
-                    return event
+                lost, self._lost = self._lost, []
+            return Lost(lost, "its worker was taken away")
+        worker, name, answer = self.events.get(timeout=seconds)
         with self.lock:
-            lost, self._lost = self._lost, []
-        return Lost(lost, "its worker was taken away")
+            return self._take(worker, name, answer) if worker in self._workers else None
+
+    def wake(self) -> None:
+        """End a `poll` that waits, or the next one: of no worker, and so of no group."""
+        self.events.put((None, "", None))  # type: ignore[arg-type]
 
     def close(self) -> None:
         super().close()

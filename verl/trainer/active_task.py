@@ -11,6 +11,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.data.forms import uncollated
 from verl.data.offline import OfflineDatasetLoader
+from verl.data.tokenize import KnownPrompts
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import RolloutNode
 from verl.errors import ConfigError, RolloutError
@@ -59,7 +60,7 @@ class ActiveTask:
         self.sources, self.n, self._runner = task.sources, task.n, runner
         self.actor = actor
         self.sampling = as_sampling(task.sampling, actor.sampling)
-        self._is_checked = False
+        self._is_checked, self._problems = False, KnownPrompts()
         if task.episode is not None:
             actor.play(task.name, task.episode)
         if self.algorithm.needs_constraint and not (task.episode or actor.rollout_options.episode):
@@ -110,7 +111,8 @@ class ActiveTask:
         """See `Trainer.evaluate`."""
         if not any("reward" in node.writes for node in self.task.nodes):
             raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
-        problems = self.actor.prompts(prompts, key="eval")
+        tokenized = self._problems(self.actor.tokenizer, prompts, self.actor.tools)
+        problems = self.actor.prompts(tokenized, key="eval")
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, temperature=temperature)

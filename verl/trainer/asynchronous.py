@@ -5,14 +5,20 @@ begins as many rollouts as may be under way, waits until `Schedule` has the grou
 the new weights to the workers, which take them between two tokens: unfinished responses go on under the new weights. A
 sample carries the version that wrote its first token; importance weights correct for what has changed since.
 
+A group is scored as soon as it is here, also while an update goes on. Its scores are no part of a checkpoint: after a
+resume it is scored anew.
+
 Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), and episodes.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +30,7 @@ from verl.checked import checked, validated
 from verl.checkpoint.state import Count as SavedCount
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
+from verl.dataflow.result import Result
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
@@ -32,7 +39,10 @@ from verl.report.timeline import Span
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
-from verl.roles.standalone import RolloutPool
+from verl.roles.standalone import Lost, RolloutPool
+from verl.rollout.options import Temperature
+from verl.threads import beside
+from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.options import TrainerArguments
 from verl.trainer.requirements import check_asynchronous
@@ -103,7 +113,9 @@ class AsyncTrainer(Trainer):
         self._group: RolloutPool | None = None
         self._starting = threading.RLock()
         self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
-        self._tokens = 0  # that have come in this step
+        self._scores: dict[str, Future[Result]] = {}  # of the groups that wait for their step
+        self._tokens, self._busy = 0, 0.0  # that have come since the latest step, and the seconds that they took
+        self._failure: BaseException | None = None  # of a worker, during an update
         # Prompts are taken ahead of their step. A batch that is refused then must not end the steps whose prompts are
         # here already: the error is kept, and raised by the step that lacks those prompts.
         self._refused: ConfigError | None = None
@@ -139,7 +151,6 @@ class AsyncTrainer(Trainer):
             ClusterError, RolloutError: see `RolloutPool.event`.
         """
         began = self._begin()
-        self._tokens = 0
         self._feed(prompts)
         while not self.schedule.due:
             if self.schedule.untrained < self.schedule.groups:  # no prompts came for them
@@ -148,12 +159,15 @@ class AsyncTrainer(Trainer):
             self._wait()
             self._feed(prompts)
         waited = time.perf_counter() - began
-        rows = Batch.concat(self.schedule.take())
-        samples = self.runner.wait(self.collector.collect_drawn(rows, f"s{self.steps}"))
+        groups = {samples["group"][0]: samples for samples in self.schedule.take()}
+        scored = [self._scores.pop(name) if name in self._scores else self._score(groups[name]) for name in groups]
+        samples = self.runner.wait(self.collector.collect_drawn(scored, f"s{self.steps}"))
         record = self._record({self.task.name: samples})
         self._add(record, {**self._rollout_record(samples.draws[0].batch), "time/wait": waited})
         if len(samples.rows):
-            self._add(record, self._learn({self.task.name: samples.rows}))
+            with self._receiving():
+                learned = self._learn({self.task.name: samples.rows})
+            self._add(record, learned)
         else:
             record |= {"update/empty": 1.0, "updated": False}
         self._publish()
@@ -161,7 +175,19 @@ class AsyncTrainer(Trainer):
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)
         return self._finish_step(record, began)
 
+    @checked
+    def evaluate(
+        self, prompts: Any, metrics: Metrics = None, *, n: Count = 1, temperature: Temperature = 0.0
+    ) -> Evaluation:
+        """See `Trainer.evaluate`. It begins once no sample of a step is being scored: failures are counted apart."""
+        wait(self._scores.values())
+        return super().evaluate(prompts, metrics, n=n, temperature=temperature)
+
     def close(self) -> None:
+        for scores in self._scores.values():
+            scores.cancel()
+        self._scores.clear()
+        self._tokens, self._busy, self._failure = 0, 0.0, None
         super().close()
         if self._group is not None:
             self._group.close()
@@ -225,15 +251,48 @@ class AsyncTrainer(Trainer):
             self.group.submit(begun, rows, params)
 
     def _wait(self) -> None:
-        event = self.group.event(self.limits.deadline)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        self._receive(self.group.event(self.limits.deadline), self.actor.stamped)
+
+    def _receive(self, event: Finished | Lost, stamped: Callable[[Batch], Batch]) -> None:
         if isinstance(event, Finished):
-            self.schedule.finish(event.group, self.actor.stamped(event.samples))
+            samples = stamped(event.samples)
+            self._scores[event.group] = self._score(samples)
+            self.schedule.finish(event.group, samples)
             del self._prompts[event.group]
-            self._tokens += written_tokens(event.samples)
+            self._tokens += written_tokens(samples)
+            self._busy += sum(end - start for start, end in event.busy)
             self.runner.add([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])
         else:
             for group in reversed(event.groups):
                 self.schedule.lose(group)
+
+    def _score(self, samples: Batch) -> Future[Result]:
+        return self.runner.begin(self.collector.score(samples))
+
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """Inside, a thread takes what the workers finish, so that it is scored beside an update. Where a worker fails,
+        the next step that waits says so."""
+        # The update changes the actor's stamp before its end, so samples get the one from before it.
+        stamped = partial(self.actor.stamped, writer=(self.actor.policy_version, self.actor.policy_id))
+        is_over = threading.Event()
+
+        def receive() -> None:
+            while not is_over.is_set():
+                with suppress(queue.Empty):
+                    if (event := self.group.poll(1.0)) is not None:
+                        self._receive(event, stamped)
+
+        receiving = beside(receive, name="finished-groups")
+        try:
+            yield
+        finally:
+            is_over.set()
+            self.group.wake()
+            self._failure = receiving.exception()
 
     def _publish(self) -> None:
         self.group.publish(self.actor.policy_version, self.actor.merged_shards())
@@ -245,13 +304,13 @@ class AsyncTrainer(Trainer):
                 f"a sample is {staleness} versions old, at most {self.schedule.max_staleness} was asked for: a rollout "
                 "worker samples with weights that it should have replaced"
             )
-        busy = sum(span.seconds for span in self.runner.spans if span.role == "rollout")
+        (tokens, busy), (self._tokens, self._busy) = (self._tokens, self._busy), (0, 0.0)
         return {
             "rollout/staleness/max": staleness,
             "rollout/staleness": self.actor.policy_version - sum(samples["policy_version"]) / len(samples),
             "rollout/workers": self.group.size,
-            "rollout/tokens": self._tokens,
-            "rollout/tokens_per_s": self._tokens / busy if busy else 0.0,
+            "rollout/tokens": tokens,
+            "rollout/tokens_per_s": tokens / busy if busy else 0.0,
             "time/rollout": busy,
             **sample_metrics(samples),
         }

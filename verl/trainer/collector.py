@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.batch import Batch
 from verl.dataflow import loop
 from verl.dataflow.graph import Graph, Node
+from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.dataflow.result import Result, combined
 from verl.dataflow.scores import (
@@ -25,12 +27,14 @@ from verl.dataflow.scores import (
 from verl.errors import DataError, RolloutError
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
+from verl.rewards.calls import is_async
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.episode import Episode
 from verl.trainer.runner import GraphRunner
+from verl.trainer.step import scored
 from verl.workers.actor import load_episode
 
 logger = logging.getLogger(__name__)
@@ -140,9 +144,26 @@ class SampleCollector:
             kept.append(more.filter(await self._keep(more) or [True] * len(more)))
         return Samples(Batch.concat(kept), draws, len(again), origin)
 
-    async def collect_drawn(self, rows: Batch, key: str) -> Samples:
-        """Responses that rollout workers have drawn, as samples; those that the algorithm rejects are left out."""
-        result = await self.replay(rows, key)
+    async def score(self, group: Batch) -> Result:
+        """The rewards of one group that rollout workers have drawn, as far as they need no other group."""
+        graph = Graph(self._unwritten(group), group.columns)
+        alone: dict[str, Node] = {}
+        for name in graph.order:
+            node = graph.nodes[name]
+            # A node of a shared slot excludes others of its run, and several groups are several runs. One that may
+            # write nothing would be run again by `replay`.
+            waits = is_async(node.run) and node.slot == name and any(node.writes.values())
+            if node.kind == "rows" and node.groups == 1 and waits and alone.keys() >= {*graph.needs[name]}:
+                alone[name] = node
+        return await self._runner.draw(Graph(alone.values(), group.columns), group, scored)
+
+    async def collect_drawn(self, groups: Sequence[Future[Result]], key: str) -> Samples:
+        """What `score` gave of groups that rollout workers have drawn, as samples; those that the algorithm rejects are
+        left out."""
+        results = await all_of(map(asyncio.wrap_future, groups))
+        result = await self.replay(Batch.concat(group.batch for group in results), key)
+        metrics = combined([(len(group.batch), group.metrics) for group in results])
+        result = replace(result, metrics=metrics | result.metrics)
         keep = await self._keep(result.batch)
         return Samples(result.batch if keep is None else result.batch.filter(keep), [result])
 
@@ -151,8 +172,11 @@ class SampleCollector:
         rows = self.algorithm.extend(rows)
         if "id" not in rows:
             rows = rows.add({"id": [f"{key}.{row}" for row in range(len(rows))]})
-        nodes = [n for n in self.nodes if n.kind != "source" and not n.writes.keys() & set(rows.columns)]
-        return await self._runner.draw(Graph(nodes, rows.columns), rows)
+        return await self._runner.draw(Graph(self._unwritten(rows), rows.columns), rows)
+
+    def _unwritten(self, rows: Batch) -> list[Node]:
+        """The nodes that work on samples, without those whose column has been recorded."""
+        return [n for n in self.nodes if n.kind != "source" and not n.writes.keys() & set(rows.columns)]
 
     def record(self, samples: Samples) -> dict[str, Any]:
         """The metrics of samples.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,7 @@ class GraphRunner:
         self._slots = {SLOT: Slot()} if shares_models else {}
         self._timeline = None if timeline is None else Timeline(timeline)
         self._step = 0
+        self._noting = threading.Lock()
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -51,9 +53,9 @@ class GraphRunner:
         """Run a part of a step (`verl.trainer.step`) and wait for it."""
         return self.wait(self._run(graph, batch, part))
 
-    async def draw(self, graph: Graph, batch: Batch) -> Result:
-        """Samples with all that is read of them; on the event loop."""
-        return await self._run(graph, batch, draw)
+    async def draw(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]] = draw) -> Result:
+        """Samples with all that is read of them, or what another part of a step makes of them; on the event loop."""
+        return await self._run(graph, batch, part)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work on the event loop."""
@@ -71,13 +73,14 @@ class GraphRunner:
         return result
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Note what worked when."""
+        """Note what worked when; from any thread."""
         spans = list(spans)
-        self.spans += spans
-        for span in spans:
-            logger.debug("step %d: %s (%s) took %.3f s", self._step, span.node, span.role, span.seconds)
-        if self._timeline is not None:
-            self._timeline.add(spans, self._step)
+        with self._noting:
+            self.spans += spans
+            for span in spans:
+                logger.debug("step %d: %s (%s) took %.3f s", self._step, span.node, span.role, span.seconds)
+            if self._timeline is not None:
+                self._timeline.add(spans, self._step)
 
     def models_idle(self) -> AbstractContextManager[Any]:
         """No node works on the models inside."""

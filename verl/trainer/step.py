@@ -31,6 +31,12 @@ async def draw(groups: Groups) -> Result:
     return await groups.whole()
 
 
+async def scored(groups: Groups) -> Result:
+    """Rewards alone, of samples that wait for their step."""
+    score(groups)
+    return await groups.whole()
+
+
 async def learn(groups: Groups) -> Result:
     """Advantages, and an update of every model."""
     prepare(groups)  # -> log_probs, advantages, returns, weights

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -36,6 +36,10 @@ NO_GRADIENT = (
     "the loss does not depend on what the model predicts: compute it from log_probs, values or scores, without detach "
     "or no_grad"
 )
+
+
+#: Key in the metrics of a backward pass: how many losses with rows depend on what the model predicts.
+DEPENDS = "loss/depends"
 
 
 @dataclass(frozen=True)
@@ -142,9 +146,10 @@ class MicroBatchRunner:
         return predicted
 
     def backward(self, parts: Sequence[LossPart], loss_scale: float) -> list[Loss]:
-        """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`."""
+        """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`. Their metrics
+        have `DEPENDS`."""
         with recomputing(self.forward.model) if self.options.gradient_checkpointing else nullcontext():
-            return [*self.schedule.forward_backward(self._micro_batches(parts), loss_scale)]
+            return [*self.schedule.forward_backward(map(self._trained, self._micro_batches(parts)), loss_scale)]
 
     def backward_of_nothing(self) -> None:
         """One forward and backward pass that all ranks make without rows: a gradient of zeros, for a back end that has
@@ -175,6 +180,18 @@ class MicroBatchRunner:
                 batch = _rows(part.rows, rows)
                 finish = partial(mini_batch.loss, rows, batch) if rows else _no_loss
                 yield MicroBatch(batch, want, part.needs.temperature, finish, tree.take(rows) if rows else None)
+
+    def _trained(self, one: MicroBatch) -> MicroBatch:
+        """The micro-batch, whose loss says whether it depends on the predictions. Of ranks in step it has a backward
+        pass in any case: one without rows has one too, and would wait in it for this rank."""
+
+        def finish(outputs: dict[str, Tensor]) -> Loss:
+            loss = one.finish(outputs)
+            depends = loss.total.requires_grad
+            total = loss.total if depends or not self.parallel.in_step else loss.total + _no_loss(outputs).total
+            return Loss(total=total, metrics={**loss.metrics, DEPENDS: float(depends)})
+
+        return one if one.finish is _no_loss else replace(one, finish=finish)
 
     def _dealt(self, part: LossPart) -> tuple[list[list[int]], PrefixTree]:
         """The rows of each micro-batch of this rank, and what they share. Every rank is given the rows of all and takes

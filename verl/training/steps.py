@@ -14,7 +14,7 @@ from verl.device import return_free_memory
 from verl.errors import TrainingError
 from verl.training.local_weights import LocalWeights
 from verl.training.optimizer import MixedPrecisionOptimizer
-from verl.training.runner import NO_GRADIENT, Metrics, MicroBatchRunner
+from verl.training.runner import DEPENDS, NO_GRADIENT, Metrics, MicroBatchRunner
 from verl.weights.shard import Shard, Stream
 
 #: What can be moved out of the way: `optimizer` (masters and moments, to host memory) and `gradients` (their sums,
@@ -79,7 +79,8 @@ class OptimizerSteps:
     def _step(self, losses: Sequence[Loss]) -> Metrics:
         gradients = self.optimizer.gradients
         metrics, grad_norm, lr = self._runner.metrics(losses), self._grad_norm(), self.optimizer.lr
-        if not gradients.any():
+        depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
+        if not gradients.any() or not depends:
             raise TrainingError(NO_GRADIENT)
         # Loss and norm are those of all ranks, equal on each. So either all of them step or none does; a rank that
         # judged by its own gradient would leave the others with other weights.

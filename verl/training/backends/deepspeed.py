@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.algorithms.loss_terms import Loss, LossPart
@@ -21,7 +20,7 @@ from verl.training.local_weights import LocalWeights
 from verl.training.optimizer import MOMENTS, check_masters, check_optimizer, fill_state
 from verl.training.options import EngineOptions, OptimConfig
 from verl.training.ranks import Parallel, Ranks
-from verl.training.runner import NO_GRADIENT, Metrics, MicroBatch, MicroBatchRunner, OneStage
+from verl.training.runner import DEPENDS, NO_GRADIENT, Metrics, MicroBatch, MicroBatchRunner, OneStage
 from verl.training.steps import nothing_to_compute
 from verl.weights.meta import give_memory
 from verl.weights.shard import Shard, ShardedDim, Stream, WeightSpec, run_blocks
@@ -84,12 +83,10 @@ class ZeroSteps:
 
     def __init__(self, runner: MicroBatchRunner, engine: Any, adam: ZeroAdamW, weights: ZeroWeights) -> None:
         self._runner, self._engine, self.optimizer, self._weights = runner, engine, adam, weights
-        self._schedule: Any = runner.schedule
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
         adam = self.optimizer
         adam.onload()
-        self._schedule.has_gradient = False
         # DeepSpeed takes the mean over ranks, of what adds up.
         losses: list[Loss] = []
         if nothing_to_compute(parts):
@@ -97,8 +94,7 @@ class ZeroSteps:
         else:
             losses = self._runner.backward(parts, self._runner.ranks.mesh.size)
         metrics, lr = self._runner.metrics(losses), adam.next_lr
-        depends = torch.tensor(float(self._schedule.has_gradient))
-        self._runner.ranks.all_reduce([depends], dist.ReduceOp.MAX, "replicate", "shard")
+        depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
         before = adam.completed_steps
         adam.may_step, adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
         self._engine.step()
@@ -149,15 +145,11 @@ class ZeroSteps:
 
 
 class _ZeroSchedule(OneStage):
-    """One micro-batch after the other. DeepSpeed reduces the gradients of each, in the first stage of the last.
-
-    Attributes:
-        has_gradient: whether a loss depended on the model.
-    """
+    """One micro-batch after the other. DeepSpeed reduces the gradients of each, in the first stage of the last."""
 
     def __init__(self, forward: Forward, engine: Any) -> None:
         super().__init__(forward, engine)
-        self._engine, self.has_gradient = engine, False
+        self._engine = engine
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
         ahead = iter(micro_batches)
@@ -165,13 +157,8 @@ class _ZeroSchedule(OneStage):
         while one is not None:
             following = next(ahead, None)
             self._engine.set_gradient_accumulation_boundary(following is None)
-            outputs = self._outputs(one)
-            loss = one.finish(outputs)
-            total = loss.total
-            self.has_gradient |= total.requires_grad
-            if not total.requires_grad:  # all ranks have the same backward passes
-                total = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
-            self._engine.backward(total * loss_scale)
+            loss = one.finish(self._outputs(one))
+            self._engine.backward(loss.total * loss_scale)
             yield loss.detached()
             one = following
 
