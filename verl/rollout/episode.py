@@ -252,6 +252,10 @@ class _Pump:
                 future.set_exception(RolloutError(self._failure))
 
 
+class EndOfRunError(RolloutError):
+    """What an episode raises to end the run, not just itself."""
+
+
 class LateError(Exception):
     """A user's code exceeded its deadline."""
 
@@ -304,7 +308,7 @@ async def run_episodes(
             and its requests are aborted; the others continue.
 
     Raises:
-        RolloutError: the engine failed.
+        RolloutError: the engine failed, or an episode ends the run.
         ConfigError: a response was sampled at another temperature than its row's.
     """
     pump = _Pump(engine)
@@ -320,6 +324,8 @@ async def run_episodes(
         client = Client(pump, str(row["id"]), sampling, text)
         try:
             responses = await with_deadline(episode(client, row), seconds)
+        except EndOfRunError:
+            raise
         except LateError:
             return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s")
         except Exception as error:  # a user's code may raise anything; only this row fails

@@ -140,18 +140,17 @@ class Gateway:
 
     async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> Verdict:
         """Raises KilledError, LateError or RolloutError."""
-        listener.open(session)
         try:
-            work = self.agent(f"{listener.url}/v1", session.key, row)
-            return verdict_of(await with_deadline(work, self.seconds))
+            with listener.admitting(session):
+                work = self.agent(f"{listener.url}/v1", session.key, row)
+                return verdict_of(await with_deadline(work, self.seconds))
         except AgentError as error:
             if session.fault is not None:  # which the agent only passes on
                 return Verdict()
             if self.on_agent_error is None:
-                raise RolloutError(f"the agent raised: {error}") from error
+                text = str(error).replace(session.key, "(its key)")
+                raise RolloutError(f"the agent raised: {text}") from None
             return Verdict(self.on_agent_error)
-        finally:
-            session.end()
 
     def _record(self, session: Session, verdict: Verdict) -> EpisodeRecord:
         if not session.calls:

@@ -134,7 +134,7 @@ class Session:
             RequestError: the episode is over, or has too many open.
         """
         if self.ended:
-            raise RequestError(403, "the episode of this key has ended", code="episode_ended")
+            raise ended()
         if self._open >= self.bounds.open:
             raise RequestError(429, f"more than {self.bounds.open} requests are open", code="rate_limit_exceeded")
         self._open += 1
@@ -150,7 +150,13 @@ class Session:
             task.cancel()
 
     def begin(self, request: ChatRequest, headers: Headers, body: bytes) -> asyncio.Task[Delivery]:
-        """`answer` as a task that ends with the episode."""
+        """`answer` as a task that ends with the episode.
+
+        Raises:
+            RequestError: it has ended, while the body was read.
+        """
+        if self.ended:
+            raise ended()
         task = asyncio.ensure_future(self.answer(request, headers, body))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
@@ -282,6 +288,11 @@ class Session:
         for name in sorted(fields.keys() - _said):
             _said.add(name)
             logger.info("requests of the agent set %s; in training the run's own sampling holds", name)
+
+
+def ended() -> RequestError:
+    """The answer to a key whose episode is over."""
+    return RequestError(403, "the episode of this key has ended", code="episode_ended")
 
 
 def left_out(calls: Sequence[Call], train: Callable[[Call], bool] | None = None) -> None:
