@@ -142,8 +142,12 @@ class Client:
         processors: tuple[LogitsProcessor, ...] = (),
         guard: Guard | None = None,
         grammar: Grammar | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> Sample:
         """A sample that continues these tokens, by `self.params` unless `params` are given; see `Request`.
+
+        Args:
+            on_tokens: called in the event loop with the tokens so far, after each step of an engine that tells them.
 
         Raises:
             RolloutError: the engine refuses the request, or failed.
@@ -152,7 +156,10 @@ class Client:
         self._asked += 1
         params = params or self.params
         self._pump.name_limit(len(prompt_tokens), params.max_new_tokens)
-        sample = await self._pump.ask(Request(name, prompt_tokens, params, processors, guard, grammar))
+        tokens: list[int] = []
+        on_token = None if on_tokens is None else tokens.append
+        request = Request(name, prompt_tokens, params, processors, guard, grammar, on_token)
+        sample = await self._pump.ask(request, on_tokens and (lambda: on_tokens(tokens)))
         sample.temperature = params.temperature
         if self.text is not None and (params.stop or guard is not None):
             sample.text = cut_text(self.text, sample.tokens, params)
@@ -167,6 +174,7 @@ class _Pump:
         self._has_warned = False
         self._waiting: dict[str, asyncio.Future[Sample]] = {}
         self._new: list[Request] = []
+        self._after_step: dict[str, Callable[[], None]] = {}
         self._dropped: list[str] = []
         self._asked = asyncio.Event()
         self._failure = ""
@@ -184,13 +192,15 @@ class _Pump:
             text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"
             logger.warning(f"{text} have %d", prompt, wanted, limit)
 
-    async def ask(self, request: Request) -> Sample:
+    async def ask(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
         if self._failure:
             raise RolloutError(self._failure)
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         check_new(request, self._waiting)
         self._waiting[request.id] = future
         self._new.append(request)
+        if after_step is not None:
+            self._after_step[request.id] = after_step
         self._asked.set()
         try:
             return await future
@@ -198,6 +208,8 @@ class _Pump:
             self._dropped.append(request.id)
             self._asked.set()
             raise
+        finally:
+            self._after_step.pop(request.id, None)
 
     async def run(self) -> None:
         """Serve requests until cancelled; if the engine fails, all of them fail."""
@@ -213,6 +225,8 @@ class _Pump:
                 except Exception as error:
                     self._fail(error)
                     raise
+                for tell in self._after_step.values():
+                    tell()
                 for name, refusal in refused.items():
                     self._answer(name, refusal)
                 for sample in samples:

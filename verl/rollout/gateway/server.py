@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from verl.extras import load_extra
 from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
 from verl.rollout.gateway.dialects.chat import CHAT
-from verl.rollout.gateway.dialects.form import Body, Dialect, RequestError
+from verl.rollout.gateway.dialects.form import Body, ChatAnswer, Dialect, Events, Part, RequestError
 from verl.rollout.gateway.dialects.responses import RESPONSES
 from verl.rollout.gateway.session import LARGE, Delivery, Headers, Session, ended
 
@@ -43,6 +43,8 @@ _silent = logging.getLogger(f"{__name__}.http")
 _silent.disabled = True
 _DIALECTS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": ANTHROPIC}
 _COUNT, _MODELS = "/v1/messages/count_tokens", "/v1/models"
+#: Of a reply that is streamed: what it begins with, what is new, and None when it is finished.
+News = asyncio.Queue[ChatAnswer | Part | None]
 _listeners: WeakKeyDictionary[asyncio.AbstractEventLoop, Listener] = WeakKeyDictionary()
 
 
@@ -148,11 +150,8 @@ class Listener:
             fault = error
         except ConnectionError:  # the client went away
             raise
-        except Exception as error:  # of the gateway itself: the episode runs once more
-            logger.exception("the gateway failed on %s", request.path)
-            fault = RequestError(500, f"the gateway failed: {error!r}")
-            if session is not None:
-                session.fault = error
+        except Exception as error:
+            fault = _fault(session, request.path, error)
         if session is not None:
             session.refused[fault.status] += 1
         headers = {} if fault.retry else {"x-should-retry": "false"}
@@ -193,11 +192,14 @@ class Listener:
             count = {"input_tokens": await session.count(dialect.read(body))}
             return await self._sent(request, self._json(count))
         asked = dialect.read(body)
-        answering = session.begin(asked, _headers(request.headers), content)
+        news: News = asyncio.Queue()
+        tell = news.put_nowait if asked.stream else None
+        answering = session.begin(asked, _headers(request.headers), content, tell)
         try:
-            await asyncio.wait([answering], timeout=ALIVE_SECONDS if asked.stream else None)
             if asked.stream:
-                return await self._stream(request, session, dialect, answering)
+                answering.add_done_callback(lambda done: news.put_nowait(None))
+                texts = _texts(dialect.events(asked), answering, news)
+                return await self._stream(request, session, dialect, answering, texts)
             delivery = await answering
             return await self._send(request, dialect.answer(asked, delivery.answer), delivery)
         finally:
@@ -214,37 +216,78 @@ class Listener:
             await response.write_eof()
         return response
 
-    async def _stream(self, request: Any, session: Session, dialect: Dialect, answering: asyncio.Task[Delivery]) -> Any:
-        """Server-sent events. What fails before they begin has a status of its own."""
-        if answering.done():
-            answering.result()
+    async def _stream(
+        self,
+        request: Any,
+        session: Session,
+        dialect: Dialect,
+        answering: asyncio.Task[Delivery],
+        texts: AsyncIterator[str],
+    ) -> Any:
+        """Server-sent events, while the replies are written. What fails before they begin has a status of its own."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = self._web.StreamResponse(headers=headers)
-        await response.prepare(request)
         delivery = None
         try:
-            while not answering.done():
-                await self._write(request, response, ": alive\n\n")
-                await asyncio.wait([answering], timeout=ALIVE_SECONDS)
+            async for text in texts:
+                with _taking(request):
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(text.encode())
             delivery = answering.result()
-            for text in dialect.events(delivery.request, delivery.answer):
-                await self._write(request, response, text)
-        except RequestError as fault:
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise
+            fault = error if isinstance(error, RequestError) else _fault(session, request.path, error)
             session.refused[fault.status] += 1
-            await self._write(request, response, dialect.failure(fault))
+            with _taking(request):
+                await response.write(dialect.failure(fault).encode())
         with _taking(request):
             await response.write_eof()
         if delivery is not None:
             delivery.delivered()
         return response
 
-    async def _write(self, request: Any, response: Any, text: str) -> None:
-        with _taking(request):
-            await response.write(text.encode())
-
     def _json(self, body: Body, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
         content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         return self._web.Response(body=content, status=status, headers=headers, content_type="application/json")
+
+
+def _fault(session: Session | None, path: str, error: Exception) -> RequestError:
+    """A fault of the gateway itself, after which the episode runs once more."""
+    logger.exception("the gateway failed on %s", path)
+    if session is not None:
+        session.fault = error
+    return RequestError(500, f"the gateway failed: {error!r}")
+
+
+async def _texts(events: Events, answering: asyncio.Task[Delivery], news: News) -> AsyncIterator[str]:
+    """A stream's events, those that are known at the same time together, and signs of life between.
+
+    Raises:
+        RequestError: there is no answer.
+    """
+    text, is_over = "", False
+    while not is_over:
+        try:
+            items = [await asyncio.wait_for(news.get(), ALIVE_SECONDS)]
+        except asyncio.TimeoutError:
+            yield ": alive\n\n" + text
+            text = ""
+            continue
+        while not news.empty():
+            items.append(news.get_nowait())
+        is_over = items[-1] is None
+        for item in items:
+            if isinstance(item, ChatAnswer):
+                text += "".join(events.begin(item))
+            else:
+                text += "".join(events.part(item) if item is not None else events.end(answering.result().answer))
+        if not isinstance(items[-1], ChatAnswer):  # which may still be refused with a status of its own
+            yield text
+            text = ""
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from verl.rollout.gateway.dialects.form import (
     ChatAnswer,
     ChatRequest,
     LongRequestError,
+    Part,
     Reply,
     RequestError,
     Token,
@@ -26,6 +27,9 @@ from verl.rollout.gateway.dialects.form import (
 )
 from verl.rollout.gateway.forced import grammar_of, only_choices
 from verl.rollout.gateway.linking import Call, Conversations, Prompt
+from verl.rollout.gateway.messages import Message
+from verl.rollout.gateway.replies import Tools
+from verl.rollout.gateway.streaming import ReplyStream
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.stop_strings import cut_text
 
@@ -36,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 #: Characters of a conversation, and bytes of a body, from which on they are worked on in a thread.
 LARGE = 65_536
+#: Takes the answer as it is before its replies begin, then what is new of them.
+Tell = Callable[[ChatAnswer | Part], None]
 _said: set[str] = set()
 
 
@@ -149,7 +155,9 @@ class Session:
         for task in self._answering:
             task.cancel()
 
-    def begin(self, request: ChatRequest, headers: Headers, body: bytes) -> asyncio.Task[Delivery]:
+    def begin(
+        self, request: ChatRequest, headers: Headers, body: bytes, tell: Tell | None = None
+    ) -> asyncio.Task[Delivery]:
         """`answer` as a task that ends with the episode.
 
         Raises:
@@ -157,13 +165,16 @@ class Session:
         """
         if self.ended:
             raise ended()
-        task = asyncio.ensure_future(self.answer(request, headers, body))
+        task = asyncio.ensure_future(self.answer(request, headers, body, tell))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
         return task
 
-    async def answer(self, request: ChatRequest, headers: Headers, body: bytes) -> Delivery:
+    async def answer(self, request: ChatRequest, headers: Headers, body: bytes, tell: Tell | None = None) -> Delivery:
         """Replies of the policy.
+
+        Args:
+            tell: called with the answer before any reply begins, and with what is new of replies as they are written.
 
         Raises:
             RequestError: the request cannot be answered.
@@ -181,12 +192,20 @@ class Session:
         grammar = grammar_of(request, self._template.parse.family, prompt.text)
         params = self._params(request, len(tokens))
         self._begun += request.n
+        ids = [self.conversations.new_id() for _ in range(request.n)]
+        streams = self._streams(request, prompt, params, tell)
+        if tell is not None:
+            empty = tuple(Reply(id, Message("assistant"), "stop") for id in ids)
+            tell(ChatAnswer(request.model, int(time.time()), empty, Usage(len(tokens), prompt.cached)))
         try:
-            samples = await asyncio.gather(*(self._sample(tokens, params, grammar) for _ in range(request.n)))
+            samples = await asyncio.gather(*(self._sample(tokens, params, grammar, stream) for stream in streams))
         except asyncio.CancelledError:
             self.lost["late" if self.ended else "aborted"] += 1
             raise
-        calls = [self._call(request, prompt, sample, params, headers) for sample in samples]
+        calls = [
+            self._call(request, prompt, sample, params, headers, id, stream)
+            for sample, id, stream in zip(samples, ids, streams, strict=True)
+        ]
         for call in calls:
             if grammar is not None:
                 call.forced = only_choices(
@@ -243,11 +262,27 @@ class Session:
         stop = (*params.stop, *request.stop)
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
 
-    async def _sample(self, tokens: list[int], params: SamplingParams, grammar: Grammar | None) -> Sample:
+    def _streams(
+        self, request: ChatRequest, prompt: Prompt, params: SamplingParams, tell: Tell | None
+    ) -> list[ReplyStream | None]:
+        """One for each reply that is shown while it is written."""
+        if tell is None:
+            return [None] * request.n
+        tools = _callable_tools(request, prompt)
+
+        def telling(index: int) -> Callable[[str, str], None]:
+            return lambda reasoning, content: tell(Part(index, reasoning, content))
+
+        return [ReplyStream(self._template, params, prompt.text, tools, telling(index)) for index in range(request.n)]
+
+    async def _sample(
+        self, tokens: list[int], params: SamplingParams, grammar: Grammar | None, stream: ReplyStream | None
+    ) -> Sample:
         self._tokens += params.max_new_tokens  # reserved, until it is known how many there are
         sample = None
         try:
-            sample = await self._client.generate(tokens, params, grammar=grammar)
+            read = None if stream is None else stream.read
+            sample = await self._client.generate(tokens, params, grammar=grammar, on_tokens=read)
             return sample
         except LongPromptError as error:
             self.truncated = True
@@ -259,15 +294,25 @@ class Session:
             self._tokens -= params.max_new_tokens - (len(sample.tokens) if sample is not None else 0)
 
     def _call(
-        self, request: ChatRequest, prompt: Prompt, sample: Sample, params: SamplingParams, headers: Headers
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        sample: Sample,
+        params: SamplingParams,
+        headers: Headers,
+        id: str,
+        stream: ReplyStream | None,
     ) -> Call:
         text = self._template.text(sample.tokens)
-        if params.stop:
+        if stream is not None:
+            text = stream.finish(sample.tokens)
+        elif params.stop:
             text = cut_text(self._template.text, sample.tokens, params)
         left_out = "late" if self.ended else "excluded" if headers.excluded else "aborted"
-        tools = prompt.tools if request.choice != "none" else ()
-        reply = self._template.parse(text, prompt.text, tools)
-        return self.conversations.answer(prompt, sample, reply, name=headers.name, left_out=left_out)
+        reply = self._template.parse(text, prompt.text, _callable_tools(request, prompt))
+        if stream is not None:
+            stream.tell_rest(reply)
+        return self.conversations.answer(prompt, sample, reply, id, name=headers.name, left_out=left_out)
 
     def _reply(self, request: ChatRequest, call: Call, params: SamplingParams) -> Reply:
         text, tokens = self._template.text, call.sample.tokens
@@ -288,6 +333,10 @@ class Session:
         for name in sorted(fields.keys() - _said):
             _said.add(name)
             logger.info("requests of the agent set %s; in training the run's own sampling holds", name)
+
+
+def _callable_tools(request: ChatRequest, prompt: Prompt) -> Tools:
+    return prompt.tools if request.choice != "none" else ()
 
 
 def ended() -> RequestError:
