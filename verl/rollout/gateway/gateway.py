@@ -15,17 +15,17 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl.checked import checked
 from verl.data.chat import template_inputs
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.record import Count, Seconds
 from verl.rollout.episode import Client, LateError, Turns, with_deadline
 from verl.rollout.gateway.agents import AgentError, KilledError, Verdict, agent_of, verdict_of
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
-from verl.rollout.gateway.session import Bounds, Session, left_out
+from verl.rollout.gateway.session import Bounds, Rules, Session, left_out
 from verl.rollout.gateway.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -70,9 +70,12 @@ class Gateway:
         on_agent_error: the reward of an episode whose agent raises; None: it is left out. The policy may be the cause.
         train: whether a call is trained, in place of the rules for those that were answered.
         environment: more variables for a command.
+        models: names of other models, with the address of their server (`http://.../v1`), or None where there is none.
+            Any other name is the policy. What others say is not trained.
+        sampling: "agent": where rows are greedy, as in evaluation, requests say how they are sampled.
 
     Raises:
-        ConfigError: this is no agent.
+        ConfigError: this is no agent, or no address.
     """
 
     @checked
@@ -87,10 +90,15 @@ class Gateway:
         on_agent_error: float | None = None,
         train: Callable[[Call], bool] | None = None,
         environment: Mapping[str, str] | None = None,
+        models: Mapping[str, str | None] | None = None,
+        sampling: Literal["run", "agent"] = "run",
     ) -> None:
         self.agent = agent_of(agent, environment)
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
-        self.bounds = Bounds(max_calls, max_tokens)
+        for name, url in (models or {}).items():
+            if url is not None and not url.startswith(("http://", "https://")):
+                raise ConfigError(f"models: '{name}' is the address of a server that speaks as OpenAI's, not {url!r}")
+        self.rules = Rules(Bounds(max_calls, max_tokens), dict(models or {}), sampling == "agent")
         self.seconds = deadline
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
@@ -98,6 +106,7 @@ class Gateway:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template does not show what an agent needs."""
+        logger.warning("nothing contains what the agent executes: it runs as you, with your files and your network")
         for what in ChatTemplate(tokenizer, self.chat_template).check():
             logger.warning("the chat template drops %s: each call behind one is a conversation of its own", what)
 
@@ -127,7 +136,7 @@ class Gateway:
         fault = ""
         async with listening() as listener:
             for _ in range(2):
-                session = Session(listener.new_key(), client, template, inputs, self.bounds)
+                session = Session(listener.new_key(), client, template, inputs, self.rules)
                 try:
                     verdict = await self._attempt(listener, session, row)
                 except (KilledError, LateError) as error:

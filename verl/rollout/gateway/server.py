@@ -17,8 +17,11 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import httpx
 
 from verl.extras import load_extra
 from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
@@ -36,6 +39,8 @@ BODY_SECONDS, TAKE_SECONDS = 60.0, 60.0
 HEAD_SECONDS = 60.0
 #: Seconds for which what is left of a refused body is read, so that its client sees the answer.
 _LINGER_SECONDS = 2.0
+#: Seconds that another model may be silent.
+OTHER_SECONDS = 600.0
 #: Seconds between two signs that a stream is alive.
 ALIVE_SECONDS = 10.0
 #: Of aiohttp, which would log heads that are no HTTP, with the key in them.
@@ -117,7 +122,14 @@ class Listener:
             self._unasked.discard(handler)
             handler.force_close()
 
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        """For other models; it has no key of ours."""
+        return httpx.AsyncClient(timeout=OTHER_SECONDS, trust_env=False, limits=httpx.Limits())
+
     async def close(self) -> None:
+        if "_client" in vars(self):
+            await self._client.aclose()
         if self.port:
             self._server.close()
         if self._runner is not None:
@@ -191,6 +203,12 @@ class Listener:
         if path == _COUNT:
             count = {"input_tokens": await session.count(dialect.read(body))}
             return await self._sent(request, self._json(count))
+        if (model := str(body.get("model"))) in session.rules.models:
+            other = session.during(self._other_model(request, model, session.rules.models[model], content))
+            try:
+                return await other
+            finally:
+                other.cancel()
         asked = dialect.read(body)
         news: News = asyncio.Queue()
         tell = news.put_nowait if asked.stream else None
@@ -204,6 +222,29 @@ class Listener:
             return await self._send(request, dialect.answer(asked, delivery.answer), delivery)
         finally:
             answering.cancel()  # where the client went away
+
+    async def _other_model(self, request: Any, name: str, url: str | None, content: bytes) -> Any:
+        """What another server answers to this body, as it comes. Nothing of it is trained."""
+        if url is None:
+            raise RequestError(404, f"there is no model '{name}' here", "model", "model_not_found")
+        address, sent = url.rstrip("/") + request.path.removeprefix("/v1"), {"Content-Type": "application/json"}
+        response = None
+        try:
+            async with self._client.stream("POST", address, content=content, headers=sent) as answer:
+                kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+                response = self._web.StreamResponse(status=answer.status_code, headers=kind)
+                with _taking(request):
+                    await response.prepare(request)
+                async for part in answer.aiter_bytes():
+                    with _taking(request):
+                        await response.write(part)
+        except httpx.HTTPError as error:
+            if response is not None:  # it has begun, so that it can only be cut off
+                raise ConnectionResetError from error
+            raise RequestError(502, f"the model '{name}' cannot be asked: {error!r}", code="model_failed") from error
+        with _taking(request):
+            await response.write_eof()
+        return response
 
     async def _send(self, request: Any, body: Body, delivery: Delivery) -> Any:
         response = await self._sent(request, self._json(body))

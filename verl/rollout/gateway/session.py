@@ -7,13 +7,13 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.errors import DataError, RolloutError
-from verl.rollout.base import LongPromptError, Sample, SamplingParams
+from verl.errors import ConfigError, DataError, RolloutError
+from verl.rollout.base import LongPromptError, Sample, SamplingParams, as_sampling
 from verl.rollout.episode import Client
 from verl.rollout.gateway.dialects.form import (
     ChatAnswer,
@@ -43,6 +43,7 @@ LARGE = 65_536
 #: Takes the answer as it is before its replies begin, then what is new of them.
 Tell = Callable[[ChatAnswer | Part], None]
 _said: set[str] = set()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,20 @@ class Bounds:
     calls: int = 512
     tokens: int = 65_536
     open: int = 32
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a gateway says of all its episodes.
+
+    Attributes:
+        models: addresses of other models by name; None: there is no such model.
+        agent_samples: whether requests say how rows are sampled that are greedy, which are never trained.
+    """
+
+    bounds: Bounds = Bounds()
+    models: Mapping[str, str | None] = field(default_factory=dict)
+    agent_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,7 @@ class Session:
         inputs: of the chat template, besides messages and tools.
 
     Attributes:
+        rules: of its gateway.
         refused: how many requests were refused, by status.
         lost: how many requests ended without a sample: "aborted", as their connection closed, or "late".
         truncated: whether a bound, or the model's context, was used up.
@@ -113,9 +129,10 @@ class Session:
         client: Client,
         template: ChatTemplate,
         inputs: Mapping[str, Any] | None = None,
-        bounds: Bounds | None = None,
+        rules: Rules | None = None,
     ) -> None:
-        self.key, self.bounds = key, bounds or Bounds()
+        self.key, self.rules = key, rules or Rules()
+        self.bounds = self.rules.bounds
         self.conversations = Conversations(template, inputs)
         self.refused: Counter[int] = Counter()
         self.lost: Counter[str] = Counter()
@@ -123,7 +140,7 @@ class Session:
         self.fault: Exception | None = None
         self.ended = False
         self._client, self._template = client, template
-        self._answering: set[asyncio.Task[Delivery]] = set()
+        self._answering: set[asyncio.Task[Any]] = set()
         self._open = self._begun = self._tokens = 0
         self._lock = asyncio.Lock()
         self._sent: dict[bytes, Delivery] = {}
@@ -158,14 +175,19 @@ class Session:
     def begin(
         self, request: ChatRequest, headers: Headers, body: bytes, tell: Tell | None = None
     ) -> asyncio.Task[Delivery]:
-        """`answer` as a task that ends with the episode.
+        """`answer`, see `during`."""
+        return self.during(self.answer(request, headers, body, tell))
+
+    def during(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Work as a task that ends with the episode.
 
         Raises:
             RequestError: it has ended, while the body was read.
         """
         if self.ended:
+            work.close()
             raise ended()
-        task = asyncio.ensure_future(self.answer(request, headers, body, tell))
+        task = asyncio.ensure_future(work)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
         return task
@@ -249,7 +271,7 @@ class Session:
         Raises:
             RequestError: nothing is left.
         """
-        params, left = self._client.params, self.bounds.tokens - self._tokens
+        params, left = self._sampling(request), self.bounds.tokens - self._tokens
         if self._begun + request.n > self.bounds.calls or left < 1:
             self.truncated = True
             raise RequestError(403, f"the episode's bounds are used up ({self.bounds})", code="budget_exceeded")
@@ -261,6 +283,20 @@ class Session:
         most = min(params.max_new_tokens, request.max_tokens or params.max_new_tokens, room)
         stop = (*params.stop, *request.stop)
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
+
+    def _sampling(self, request: ChatRequest) -> SamplingParams:
+        """The run's; of greedy rows, which are never trained, the agent's if that is wanted.
+
+        Raises:
+            RequestError: it cannot be had.
+        """
+        params, wanted = self._client.params, {name: value for name, value in request.sampling.items() if value}
+        if not self.rules.agent_samples or params.temperature or not wanted:
+            return params
+        try:
+            return as_sampling(wanted, params)
+        except ConfigError as error:
+            raise RequestError(400, str(error), min(wanted), "invalid_value") from error
 
     def _streams(
         self, request: ChatRequest, prompt: Prompt, params: SamplingParams, tell: Tell | None

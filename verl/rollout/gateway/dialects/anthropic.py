@@ -197,7 +197,11 @@ class AnthropicEvents:
         if kind != self._kind:
             yield from self._leave()
             self._kind, self._index = kind, self._index + 1
-            empty = {"tool_use": {"input": {}}, "thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
+            empty: dict[str, Body] = {
+                "tool_use": {"input": {}},
+                "thinking": {"thinking": "", "signature": ""},
+                "text": {"text": ""},
+            }
             begun = {"type": kind, **(block or {}), **empty[kind]}
             yield _typed("content_block_start", index=self._index, content_block=begun)
 
