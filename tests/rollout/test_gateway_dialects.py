@@ -17,6 +17,7 @@ from verl.rollout.gateway.dialects.form import (
     ChatRequest,
     Dialect,
     LongRequestError,
+    Part,
     Reply,
     RequestError,
     Token,
@@ -115,6 +116,18 @@ def test_forms_that_packages_send_back_are_equal() -> None:
     assert [len(m.calls) for m in RESPONSES.read({"input": more}).messages] == [1, 1, 0]
 
 
+def events_of(form: Dialect, request: ChatRequest, result: ChatAnswer, size: int = 1000) -> Iterator[str]:
+    """A stream whose replies are written in parts of so many characters."""
+    events = form.events(request)
+    empty = tuple(Reply(reply.id, Message("assistant"), "stop") for reply in result.replies)
+    yield from events.begin(ChatAnswer(result.model, result.created, empty, result.usage))
+    for index, reply in enumerate(result.replies):
+        for name, text in (("reasoning", reply.message.reasoning), ("content", reply.message.content)):
+            for start in range(0, len(text), size):
+                yield from events.part(Part(index, **{name: text[start : start + size]}))
+    yield from events.end(result)
+
+
 def sse(text: Iterator[str]) -> list[tuple[str, Any]]:
     events = []
     for block in "".join(text).split("\n\n")[:-1]:
@@ -161,20 +174,20 @@ def streamed(dialect: str, events: list[tuple[str, Any]]) -> tuple[str, str, lis
 def test_a_stream_says_what_the_answer_says(dialect: str) -> None:
     form = DIALECTS[dialect]
     request = form.read({"model": "any", **ASK[dialect], "stream": True})
-    events = sse(form.events(request, answer()))
+    events = sse(events_of(form, request, answer(), 7))
     assert streamed(dialect, events) == (SAID.reasoning, SAID.content, [(c.name, c.arguments) for c in SAID.calls])
 
 
 def test_the_order_of_a_stream() -> None:
     request = ChatRequest("any", ())
     short = answer(Message("assistant", "Hi.", CALLS[:1], "Hm."))
-    assert [name for name, _ in sse(ANTHROPIC.events(request, short))] == [
+    assert [name for name, _ in sse(events_of(ANTHROPIC, request, short))] == [
         "message_start",
         *["content_block_start", "content_block_delta", "content_block_delta", "content_block_stop"],  # and a signature
         *["content_block_start", "content_block_delta", "content_block_stop"] * 2,
         *["message_delta", "message_stop"],
     ]
-    events = sse(RESPONSES.events(request, short))
+    events = sse(events_of(RESPONSES, request, short))
     item = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
     assert [name.removeprefix("response.") for name, _ in events] == [
         *["created", "in_progress"],
@@ -185,11 +198,11 @@ def test_the_order_of_a_stream() -> None:
     ]
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert events[-1][1]["response"] == RESPONSES.answer(request, short)
-    chat = [data for _, data in sse(CHAT.events(request, short))]
+    chat = [data for _, data in sse(events_of(CHAT, request, short))]
     assert chat[-1] == "[DONE]" and chat[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert all("usage" not in chunk for chunk in chat[:-1])  # nobody asked
     asked = ChatRequest("any", (), stream_usage=True)
-    last = [data for _, data in sse(CHAT.events(asked, short))][-2]
+    last = [data for _, data in sse(events_of(CHAT, asked, short))][-2]
     assert last["choices"] == [] and last["usage"]["total_tokens"] == 29
 
 

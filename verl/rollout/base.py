@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -127,7 +127,8 @@ class Request:
     Requests with equal `prompt_tokens` share one prefill and one copy of the prompt's KV cache. `processors` change the
     logits, one after the other. A `grammar` allows only tokens that conform to it: `finish="stop"` then means that the
     grammar is complete, and a response that a stop string or a guard ends earlier has `finish="length"`. A grammar and
-    a `guard` need an engine with a tokenizer.
+    a `guard` need an engine with a tokenizer. `on_token` is called with each token, in the thread that steps the
+    engine, by the engines embedded and hf; others tell no tokens before the sample.
 
     Raises:
         RolloutError: the prompt is not a sequence of whole numbers.
@@ -139,6 +140,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
     guard: Guard | None = None
     grammar: Grammar | None = None
+    on_token: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         try:

@@ -171,8 +171,12 @@ class Client:
         processors: tuple[LogitsProcessor, ...] = (),
         guard: Guard | None = None,
         grammar: Grammar | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> Sample:
         """A sample that continues these tokens, by `self.params` unless `params` are given; see `Request`.
+
+        Args:
+            on_tokens: called in the event loop with the tokens so far, after each step of an engine that tells them.
 
         Raises:
             RolloutError: the engine refuses the request, or failed.
@@ -181,7 +185,10 @@ class Client:
         self._asked += 1
         params = params or self.params
         self._pump.name_limit(len(prompt_tokens), params.max_new_tokens)
-        sample = await self._pump.ask(Request(name, prompt_tokens, params, processors, guard, grammar))
+        tokens: list[int] = []
+        on_token = None if on_tokens is None else tokens.append
+        request = Request(name, prompt_tokens, params, processors, guard, grammar, on_token)
+        sample = await self._pump.ask(request, on_tokens and (lambda: on_tokens(tokens)))
         sample.temperature = params.temperature
         if self.text is not None and (params.stop or guard is not None):
             sample.text = cut_text(self.text, sample.tokens, params)
@@ -196,6 +203,7 @@ class _Pump:
         self._has_warned = False
         self._waiting: dict[str, asyncio.Future[Sample]] = {}
         self._new: list[Request] = []
+        self._after_step: dict[str, Callable[[], None]] = {}
         self._dropped: list[str] = []
         self._asked = asyncio.Event()
         self._failure = ""
@@ -213,13 +221,15 @@ class _Pump:
             text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"
             logger.warning(f"{text} have %d", prompt, wanted, limit)
 
-    async def ask(self, request: Request) -> Sample:
+    async def ask(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
         if self._failure:
             raise RolloutError(self._failure)
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         check_new(request, self._waiting)
         self._waiting[request.id] = future
         self._new.append(request)
+        if after_step is not None:
+            self._after_step[request.id] = after_step
         self._asked.set()
         try:
             return await future
@@ -227,6 +237,8 @@ class _Pump:
             self._dropped.append(request.id)
             self._asked.set()
             raise
+        finally:
+            self._after_step.pop(request.id, None)
 
     async def run(self) -> None:
         """Serve requests until cancelled; if the engine fails, all of them fail."""
@@ -242,6 +254,8 @@ class _Pump:
                 except Exception as error:
                     self._fail(error)
                     raise
+                for tell in self._after_step.values():
+                    tell()
                 for name, refusal in refused.items():
                     self._answer(name, refusal)
                 for sample in samples:
@@ -279,6 +293,10 @@ class _Pump:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(RolloutError(self._failure))
+
+
+class EndOfRunError(RolloutError):
+    """What an episode raises to end the run, not just itself."""
 
 
 class LateError(Exception):
@@ -333,7 +351,7 @@ async def run_episodes(
             and its requests are aborted; the others continue.
 
     Raises:
-        RolloutError: the engine failed.
+        RolloutError: the engine failed, or an episode ends the run.
         ConfigError: a response was sampled at another temperature than its row's.
     """
     pump = _Pump(engine)
@@ -351,6 +369,8 @@ async def run_episodes(
         client = Client(pump, str(row["id"]), sampling, text)
         try:
             responses = await with_deadline(episode(client, row), seconds)
+        except EndOfRunError:
+            raise
         except LateError:
             return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s", "late")
         except Exception as error:  # a user's code may raise anything; only this row fails

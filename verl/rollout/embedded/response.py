@@ -78,6 +78,7 @@ class Response:
         if request.grammar is not None and tokenizer is not None:
             self.mask = request.grammar.mask(tokenizer, vocab_size, self.end_tokens)
         self.guard = request.guard
+        self.on_token = request.on_token
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []
         self.in_flight = 0
@@ -106,6 +107,8 @@ class Response:
             self.policy_version = policy_version
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        if self.on_token is not None:
+            self.on_token(token)
         ended = token in self.end_tokens
         last = ended or len(self.tokens) >= self.max_new_tokens
         stopped = self.watch is not None and self._saw_stop(self.watch, last)

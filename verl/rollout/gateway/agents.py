@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from verl.data.forms import plain
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError
+from verl.rollout.episode import EndOfRunError
 from verl.user_code import describe
 
 #: Functions that are left behind, as they cannot be stopped, before the run ends.
@@ -119,7 +120,7 @@ class _Function:
             if self._is_async:
                 return await self._function(base_url, api_key, row)
             return await self._in_thread(base_url, api_key, row)
-        except RolloutError:
+        except EndOfRunError:
             raise
         except Exception as error:  # a user's code may raise anything
             raise AgentError(describe(error)) from error
@@ -127,7 +128,9 @@ class _Function:
     async def _in_thread(self, *arguments: Any) -> Any:
         self._left = [thread for thread in self._left if thread.is_alive()]
         if len(self._left) >= MAX_LEFT:
-            raise RolloutError(f"{MAX_LEFT} agents never returned, and a function cannot be stopped: give it deadlines")
+            raise EndOfRunError(
+                f"{MAX_LEFT} agents never returned, and a function cannot be stopped: give it deadlines"
+            )
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
@@ -176,6 +179,7 @@ class _Command:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+            process._transport.close()  # type: ignore[attr-defined]  # its pipes, or waiting would be for their end
             await process.wait()
 
     async def _finished(self, process: asyncio.subprocess.Process, row: Row) -> Any:

@@ -14,16 +14,17 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl.checked import checked
 from verl.data.chat import template_inputs
+from verl.errors import ConfigError
 from verl.record import Count, Portion, Seconds
 from verl.rollout.episode import Client, LateError, LeftOutError, Turns, with_deadline
 from verl.rollout.gateway.agents import AgentError, KilledError, Verdict, agent_of, verdict_of
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
-from verl.rollout.gateway.session import Bounds, Session, left_out
+from verl.rollout.gateway.session import Bounds, Rules, Session, left_out
 from verl.rollout.gateway.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -69,9 +70,12 @@ class Gateway:
         train: whether a call is trained, in place of the rules for those that were answered.
         environment: more variables for a command.
         max_left_out: share of a step's episodes; where more count for nothing, the run ends.
+        models: names of other models, with the address of their server (`http://.../v1`), or None where there is none.
+            Any other name is the policy. What others say is not trained.
+        sampling: "agent": where rows are greedy, as in evaluation, requests say how they are sampled.
 
     Raises:
-        ConfigError: this is no agent.
+        ConfigError: this is no agent, or no address.
     """
 
     @checked
@@ -86,11 +90,16 @@ class Gateway:
         on_agent_error: float | None = None,
         train: Callable[[Call], bool] | None = None,
         environment: Mapping[str, str] | None = None,
+        models: Mapping[str, str | None] | None = None,
+        sampling: Literal["run", "agent"] = "run",
         max_left_out: Portion = 0.5,
     ) -> None:
         self.agent = agent_of(agent, environment)
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
-        self.bounds = Bounds(max_calls, max_tokens)
+        for name, url in (models or {}).items():
+            if url is not None and not url.startswith(("http://", "https://")):
+                raise ConfigError(f"models: '{name}' is the address of a server that speaks as OpenAI's, not {url!r}")
+        self.rules = Rules(Bounds(max_calls, max_tokens), dict(models or {}), sampling == "agent")
         self.seconds, self.max_left_out = deadline, max_left_out
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
@@ -98,6 +107,7 @@ class Gateway:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template does not show what an agent needs."""
+        logger.warning("nothing contains what the agent executes: it runs as you, with your files and your network")
         for what in ChatTemplate(tokenizer, self.chat_template).check():
             logger.warning("the chat template drops %s: each call behind one is a conversation of its own", what)
 
@@ -126,7 +136,7 @@ class Gateway:
         fault = reason = ""
         async with listening() as listener:
             for _ in range(2):
-                session = Session(listener.new_key(), client, template, inputs, self.bounds)
+                session = Session(listener.new_key(), client, template, inputs, self.rules)
                 try:
                     verdict = await self._attempt(listener, session, row)
                 except (KilledError, LateError) as error:
@@ -140,18 +150,17 @@ class Gateway:
 
     async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> Verdict:
         """Raises KilledError, LateError or LeftOutError."""
-        listener.open(session)
         try:
-            work = self.agent(f"{listener.url}/v1", session.key, row)
-            return verdict_of(await with_deadline(work, self.seconds))
+            with listener.admitting(session):
+                work = self.agent(f"{listener.url}/v1", session.key, row)
+                return verdict_of(await with_deadline(work, self.seconds))
         except AgentError as error:
             if session.fault is not None:  # which the agent only passes on
                 return Verdict()
             if self.on_agent_error is None:
-                raise LeftOutError(f"the agent raised: {error}", "raised") from error
+                text = str(error).replace(session.key, "(its key)")
+                raise LeftOutError(f"the agent raised: {text}", "raised") from None
             return Verdict(self.on_agent_error)
-        finally:
-            session.end()
 
     def _record(self, session: Session, verdict: Verdict) -> EpisodeRecord:
         if not session.calls:

@@ -9,6 +9,7 @@ writes an earlier part otherwise than before, such as one that drops thoughts) b
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,7 @@ class Conversations:
     def __init__(self, template: ChatTemplate, inputs: Mapping[str, Any] | None = None) -> None:
         self.template, self.inputs = template, dict(inputs or {})
         self.calls: list[Call] = []
+        self._numbers = itertools.count()
         self.reader = PieceReader(template.chat)
         self._begin = Piece()
         self._by_messages: defaultdict[bytes, list[Call]] = defaultdict(list)
@@ -129,16 +131,21 @@ class Conversations:
         whole, text = first or (tuple(messages), self._write(messages, tools))
         return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text), digests[-1])
 
-    def answer(self, prompt: Prompt, sample: Sample, reply: Message, **options: Any) -> Call:
+    def new_id(self) -> str:
+        """Of a call that will be answered."""
+        return f"{next(self._numbers):06d}"
+
+    def answer(self, prompt: Prompt, sample: Sample, reply: Message, id: str | None = None, **options: Any) -> Call:
         """Add what was sampled, which is this message.
 
         Args:
+            id: of `new_id`.
             **options: of `Call`.
         """
-        number = len(self.calls)
+        id = id or self.new_id()
         # Nine letters or digits: Mistral's templates take no other ids.
-        named = [replace(call, id=f"call{number:03d}{index:02d}") for index, call in enumerate(reply.calls)]
-        call = Call(f"{number:06d}", prompt, sample, replace(reply, calls=tuple(named)), **options)
+        named = [replace(call, id=f"call{int(id):03d}{index:02d}") for index, call in enumerate(reply.calls)]
+        call = Call(id, prompt, sample, replace(reply, calls=tuple(named)), **options)
         self.calls.append(call)
         self._by_messages[longer(prompt.digest, call.reply)].append(call)
         return call

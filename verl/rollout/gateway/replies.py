@@ -20,7 +20,8 @@ Tools = Sequence[Mapping[str, Any]]
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _DECODER = json.JSONDecoder()
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_DEEPSEEK = re.compile(f"<｜tool▁calls▁begin｜>|{_BEGIN}(.*?){_END}|<｜tool▁calls▁end｜>", re.DOTALL)
+_CALLS = "<｜tool▁calls▁begin｜>"
+_DEEPSEEK = re.compile(f"{_CALLS}|{_BEGIN}(.*?){_END}|<｜tool▁calls▁end｜>", re.DOTALL)
 _FENCE = re.compile(r"\s*(\S+)\s*```json\n(.*)\n```\s*", re.DOTALL)
 _XML = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -29,6 +30,7 @@ _ARGS = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*")
 _HARMONY = re.compile(
     r"(?:<\|start\|>assistant)?(.*?)<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)", re.DOTALL
 )
+_THINK, _THOUGHT_END, _PYTHON = "<think>", "</think>", "<|python_tag|>"
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
@@ -116,7 +118,7 @@ def _mistral(text: str, tools: Tools) -> Message:
 
 
 def _llama3(text: str, tools: Tools) -> Message:
-    bare = text.replace("<|python_tag|>", "").strip()
+    bare = text.replace(_PYTHON, "").strip()
     if not bare.startswith("{"):
         return Message("assistant", text)
     value, end = _json_at(bare, 0)
@@ -214,6 +216,33 @@ class ReplyParser:
         thought, said = _divided(text, prompt) if self.splits_thoughts else ("", text)
         return replace(self._called(said, tools), reasoning=thought)
 
+    def settled(self, text: str, prompt: str = "", tools: Tools = ()) -> tuple[str, str]:
+        """How the thought and the text of a reply begin, however it goes on behind what there is of it; see `__call__`.
+
+        Its calls, and all of a reply in Harmony or of a tokenizer's own syntax, are known when it has ended: one that
+        does not parse is text.
+        """
+        if self._by_template is not None or (self.family is not None and self.family.name == "gpt-oss"):
+            return "", ""
+        if not self.splits_thoughts:
+            return "", self._settled_text(text, tools)
+        begin, is_begun = text.lstrip(), prompt.rstrip().endswith(_THINK)
+        if not is_begun and len(begin) < len(_THINK) and _THINK.startswith(begin):
+            return "", ""
+        thought, said = _divided(text, prompt)
+        if (is_begun or begin.startswith(_THINK)) and _THOUGHT_END not in text:
+            return without_begun(thought, [_THOUGHT_END]).rstrip("\n"), ""
+        return thought, self._settled_text(said, tools)
+
+    def _settled_text(self, text: str, tools: Tools) -> str:
+        if self.family is None or not tools:
+            return text
+        if self.family.name == "llama 3":  # a call is the whole reply
+            bare = text.replace(_PYTHON, "").strip()
+            return "" if bare.startswith("{") or _PYTHON.startswith(bare) else text
+        starts = (*self.family.starts, _CALLS) if self.family.name == "deepseek" else self.family.starts
+        return without_begun(min((text.partition(start)[0] for start in starts), key=len), starts).rstrip()
+
     def _called(self, text: str, tools: Tools) -> Message:
         if self.family is None or not tools or not any(start in text for start in self.family.starts):
             return Message("assistant", text)
@@ -221,17 +250,25 @@ class ReplyParser:
             message = self.family.parse(text, tools)
         except (ValueError, TypeError, RecursionError):
             return Message("assistant", text)
-        return replace(message, content=message.content.strip()) if message.calls else message
+        return replace(message, content=message.content.rstrip()) if message.calls else message
+
+
+def without_begun(text: str, marks: Sequence[str]) -> str:
+    """A text without an end that may be the beginning of one of these."""
+    for size in range(max(map(len, marks), default=1) - 1, 0, -1):
+        if any(len(mark) > size and text.endswith(mark[:size]) for mark in marks):
+            return text[:-size]
+    return text
 
 
 def _divided(text: str, prompt: str) -> tuple[str, str]:
     """The thought of a reply, whether the prompt or the policy began it, and what it says."""
-    if not prompt.rstrip().endswith("<think>"):
-        blank, begin, rest = text.partition("<think>")
+    if not prompt.rstrip().endswith(_THINK):
+        blank, begin, rest = text.partition(_THINK)
         if not begin or blank.strip():
             return "", text
         text = rest
-    thought, _, said = text.partition("</think>")
+    thought, _, said = text.partition(_THOUGHT_END)
     return thought.strip("\n"), said.lstrip("\n")
 
 

@@ -1,36 +1,55 @@
 """The listener: HTTP on 127.0.0.1 for all episodes of a process, each with a key of its own.
 
 Before a body is read a request must name this host (against rebinding of names), come from no web page, and have the
-key of an episode. It uses aiohttp (extra `gateway`), whose handlers are cancelled when their client goes away.
+key of an episode. Each thing that a client does has a deadline: its head, its body, taking the answer, its next
+request. It uses aiohttp (extra `gateway`), whose handlers are cancelled when their client goes away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 import logging
+import resource
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import httpx
 
 from verl.extras import load_extra
 from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
 from verl.rollout.gateway.dialects.chat import CHAT
-from verl.rollout.gateway.dialects.form import Body, Dialect, RequestError
+from verl.rollout.gateway.dialects.form import Body, ChatAnswer, Dialect, Events, Part, RequestError
 from verl.rollout.gateway.dialects.responses import RESPONSES
-from verl.rollout.gateway.session import LARGE, Delivery, Headers, Session
+from verl.rollout.gateway.session import LARGE, Delivery, Headers, Session, ended
 
 logger = logging.getLogger(__name__)
 #: Bytes of a body, and how deep its JSON may be nested.
 MAX_BYTES, MAX_DEPTH = 16 << 20, 64
-#: Seconds within which a body must have arrived, and between two signs that a stream is alive.
-BODY_SECONDS, ALIVE_SECONDS = 60.0, 10.0
+#: Seconds within which a body must have arrived, and an answer must have been taken.
+BODY_SECONDS, TAKE_SECONDS = 60.0, 60.0
+#: Seconds until a connection without a complete head is closed: of its first request, or of the next one.
+HEAD_SECONDS = 60.0
+#: Seconds for which what is left of a refused body is read, so that its client sees the answer.
+_LINGER_SECONDS = 2.0
+#: Seconds that another model may be silent.
+OTHER_SECONDS = 600.0
+#: Seconds between two signs that a stream is alive.
+ALIVE_SECONDS = 10.0
+#: Of aiohttp, which would log heads that are no HTTP, with the key in them.
+_silent = logging.getLogger(f"{__name__}.http")
+_silent.disabled = True
 _DIALECTS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": ANTHROPIC}
 _COUNT, _MODELS = "/v1/messages/count_tokens", "/v1/models"
+#: Of a reply that is streamed: what it begins with, what is new, and None when it is finished.
+News = asyncio.Queue[ChatAnswer | Part | None]
 _listeners: WeakKeyDictionary[asyncio.AbstractEventLoop, Listener] = WeakKeyDictionary()
 
 
@@ -63,7 +82,10 @@ class Listener:
     def __init__(self) -> None:
         self.port = self.users = 0
         self.lock = asyncio.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._numbers = itertools.count()
+        self._keys: dict[str, bytes] = {}  # of all episodes, by their number
+        self._sessions: dict[str, Session] = {}  # of those that run
+        self._unasked: set[Any] = set()  # connections without a request so far
         self._runner: Any = None
 
     @property
@@ -72,26 +94,64 @@ class Listener:
 
     async def start(self) -> None:
         web = self._web = load_extra("aiohttp.web", "gateway", "a gateway")
-        server = web.Server(self._handle, handler_cancellation=True, auto_decompress=False, access_log=None)
+        server = web.Server(
+            self._handle, handler_cancellation=True, auto_decompress=False, access_log=None,
+            keepalive_timeout=HEAD_SECONDS, lingering_time=_LINGER_SECONDS, logger=_silent,
+        )  # fmt: skip
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
+        loop, most = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        coming: list[Any] = []
+
+        def connection() -> Any:
+            handler = server()
+            # So many at a time that the run itself can always open files.
+            seconds = HEAD_SECONDS if len(server.connections) + len(coming) < most else 0.0
+            coming.append(handler)
+            loop.call_soon(coming.pop)  # when it is one of the server's connections
+            self._unasked.add(handler)
+            loop.call_later(seconds, self._end_unasked, handler)
+            return handler
+
         listening_socket = socket.create_server(("127.0.0.1", 0), backlog=512)
-        await web.SockSite(self._runner, listening_socket).start()
+        self._server = await loop.create_server(connection, sock=listening_socket)
         self.port = listening_socket.getsockname()[1]
 
+    def _end_unasked(self, handler: Any) -> None:
+        if handler in self._unasked:
+            self._unasked.discard(handler)
+            handler.force_close()
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        """For other models; it has no key of ours."""
+        return httpx.AsyncClient(timeout=OTHER_SECONDS, trust_env=False, limits=httpx.Limits())
+
     async def close(self) -> None:
+        if "_client" in vars(self):
+            await self._client.aclose()
+        if self.port:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     def new_key(self) -> str:
         """A key of 128 random bits behind the number of its episode."""
-        return f"verl-{len(self._sessions)}-{secrets.token_hex(16)}"
+        return f"verl-{next(self._numbers)}-{secrets.token_hex(16)}"
 
-    def open(self, session: Session) -> None:
-        """Let requests with the session's key in; until `session.end()`."""
-        self._sessions[session.key.split("-")[1]] = session
+    @contextmanager
+    def admitting(self, session: Session) -> Iterator[None]:
+        """Let requests with the session's key in meanwhile. Afterwards the key alone is kept."""
+        number = session.key.split("-")[1]
+        self._keys[number], self._sessions[number] = session.key.encode(), session
+        try:
+            yield
+        finally:
+            session.end()
+            del self._sessions[number]
 
     async def _handle(self, request: Any) -> Any:
+        self._unasked.discard(request.protocol)
         dialect = _DIALECTS.get(request.path.removesuffix("/count_tokens"), CHAT)
         session = None
         try:
@@ -102,15 +162,12 @@ class Listener:
             fault = error
         except ConnectionError:  # the client went away
             raise
-        except Exception as error:  # of the gateway itself: the episode runs once more
-            logger.exception("the gateway failed on %s", request.path)
-            fault = RequestError(500, f"the gateway failed: {error!r}")
-            if session is not None:
-                session.fault = error
+        except Exception as error:
+            fault = _fault(session, request.path, error)
         if session is not None:
             session.refused[fault.status] += 1
         headers = {} if fault.retry else {"x-should-retry": "false"}
-        return self._json(dialect.error(fault), fault.status, headers)
+        return await self._sent(request, self._json(dialect.error(fault), fault.status, headers))
 
     def _admitted(self, request: Any) -> Session:
         """The session of a request's key.
@@ -124,17 +181,18 @@ class Listener:
             raise RequestError(403, "requests of web pages are not answered")
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        parts = key.split("-")
-        session = self._sessions.get(parts[1]) if len(parts) == 3 else None
+        number = next(iter(key.split("-")[1:2]), "")
         sent = key.encode("utf-8", "surrogateescape")  # which a header may hold
-        if session is None or not hmac.compare_digest(sent, session.key.encode()):
+        if number not in self._keys or not hmac.compare_digest(sent, self._keys[number]):
             raise RequestError(401, "the key is not that of an episode", code="invalid_api_key")
-        return session
+        if number not in self._sessions:
+            raise ended()
+        return self._sessions[number]
 
     async def _answered(self, request: Any, session: Session, dialect: Dialect) -> Any:
         path = request.path
         if path.startswith(_MODELS) and request.method == "GET":
-            return self._json(_models(path))
+            return await self._sent(request, self._json(_models(path)))
         if path != _COUNT and path not in _DIALECTS:
             known = ", ".join((*_DIALECTS, _COUNT, _MODELS))
             raise RequestError(404, f"{path} is not here; there are {known}", code="not_found")
@@ -143,44 +201,92 @@ class Listener:
         content = await _body(request)
         body = _parsed(content) if len(content) < LARGE else await asyncio.to_thread(_parsed, content)
         if path == _COUNT:
-            return self._json({"input_tokens": await session.count(dialect.read(body))})
+            count = {"input_tokens": await session.count(dialect.read(body))}
+            return await self._sent(request, self._json(count))
+        if (model := str(body.get("model"))) in session.rules.models:
+            other = session.during(self._other_model(request, model, session.rules.models[model], content))
+            try:
+                return await other
+            finally:
+                other.cancel()
         asked = dialect.read(body)
-        answering = session.begin(asked, _headers(request.headers), content)
+        news: News = asyncio.Queue()
+        tell = news.put_nowait if asked.stream else None
+        answering = session.begin(asked, _headers(request.headers), content, tell)
         try:
-            await asyncio.wait([answering], timeout=ALIVE_SECONDS if asked.stream else None)
             if asked.stream:
-                return await self._stream(request, session, dialect, answering)
+                answering.add_done_callback(lambda done: news.put_nowait(None))
+                texts = _texts(dialect.events(asked), answering, news)
+                return await self._stream(request, session, dialect, answering, texts)
             delivery = await answering
             return await self._send(request, dialect.answer(asked, delivery.answer), delivery)
         finally:
             answering.cancel()  # where the client went away
 
+    async def _other_model(self, request: Any, name: str, url: str | None, content: bytes) -> Any:
+        """What another server answers to this body, as it comes. Nothing of it is trained."""
+        if url is None:
+            raise RequestError(404, f"there is no model '{name}' here", "model", "model_not_found")
+        address, sent = url.rstrip("/") + request.path.removeprefix("/v1"), {"Content-Type": "application/json"}
+        response = None
+        try:
+            async with self._client.stream("POST", address, content=content, headers=sent) as answer:
+                kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+                response = self._web.StreamResponse(status=answer.status_code, headers=kind)
+                with _taking(request):
+                    await response.prepare(request)
+                async for part in answer.aiter_bytes():
+                    with _taking(request):
+                        await response.write(part)
+        except httpx.HTTPError as error:
+            if response is not None:  # it has begun, so that it can only be cut off
+                raise ConnectionResetError from error
+            raise RequestError(502, f"the model '{name}' cannot be asked: {error!r}", code="model_failed") from error
+        with _taking(request):
+            await response.write_eof()
+        return response
+
     async def _send(self, request: Any, body: Body, delivery: Delivery) -> Any:
-        response = self._json(body)
-        await response.prepare(request)
-        await response.write_eof()
+        response = await self._sent(request, self._json(body))
         delivery.delivered()
         return response
 
-    async def _stream(self, request: Any, session: Session, dialect: Dialect, answering: asyncio.Task[Delivery]) -> Any:
-        """Server-sent events. What fails before they begin has a status of its own."""
-        if answering.done():
-            answering.result()
+    async def _sent(self, request: Any, response: Any) -> Any:
+        with _taking(request):
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+
+    async def _stream(
+        self,
+        request: Any,
+        session: Session,
+        dialect: Dialect,
+        answering: asyncio.Task[Delivery],
+        texts: AsyncIterator[str],
+    ) -> Any:
+        """Server-sent events, while the replies are written. What fails before they begin has a status of its own."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = self._web.StreamResponse(headers=headers)
-        await response.prepare(request)
+        delivery = None
         try:
-            while not answering.done():
-                await response.write(b": alive\n\n")
-                await asyncio.wait([answering], timeout=ALIVE_SECONDS)
+            async for text in texts:
+                with _taking(request):
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(text.encode())
             delivery = answering.result()
-            for text in dialect.events(delivery.request, delivery.answer):
-                await response.write(text.encode())
-        except RequestError as fault:
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise
+            fault = error if isinstance(error, RequestError) else _fault(session, request.path, error)
             session.refused[fault.status] += 1
-            await response.write(dialect.failure(fault).encode())
-            delivery = None
-        await response.write_eof()
+            with _taking(request):
+                await response.write(dialect.failure(fault).encode())
+        with _taking(request):
+            await response.write_eof()
         if delivery is not None:
             delivery.delivered()
         return response
@@ -188,6 +294,53 @@ class Listener:
     def _json(self, body: Body, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
         content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         return self._web.Response(body=content, status=status, headers=headers, content_type="application/json")
+
+
+def _fault(session: Session | None, path: str, error: Exception) -> RequestError:
+    """A fault of the gateway itself, after which the episode runs once more."""
+    logger.exception("the gateway failed on %s", path)
+    if session is not None:
+        session.fault = error
+    return RequestError(500, f"the gateway failed: {error!r}")
+
+
+async def _texts(events: Events, answering: asyncio.Task[Delivery], news: News) -> AsyncIterator[str]:
+    """A stream's events, those that are known at the same time together, and signs of life between.
+
+    Raises:
+        RequestError: there is no answer.
+    """
+    text, is_over = "", False
+    while not is_over:
+        try:
+            items = [await asyncio.wait_for(news.get(), ALIVE_SECONDS)]
+        except asyncio.TimeoutError:
+            yield ": alive\n\n" + text
+            text = ""
+            continue
+        while not news.empty():
+            items.append(news.get_nowait())
+        is_over = items[-1] is None
+        for item in items:
+            if isinstance(item, ChatAnswer):
+                text += "".join(events.begin(item))
+            else:
+                text += "".join(events.part(item) if item is not None else events.end(answering.result().answer))
+        if not isinstance(items[-1], ChatAnswer):  # which may still be refused with a status of its own
+            yield text
+            text = ""
+
+
+@contextmanager
+def _taking(request: Any) -> Iterator[None]:
+    """Something is sent meanwhile. A client that does not take it in time is cut off, which cancels its handler."""
+    if request.transport is None:
+        raise ConnectionResetError
+    timer = asyncio.get_running_loop().call_later(TAKE_SECONDS, request.transport.abort)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _headers(headers: Mapping[str, str]) -> Headers:

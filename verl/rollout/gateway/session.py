@@ -7,18 +7,19 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.errors import DataError, RolloutError
-from verl.rollout.base import LongPromptError, Sample, SamplingParams
+from verl.errors import ConfigError, DataError, RolloutError
+from verl.rollout.base import LongPromptError, Sample, SamplingParams, as_sampling
 from verl.rollout.episode import Client
 from verl.rollout.gateway.dialects.form import (
     ChatAnswer,
     ChatRequest,
     LongRequestError,
+    Part,
     Reply,
     RequestError,
     Token,
@@ -26,6 +27,9 @@ from verl.rollout.gateway.dialects.form import (
 )
 from verl.rollout.gateway.forced import grammar_of, only_choices
 from verl.rollout.gateway.linking import Call, Conversations, Prompt
+from verl.rollout.gateway.messages import Message
+from verl.rollout.gateway.replies import Tools
+from verl.rollout.gateway.streaming import ReplyStream
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.stop_strings import cut_text
 
@@ -36,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 #: Characters of a conversation, and bytes of a body, from which on they are worked on in a thread.
 LARGE = 65_536
+#: Takes the answer as it is before its replies begin, then what is new of them.
+Tell = Callable[[ChatAnswer | Part], None]
 _said: set[str] = set()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,20 @@ class Bounds:
     calls: int = 512
     tokens: int = 65_536
     open: int = 32
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a gateway says of all its episodes.
+
+    Attributes:
+        models: addresses of other models by name; None: there is no such model.
+        agent_samples: whether requests say how rows are sampled that are greedy, which are never trained.
+    """
+
+    bounds: Bounds = Bounds()
+    models: Mapping[str, str | None] = field(default_factory=dict)
+    agent_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,7 @@ class Session:
         inputs: of the chat template, besides messages and tools.
 
     Attributes:
+        rules: of its gateway.
         refused: how many requests were refused, by status.
         lost: how many requests ended without a sample: "aborted", as their connection closed, or "late".
         truncated: whether a bound, or the model's context, was used up.
@@ -107,9 +129,10 @@ class Session:
         client: Client,
         template: ChatTemplate,
         inputs: Mapping[str, Any] | None = None,
-        bounds: Bounds | None = None,
+        rules: Rules | None = None,
     ) -> None:
-        self.key, self.bounds = key, bounds or Bounds()
+        self.key, self.rules = key, rules or Rules()
+        self.bounds = self.rules.bounds
         self.conversations = Conversations(template, inputs)
         self.refused: Counter[int] = Counter()
         self.lost: Counter[str] = Counter()
@@ -117,7 +140,7 @@ class Session:
         self.fault: Exception | None = None
         self.ended = False
         self._client, self._template = client, template
-        self._answering: set[asyncio.Task[Delivery]] = set()
+        self._answering: set[asyncio.Task[Any]] = set()
         self._open = self._begun = self._tokens = 0
         self._lock = asyncio.Lock()
         self._sent: dict[bytes, Delivery] = {}
@@ -134,7 +157,7 @@ class Session:
             RequestError: the episode is over, or has too many open.
         """
         if self.ended:
-            raise RequestError(403, "the episode of this key has ended", code="episode_ended")
+            raise ended()
         if self._open >= self.bounds.open:
             raise RequestError(429, f"more than {self.bounds.open} requests are open", code="rate_limit_exceeded")
         self._open += 1
@@ -149,15 +172,31 @@ class Session:
         for task in self._answering:
             task.cancel()
 
-    def begin(self, request: ChatRequest, headers: Headers, body: bytes) -> asyncio.Task[Delivery]:
-        """`answer` as a task that ends with the episode."""
-        task = asyncio.ensure_future(self.answer(request, headers, body))
+    def begin(
+        self, request: ChatRequest, headers: Headers, body: bytes, tell: Tell | None = None
+    ) -> asyncio.Task[Delivery]:
+        """`answer`, see `during`."""
+        return self.during(self.answer(request, headers, body, tell))
+
+    def during(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Work as a task that ends with the episode.
+
+        Raises:
+            RequestError: it has ended, while the body was read.
+        """
+        if self.ended:
+            work.close()
+            raise ended()
+        task = asyncio.ensure_future(work)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
         return task
 
-    async def answer(self, request: ChatRequest, headers: Headers, body: bytes) -> Delivery:
+    async def answer(self, request: ChatRequest, headers: Headers, body: bytes, tell: Tell | None = None) -> Delivery:
         """Replies of the policy.
+
+        Args:
+            tell: called with the answer before any reply begins, and with what is new of replies as they are written.
 
         Raises:
             RequestError: the request cannot be answered.
@@ -175,12 +214,20 @@ class Session:
         grammar = grammar_of(request, self._template.parse.family, prompt.text)
         params = self._params(request, len(tokens))
         self._begun += request.n
+        ids = [self.conversations.new_id() for _ in range(request.n)]
+        streams = self._streams(request, prompt, params, tell)
+        if tell is not None:
+            empty = tuple(Reply(id, Message("assistant"), "stop") for id in ids)
+            tell(ChatAnswer(request.model, int(time.time()), empty, Usage(len(tokens), prompt.cached)))
         try:
-            samples = await asyncio.gather(*(self._sample(tokens, params, grammar) for _ in range(request.n)))
+            samples = await asyncio.gather(*(self._sample(tokens, params, grammar, stream) for stream in streams))
         except asyncio.CancelledError:
             self.lost["late" if self.ended else "aborted"] += 1
             raise
-        calls = [self._call(request, prompt, sample, params, headers) for sample in samples]
+        calls = [
+            self._call(request, prompt, sample, params, headers, id, stream)
+            for sample, id, stream in zip(samples, ids, streams, strict=True)
+        ]
         for call in calls:
             if grammar is not None:
                 call.forced = only_choices(
@@ -224,7 +271,7 @@ class Session:
         Raises:
             RequestError: nothing is left.
         """
-        params, left = self._client.params, self.bounds.tokens - self._tokens
+        params, left = self._sampling(request), self.bounds.tokens - self._tokens
         if self._begun + request.n > self.bounds.calls or left < 1:
             self.truncated = True
             raise RequestError(403, f"the episode's bounds are used up ({self.bounds})", code="budget_exceeded")
@@ -237,11 +284,41 @@ class Session:
         stop = (*params.stop, *request.stop)
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
 
-    async def _sample(self, tokens: list[int], params: SamplingParams, grammar: Grammar | None) -> Sample:
+    def _sampling(self, request: ChatRequest) -> SamplingParams:
+        """The run's; of greedy rows, which are never trained, the agent's if that is wanted.
+
+        Raises:
+            RequestError: it cannot be had.
+        """
+        params, wanted = self._client.params, {name: value for name, value in request.sampling.items() if value}
+        if not self.rules.agent_samples or params.temperature or not wanted:
+            return params
+        try:
+            return as_sampling(wanted, params)
+        except ConfigError as error:
+            raise RequestError(400, str(error), min(wanted), "invalid_value") from error
+
+    def _streams(
+        self, request: ChatRequest, prompt: Prompt, params: SamplingParams, tell: Tell | None
+    ) -> list[ReplyStream | None]:
+        """One for each reply that is shown while it is written."""
+        if tell is None:
+            return [None] * request.n
+        tools = _callable_tools(request, prompt)
+
+        def telling(index: int) -> Callable[[str, str], None]:
+            return lambda reasoning, content: tell(Part(index, reasoning, content))
+
+        return [ReplyStream(self._template, params, prompt.text, tools, telling(index)) for index in range(request.n)]
+
+    async def _sample(
+        self, tokens: list[int], params: SamplingParams, grammar: Grammar | None, stream: ReplyStream | None
+    ) -> Sample:
         self._tokens += params.max_new_tokens  # reserved, until it is known how many there are
         sample = None
         try:
-            sample = await self._client.generate(tokens, params, grammar=grammar)
+            read = None if stream is None else stream.read
+            sample = await self._client.generate(tokens, params, grammar=grammar, on_tokens=read)
             return sample
         except LongPromptError as error:
             self.truncated = True
@@ -253,15 +330,25 @@ class Session:
             self._tokens -= params.max_new_tokens - (len(sample.tokens) if sample is not None else 0)
 
     def _call(
-        self, request: ChatRequest, prompt: Prompt, sample: Sample, params: SamplingParams, headers: Headers
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        sample: Sample,
+        params: SamplingParams,
+        headers: Headers,
+        id: str,
+        stream: ReplyStream | None,
     ) -> Call:
         text = self._template.text(sample.tokens)
-        if params.stop:
+        if stream is not None:
+            text = stream.finish(sample.tokens)
+        elif params.stop:
             text = cut_text(self._template.text, sample.tokens, params)
         left_out = "late" if self.ended else "excluded" if headers.excluded else "aborted"
-        tools = prompt.tools if request.choice != "none" else ()
-        reply = self._template.parse(text, prompt.text, tools)
-        return self.conversations.answer(prompt, sample, reply, name=headers.name, left_out=left_out)
+        reply = self._template.parse(text, prompt.text, _callable_tools(request, prompt))
+        if stream is not None:
+            stream.tell_rest(reply)
+        return self.conversations.answer(prompt, sample, reply, id, name=headers.name, left_out=left_out)
 
     def _reply(self, request: ChatRequest, call: Call, params: SamplingParams) -> Reply:
         text, tokens = self._template.text, call.sample.tokens
@@ -282,6 +369,15 @@ class Session:
         for name in sorted(fields.keys() - _said):
             _said.add(name)
             logger.info("requests of the agent set %s; in training the run's own sampling holds", name)
+
+
+def _callable_tools(request: ChatRequest, prompt: Prompt) -> Tools:
+    return prompt.tools if request.choice != "none" else ()
+
+
+def ended() -> RequestError:
+    """The answer to a key whose episode is over."""
+    return RequestError(403, "the episode of this key has ended", code="episode_ended")
 
 
 def left_out(calls: Sequence[Call], train: Callable[[Call], bool] | None = None) -> None:

@@ -12,6 +12,7 @@ from verl.rollout.gateway.dialects.form import (
     ChatRequest,
     Defaults,
     Dialect,
+    Part,
     Reply,
     RequestError,
     check_fields,
@@ -162,32 +163,57 @@ def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-def events(request: ChatRequest, result: ChatAnswer) -> Iterator[str]:
-    reply = result.replies[0]
-    unfinished: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
-    start = {**_head(result), **unfinished, "usage": {**_prompt(result), "output_tokens": 0}}
-    yield _typed("message_start", message=start)
-    for index, block in enumerate(_blocks(reply)):
-        empty, deltas = _begun(block)
-        yield _typed("content_block_start", index=index, content_block=empty)
-        for delta in deltas:
-            yield _typed("content_block_delta", index=index, delta=delta)
-        yield _typed("content_block_stop", index=index)
-    yield _typed("message_delta", delta=_end(reply), usage={"output_tokens": result.usage.sampled})
-    yield _typed("message_stop")
+class AnthropicEvents:
+    """See `Events`. One block at a time is open."""
 
+    def __init__(self, request: ChatRequest) -> None:
+        self._id, self._kind, self._index = "", "", -1
 
-def _begun(block: dict[str, Any]) -> tuple[Body, list[Body]]:
-    """A block without what it says, and that in parts."""
-    if block["type"] == "tool_use":
-        parts = chunks(json.dumps(block["input"], ensure_ascii=False))
-        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": part} for part in parts]
-    name = "thinking" if block["type"] == "thinking" else "text"
-    deltas: list[Body] = [{"type": f"{name}_delta", name: part} for part in chunks(block[name])]
-    if name == "thinking":
-        deltas.append({"type": "signature_delta", "signature": block["signature"]})
-        return {**block, "thinking": "", "signature": ""}, deltas
-    return {**block, "text": ""}, deltas
+    def begin(self, answer: ChatAnswer) -> Iterator[str]:
+        self._id = answer.replies[0].id
+        unfinished: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
+        start = {**_head(answer), **unfinished, "usage": {**_prompt(answer), "output_tokens": 0}}
+        yield _typed("message_start", message=start)
+
+    def part(self, part: Part) -> Iterator[str]:
+        for kind, text in (("thinking", part.reasoning), ("text", part.content)):
+            if text:
+                yield from self._enter(kind)
+                yield self._delta(f"{kind}_delta", **{kind: text})
+
+    def end(self, answer: ChatAnswer) -> Iterator[str]:
+        reply = answer.replies[0]
+        yield from self._leave()
+        for block in list(_blocks(reply))[self._index + 1 :]:
+            yield from self._enter(block["type"], block)
+            if block["type"] == "tool_use":
+                for part in chunks(json.dumps(block["input"], ensure_ascii=False)):
+                    yield self._delta("input_json_delta", partial_json=part)
+            yield from self._leave()
+        yield _typed("message_delta", delta=_end(reply), usage={"output_tokens": answer.usage.sampled})
+        yield _typed("message_stop")
+
+    def _enter(self, kind: str, block: Body | None = None) -> Iterator[str]:
+        if kind != self._kind:
+            yield from self._leave()
+            self._kind, self._index = kind, self._index + 1
+            empty: dict[str, Body] = {
+                "tool_use": {"input": {}},
+                "thinking": {"thinking": "", "signature": ""},
+                "text": {"text": ""},
+            }
+            begun = {"type": kind, **(block or {}), **empty[kind]}
+            yield _typed("content_block_start", index=self._index, content_block=begun)
+
+    def _leave(self) -> Iterator[str]:
+        if self._kind == "thinking":
+            yield self._delta("signature_delta", signature=self._id)
+        if self._kind:
+            yield _typed("content_block_stop", index=self._index)
+        self._kind = ""
+
+    def _delta(self, name: str, **data: Any) -> str:
+        return _typed("content_block_delta", index=self._index, delta={"type": name, **data})
 
 
 def _typed(name: str, **data: Any) -> str:
@@ -199,4 +225,4 @@ def error(fault: RequestError) -> Body:
     return {"type": "error", "error": {"type": kind, "message": str(fault)}}
 
 
-ANTHROPIC = Dialect(read, answer, events, error, lambda fault: event(error(fault), "error"))
+ANTHROPIC = Dialect(read, answer, AnthropicEvents, error, lambda fault: event(error(fault), "error"))

@@ -12,6 +12,7 @@ from verl.rollout.gateway.dialects.form import (
     ChatRequest,
     Defaults,
     Dialect,
+    Part,
     Reply,
     RequestError,
     Usage,
@@ -171,26 +172,41 @@ def _usage(usage: Usage) -> Body:
     }
 
 
-def events(request: ChatRequest, result: ChatAnswer) -> Iterator[str]:
-    head = {**_head(result, "chat.completion.chunk"), **({"usage": None} if request.stream_usage else {})}
-    for index, reply in enumerate(result.replies):
-        log_probs = _log_probs(request, reply)
-        for delta in _deltas(reply):
-            choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
-            yield event({**head, "choices": [choice]})
-            log_probs = None  # of all tokens, with the first chunk
-        yield event({**head, "choices": [{"index": index, "delta": {}, "finish_reason": reply.finish}]})
-    if request.stream_usage:
-        yield event({**head, "choices": [], "usage": _usage(result.usage)})
-    yield event("[DONE]")
+class ChatEvents:
+    """See `Events`."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {}
+
+    def begin(self, answer: ChatAnswer) -> Iterator[str]:
+        usage = {"usage": None} if self._request.stream_usage else {}
+        self._head = {**_head(answer, "chat.completion.chunk"), **usage}
+        for index in range(len(answer.replies)):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def part(self, part: Part) -> Iterator[str]:
+        if part.reasoning:
+            yield self._chunk(part.index, {"reasoning_content": part.reasoning})
+        if part.content:
+            yield self._chunk(part.index, {"content": part.content})
+
+    def end(self, answer: ChatAnswer) -> Iterator[str]:
+        for index, reply in enumerate(answer.replies):
+            for delta in _call_deltas(reply):
+                yield self._chunk(index, delta)
+            # With the log-probs of all tokens: which of them a text is of is known at its end.
+            yield self._chunk(index, {}, reply.finish, _log_probs(self._request, reply))
+        if self._request.stream_usage:
+            yield event({**self._head, "choices": [], "usage": _usage(answer.usage)})
+        yield event("[DONE]")
+
+    def _chunk(self, index: int, delta: Body, finish: str | None = None, log_probs: Body | None = None) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": finish}
+        return event({**self._head, "choices": [choice]})
 
 
-def _deltas(reply: Reply) -> Iterator[Body]:
-    yield {"role": "assistant", "content": ""}
-    for text in chunks(reply.message.reasoning):
-        yield {"reasoning_content": text}
-    for text in chunks(reply.message.content):
-        yield {"content": text}
+def _call_deltas(reply: Reply) -> Iterator[Body]:
     for index, call in enumerate(reply.message.calls):
         begun = _written(call)
         yield {"tool_calls": [{"index": index, **begun, "function": {**begun["function"], "arguments": ""}}]}
@@ -205,4 +221,4 @@ def error(fault: RequestError) -> Body:
     return {"error": {"message": str(fault), "type": kind, "param": fault.param, "code": fault.code}}
 
 
-CHAT = Dialect(read, answer, events, error, lambda fault: event(error(fault)))
+CHAT = Dialect(read, answer, ChatEvents, error, lambda fault: event(error(fault)))

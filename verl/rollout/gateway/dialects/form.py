@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from verl.rollout.gateway.messages import Message
 
@@ -18,7 +18,7 @@ SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed",
 ))  # fmt: skip
-#: How many characters of a reply a chunk of a stream has.
+#: How many characters of a call's arguments a chunk of a stream has.
 _CHUNK = 64
 
 
@@ -115,20 +115,46 @@ class ChatAnswer:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What is new of a reply that is being written.
+
+    Attributes:
+        index: of the reply, among those to one request.
+    """
+
+    index: int
+    reasoning: str = ""
+    content: str = ""
+
+
+class Events(Protocol):
+    """The stream of one answer, as text of server-sent events."""
+
+    def begin(self, answer: ChatAnswer) -> Iterator[str]:
+        """Before any reply begins: they are empty."""
+
+    def part(self, part: Part) -> Iterator[str]:
+        """Thought and text, as they are written; all of them have come so before the end."""
+
+    def end(self, answer: ChatAnswer) -> Iterator[str]:
+        """The calls, and how it ended."""
+
+
+@dataclass(frozen=True)
 class Dialect:
     """One form.
 
     Attributes:
         read: a body as a request; raises RequestError.
         answer: the body of an answer.
-        events: its stream, as text of server-sent events.
+        events: makes its stream.
         error: the body of an error.
         failure: an error after a stream has begun.
     """
 
     read: Callable[[Body], ChatRequest]
     answer: Callable[[ChatRequest, ChatAnswer], Body]
-    events: Callable[[ChatRequest, ChatAnswer], Iterator[str]]
+    events: Callable[[ChatRequest], Events]
     error: Callable[[RequestError], Body]
     failure: Callable[[RequestError], str]
 

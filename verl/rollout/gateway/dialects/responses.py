@@ -13,6 +13,7 @@ from verl.rollout.gateway.dialects.form import (
     ChatRequest,
     Defaults,
     Dialect,
+    Part,
     RequestError,
     check_fields,
     chosen,
@@ -186,52 +187,98 @@ def _output(result: ChatAnswer) -> list[dict[str, Any]]:
     reply = result.replies[0]
     message, items = reply.message, []
     if message.reasoning:
-        thought = [{"type": "reasoning_text", "text": message.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": thought})
+        items.append(_text_item("reasoning", reply.id, message.reasoning))
     if message.content or not (message.calls or message.reasoning):
-        text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
-        said = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": "completed"}
-        items.append({**said, "content": [text]})
+        items.append(_text_item("message", reply.id, message.content))
     for call in message.calls:
         named = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
         items.append({**named, "arguments": call.arguments, "status": "completed"})
     return items
 
 
-def events(request: ChatRequest, result: ChatAnswer) -> Iterator[str]:
-    whole, head = answer(request, result), _head(request, result)
-    end = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
-    parts: list[tuple[str, Body]] = [
-        ("response.created", {"response": head}),
-        ("response.in_progress", {"response": head}),
-    ]
-    for index, item in enumerate(whole["output"]):
-        parts += [(name, {"output_index": index, **data}) for name, data in _item_events(item)]
-    parts.append((end, {"response": whole}))
-    for number, (name, data) in enumerate(parts):
-        yield event({"type": name, "sequence_number": number, **data}, name)
+def _text_item(kind: str, id: str, text: str) -> dict[str, Any]:
+    """A thought or a message."""
+    if kind == "reasoning":
+        thought = {"type": "reasoning_text", "text": text}
+        return {"type": kind, "id": f"rs_{id}", "summary": [], "content": [thought]}
+    said = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": kind, "id": f"msg_{id}", "role": "assistant", "status": "completed", "content": [said]}
 
 
-def _item_events(item: dict[str, Any]) -> Iterator[tuple[str, Body]]:
-    address = {"item_id": item["id"]}
-    if item["type"] == "function_call":
-        yield "response.output_item.added", {"item": {**item, "arguments": "", "status": "in_progress"}}
+class ResponsesEvents:
+    """See `Events`. One item at a time is open."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        self._id = self._kind = self._text = ""
+        self._number, self._index = 0, -1
+
+    def begin(self, answer: ChatAnswer) -> Iterator[str]:
+        self._id = answer.replies[0].id
+        head = _head(self._request, answer)
+        yield self._event("created", response=head)
+        yield self._event("in_progress", response=head)
+
+    def part(self, part: Part) -> Iterator[str]:
+        for kind, text in (("reasoning", part.reasoning), ("message", part.content)):
+            if text:
+                yield from self._enter(kind)
+                self._text += text
+                yield self._text_event("delta", delta=text)
+
+    def end(self, result: ChatAnswer) -> Iterator[str]:
+        whole = answer(self._request, result)
+        yield from self._leave()
+        for item in whole["output"][self._index + 1 :]:
+            if item["type"] == "function_call":
+                yield from self._call(item)
+            else:  # a message without text
+                yield from self._enter(item["type"])
+                yield from self._leave()
+        yield self._event(whole["status"], response=whole)
+
+    def _call(self, item: Body) -> Iterator[str]:
+        self._index += 1
+        where = {"output_index": self._index, "item_id": item["id"]}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("output_item.added", output_index=self._index, item=begun)
         for text in chunks(item["arguments"]):
-            yield "response.function_call_arguments.delta", {**address, "delta": text}
-        done = {**address, "name": item["name"], "arguments": item["arguments"]}
-        yield "response.function_call_arguments.done", done
-    else:
-        (part,) = item["content"]
-        address |= {"content_index": 0}
-        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-        more: Body = {"logprobs": []} if name == "output_text" else {}
-        yield "response.output_item.added", {"item": {**item, "content": []}}
-        yield "response.content_part.added", {**address, "part": {**part, "text": ""}}
-        for text in chunks(part["text"]):
-            yield f"response.{name}.delta", {**address, "delta": text, **more}
-        yield f"response.{name}.done", {**address, "text": part["text"], **more}
-        yield "response.content_part.done", {**address, "part": part}
-    yield "response.output_item.done", {"item": item}
+            yield self._event("function_call_arguments.delta", **where, delta=text)
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("function_call_arguments.done", **where, **done)
+        yield self._event("output_item.done", output_index=self._index, item=item)
+
+    def _enter(self, kind: str) -> Iterator[str]:
+        if kind == self._kind:
+            return
+        yield from self._leave()
+        self._kind, self._text, self._index = kind, "", self._index + 1
+        item = _text_item(kind, self._id, "")
+        yield self._event("output_item.added", output_index=self._index, item={**item, "content": []})
+        yield self._part_event("added", item)
+
+    def _leave(self) -> Iterator[str]:
+        if self._kind:
+            item = _text_item(self._kind, self._id, self._text)
+            yield self._text_event("done", text=self._text)
+            yield self._part_event("done", item)
+            yield self._event("output_item.done", output_index=self._index, item=item)
+        self._kind = ""
+
+    def _text_event(self, name: str, /, **data: Any) -> str:
+        item = _text_item(self._kind, self._id, "")
+        more: Body = {"logprobs": []} if self._kind == "message" else {}
+        where = {"output_index": self._index, "item_id": item["id"], "content_index": 0}
+        return self._event(f"{item['content'][0]['type']}.{name}", **where, **data, **more)
+
+    def _part_event(self, name: str, item: Body) -> str:
+        where = {"output_index": self._index, "item_id": item["id"], "content_index": 0}
+        return self._event(f"content_part.{name}", **where, part=item["content"][0])
+
+    def _event(self, name: str, /, **data: Any) -> str:
+        name, number = f"response.{name}", self._number
+        self._number += 1
+        return event({"type": name, "sequence_number": number, **data}, name)
 
 
 def _failure(fault: RequestError) -> str:
@@ -241,4 +288,4 @@ def _failure(fault: RequestError) -> str:
     )
 
 
-RESPONSES = Dialect(read, answer, events, error, _failure)
+RESPONSES = Dialect(read, answer, ResponsesEvents, error, _failure)
