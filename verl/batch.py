@@ -87,9 +87,9 @@ SCHEMA: dict[str, pa.DataType] = {
 
 #: Further columns that the system writes; rows of a data set come without them.
 WRITTEN = frozenset((
-    "baseline", "rejected", "episode_error", "episode_reward", "loss_mask", "old_log_probs", "rollout_is_weights",
-    "reward_baseline", "cost_values", "cost_returns", "kl_coef", "kto_kl", "mismatched", "scores", "temperature",
-    "reply", "condition",
+    "baseline", "rejected", "episode_error", "episode_messages", "episode_reward", "loss_mask", "old_log_probs",
+    "rollout_is_weights", "reward_baseline", "cost_values", "cost_returns", "kl_coef", "kto_kl", "mismatched",
+    "scores", "temperature", "reply", "condition",
 ))  # fmt: skip
 
 #: Columns that a step computes from its models and their samples: in a recording they are of another trainer's models.

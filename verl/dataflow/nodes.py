@@ -28,7 +28,7 @@ from verl.rollout.base import SamplingParams
 SLOT = "model"
 _SAMPLE = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version", "policy_id", "response")
 #: Columns of some rollouts: of episodes, of a prefix before the prompt, of another temperature than the actor's.
-_OF_SOME = ("rejected?", "episode_error?", "episode_reward?", "prefix_tokens?", "temperature?")
+_OF_SOME = ("rejected?", "episode_error?", "episode_messages?", "episode_reward?", "prefix_tokens?", "temperature?")
 #: Columns that an algorithm prepares, those of them that its losses read.
 _PREPARED = COMPUTED - {"ref_log_probs", "values", "cost_values"}
 _SEQUENCE = ("group", "id", "prompt_tokens", "response_tokens")

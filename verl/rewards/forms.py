@@ -3,7 +3,8 @@
     f(texts)                            the response texts (the one parameter may have any name)
     f(responses, prompts)               texts; a prompt that is a chat is a list of messages
     f(prompts, completions, **columns)  TRL's: of a chat, a completion is a list with the assistant's message;
-                                        `**columns` gets the data set's own columns and `completion_ids`
+                                        `**columns` gets the data set's own columns and `completion_ids`; of an
+                                        episode with tools a completion has all of its messages
     f(queries, prompts, labels)         OpenRLHF's: a query is the prompt's text and the response behind it; of a chat
                                         the texts of its messages, a line each; a label is the row's `labels`, `label`,
                                         `answer` or `ground_truth`, the first that it has
@@ -69,7 +70,7 @@ class Form:
     def columns(self) -> tuple[str, ...]:
         """What it reads, see `verl.rewards.source.columns_read`. Columns of the data are known once they are there."""
         read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl", "openrlhf") else ()))
-        read = (*read, *(("response_tokens?",) if self.kind == "trl" else ()))
+        read = (*read, *(("response_tokens?", "episode_messages?") if self.kind == "trl" else ()))
         further = [name for name in self.named if name not in _OWN[self.kind]]
         user = [f"{name}?" for name in further if name not in SCHEMA]
         return (*read, *user, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
@@ -173,9 +174,10 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
         before = [_text(prompt) for prompt in prompts]
         queries = [prompt + text for prompt, text in zip(before, texts, strict=True)]
         return {"queries": queries, "prompts": before, "labels": [_label(row) for row in rows]}
+    turns = [json.loads(row.get("episode_messages") or "null") for row in rows]
     completions = [
-        text if chat is None else [{"role": "assistant", "content": text}]
-        for chat, text in zip(chats, texts, strict=True)
+        said or (text if chat is None else [{"role": "assistant", "content": text}])
+        for chat, text, said in zip(chats, texts, turns, strict=True)
     ]
     ids = [row.get("response_tokens") for row in rows]
     return {"prompts": prompts, "completions": completions, "completion_ids": ids}

@@ -54,6 +54,7 @@ class Turns:
         temperatures: those at which the policy sampled.
         prompt_tokens: in place of the row's; None: they are the row's.
         reward: of the episode, where it says one itself.
+        messages: what was said, as a chat, where rewards read it so; None: one message of the assistant.
     """
 
     response_tokens: list[int] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Turns:
     temperatures: set[float] = field(default_factory=set)
     prompt_tokens: list[int] | None = None
     reward: float | None = None
+    messages: list[dict[str, Any]] | None = None
 
     def wrote(self, sample: Sample) -> Turns:
         """Append what the policy sampled; `policy_version` is the oldest of all turns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,6 +22,7 @@ from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
+from verl.rollout.environments import as_episode
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
@@ -350,8 +352,8 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
 
 
 def load_episode(episode: Episode | str | None) -> Episode | None:
-    """The episode, out of its file if it is in one."""
-    return load_function(episode) if isinstance(episode, str) else episode
+    """The episode, out of its file if it is in one; of what makes environments, theirs."""
+    return as_episode(load_function(episode) if isinstance(episode, str) else episode)
 
 
 def _single_turns(
@@ -392,6 +394,8 @@ def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, prec
         columns["rejected"] = [turn.rejected for turn in turns]
         columns["episode_error"] = pa.array(errors, pa.string())
         columns["episode_reward"] = pa.array([turn.reward for turn in turns], pa.float64())
+    if any(turn.messages for turn in turns):
+        columns["episode_messages"] = [turn.messages and json.dumps(turn.messages) for turn in turns]
     if any(turn.prompt_tokens for turn in turns):  # of agents that make prompts of their own
         prompts = [turn.prompt_tokens or row for turn, row in zip(turns, rows["prompt_tokens"], strict=True)]
         rows = rows.drop(["prompt_tokens"]).add({"prompt_tokens": prompts})
