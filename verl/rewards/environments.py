@@ -129,11 +129,11 @@ def _with_environments(function: Callable[..., Any], episode: Environments) -> C
     async def call_async(*args: Any, **columns: Any) -> Any:
         return await function(*args, **instead(columns))
 
-    wrapped = call_async if is_async(function) else call
+    wrapped: Any = call_async if is_async(function) else call
     signature = inspect.signature(function)
     parameters = [p.replace(default=()) if p.name == PARAMETER else p for p in signature.parameters.values()]
     # Until there are samples no data have this column. Parameters with a default stand last.
     parameters.sort(key=lambda p: (p.kind, p.default is not p.empty))
     functools.update_wrapper(wrapped, function)
-    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__signature__ = signature.replace(parameters=parameters)
     return wrapped

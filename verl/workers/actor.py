@@ -353,7 +353,8 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
 
 def load_episode(episode: Episode | str | None) -> Episode | None:
     """The episode, out of its file if it is in one; of what makes environments, theirs."""
-    return as_episode(load_function(episode) if isinstance(episode, str) else episode)
+    played: Episode | None = as_episode(load_function(episode) if isinstance(episode, str) else episode)
+    return played
 
 
 def _single_turns(
