@@ -44,6 +44,7 @@ _NAMES = {
     "verl.roles.updater": "Updater",
     "verl.roles.workers": "FSDPWorker MegatronWorker",
     "verl.rollout.base": "SamplingParams",
+    "verl.rollout.environments": "EnvironmentEpisode",
     "verl.rollout.gateway.gateway": "Gateway",
     "verl.weights.shard": "Shard",
     "verl.trainer.asynchronous": "AsyncTrainer",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from verl.roles.updater import Updater as Updater
     from verl.roles.workers import FSDPWorker as FSDPWorker, MegatronWorker as MegatronWorker
     from verl.rollout.base import SamplingParams as SamplingParams
+    from verl.rollout.environments import EnvironmentEpisode as EnvironmentEpisode
     from verl.rollout.gateway.gateway import Gateway as Gateway
     from verl.tasks.task import Task as Task
     from verl.trainer.asynchronous import AsyncTrainer as AsyncTrainer

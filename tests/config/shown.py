@@ -117,6 +117,7 @@ def sampling() -> dict[str, Shown]:
     shown |= {
         "url": Shown(samples, ["SERVER1"], ["SERVER2"]),
         "episode": Shown(samples, None, "../user.py:twice"),
+        "environment": Shown(samples, None, "../user.py:Quiet"),
         "name": Shown(samples, "embedded", "hf", count="rollout/hf.py:step"),
         "max_num_seqs": Shown(samples, 256, 1, count="embedded/engine.py:step"),
         "kv_cache_gb": Shown(samples, None, 4e-4, count="embedded/engine.py:step"),

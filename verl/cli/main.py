@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from verl import __version__
+from verl.cli.agent import app as agent
 from verl.cli.doctor import doctor
 from verl.cli.export import export
 from verl.cli.generate import generate
@@ -298,3 +299,4 @@ app.command()(export)
 app.command()(doctor)
 app.command()(generate)
 app.command()(tune)
+app.add_typer(agent, name="agent")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,16 @@ def _advantages(prepared: Batch) -> dict[str, float]:
         if trained:
             means[name] = sum(trained) / len(trained)
     return means
+
+
+def spans(prompt: Sequence[int], response: Sequence[int], mask: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+    """A conversation in order, cut where what the policy wrote (`trained`) and what it read meet: `text`, `tokens`."""
+    tokens, flags = [*prompt, *response], [0] * len(prompt) + list(mask)
+    starts = [i for i, flag in enumerate(flags) if i == 0 or flag != flags[i - 1]]
+    return [
+        {"trained": bool(flags[start]), "text": decode(tokens[start:end]), "tokens": end - start}
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
+    ]
 
 
 def save_table(path: Path, table: pa.Table) -> None:

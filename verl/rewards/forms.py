@@ -3,7 +3,8 @@
     f(texts)                            the response texts (the one parameter may have any name)
     f(responses, prompts)               texts; a prompt that is a chat is a list of messages
     f(prompts, completions, **columns)  TRL's: of a chat, a completion is a list with the assistant's message;
-                                        `**columns` gets the data set's own columns and `completion_ids`
+                                        `**columns` gets the data set's own columns and `completion_ids`; of an
+                                        episode with tools a completion has all of its messages
     f(queries, prompts, labels)         OpenRLHF's: a query is the prompt's text and the response behind it; of a chat
                                         the texts of its messages, a line each; a label is the row's `labels`, `label`,
                                         `answer` or `ground_truth`, the first that it has
@@ -72,7 +73,7 @@ class Form:
     def columns(self) -> tuple[str, ...]:
         """What it reads, see `verl.rewards.source.columns_read`. Columns of the data are known once they are there."""
         read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl", "openrlhf") else ()))
-        read = (*read, *(("response_tokens?",) if self.kind == "trl" else ()))
+        read = (*read, *(("response_tokens?", "conversation?") if self.kind == "trl" else ()))
         further = [name for name in self.named if name not in _OWN[self.kind]]
         user = [f"{name}?" for name in further if name not in SCHEMA]
         return (*read, *user, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
@@ -183,8 +184,8 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
         queries = [prompt + text for prompt, text in zip(before, texts, strict=True)]
         return {"queries": queries, "prompts": before, "labels": [_label(row) for row in rows]}
     completions = [
-        text if chat is None else [{"role": "assistant", "content": text}]
-        for chat, text in zip(chats, texts, strict=True)
+        _completion(row, chat) or (text if chat is None else [{"role": "assistant", "content": text}])
+        for chat, text, row in zip(chats, texts, rows, strict=True)
     ]
     ids = [row.get("response_tokens") for row in rows]
     return {"prompts": prompts, "completions": completions, "completion_ids": ids}
@@ -198,6 +199,11 @@ def _text(prompt: Any) -> str:
 
 def _label(row: Row) -> Any:
     return next((_value(row, name) for name in _LABELS if _has(row, name)), None)
+
+
+def _completion(row: Row, chat: Sequence[Any] | None) -> list[Any]:
+    """The messages of an episode behind its row's, those of the tools too; of a text, behind the user's."""
+    return [] if row.get("conversation") is None else _conversation(row)[len(chat or "?") :]
 
 
 def _trajectory(row: Row) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import ActorKeywords, as_name, sampler_options, with_engine
 from verl.rollout.base import SamplingParams, as_sampling
+from verl.rollout.environments import EnvironmentEpisode
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
@@ -83,7 +84,7 @@ class Actor(ModelHandle[ActorWorker]):
             embedded), "embedded" (on the very tensors that are trained), "hf", "vllm", a function or class that makes a
             `RolloutEngine`, "FILE.py:NAME" of one, or `RolloutOptions`.
         episode: `async episode(client, row)`, what happens between a prompt and its response (several turns, tools,
-            constraints), or "FILE.py:NAME" of one; None: a single turn.
+            constraints), a class of TRL's form of environments, or "FILE.py:NAME" of one; None: a single turn.
         sampling: how responses are drawn, or a mapping of its fields; keywords of `generate_sequences` override it
             call by call.
         fused_kernels: run the layers by fused kernels where there are some; "compiled" are ours, for CPU; for any other
@@ -115,7 +116,7 @@ class Actor(ModelHandle[ActorWorker]):
         algorithm: str | BaseAlgorithm | None = None,
         optim: OptimConfig | Mapping[str, Any] | Any = None,
         rollout: str | EngineFactory | RolloutOptions = "auto",
-        episode: Episode | str | None = None,
+        episode: Any = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         fused_kernels: bool | str | None = None,
         head: Literal["lm", "score"] = "lm",
@@ -175,6 +176,12 @@ class Actor(ModelHandle[ActorWorker]):
         self.masks = bool(getattr(played, "masks", False))
         if (check := getattr(played, "check_tokenizer", None)) is not None:
             check(self.tokenizer)
+
+    @property
+    def environments(self) -> EnvironmentEpisode | None:
+        """The episode of all prompts, if it is in environments."""
+        played = load_episode(self.rollout_options.episode)
+        return played if isinstance(played, EnvironmentEpisode) else None
 
     @property
     def model(self) -> PreTrainedModel:

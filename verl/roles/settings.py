@@ -186,7 +186,8 @@ def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:
     settings: dict[str, Any] = {name: getattr(rollout, name) for name in RolloutOptions.model_fields}
     if rollout.url:
         settings |= {"name": vLLMWorker(rollout.url), "url": ()}
-    return SamplerOptions(**settings | {"episode": rollout.episode if episode is None else episode, "seed": seed})
+    played = episode or rollout.environment or rollout.episode
+    return SamplerOptions(**settings | {"episode": played, "environment": None, "seed": seed})
 
 
 def with_engine(options: SamplerOptions, model: Any, device: str) -> SamplerOptions:

@@ -1,5 +1,5 @@
 """Rollout: prompts in, finished samples out, whichever engine.
 
 Reading order: `base`, `options`, `choice`, `embedded`, `vllm`, `hf`, `remote`, `episode`, `rows`, `tools`, `gateway`,
-`constrained`, `grammar`, `guards`, `stop_strings`.
+`environments`, `constrained`, `grammar`, `guards`, `stop_strings`.
 """

@@ -55,6 +55,10 @@ class RolloutOptions(Record):
     episode: FunctionPath | None = result(
         default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
     )
+    environment: FunctionPath | None = result(
+        default=None,
+        description="a class of TRL's form, whose public methods are tools, as FILE.py:CLASS; in the place of episode",
+    )
     n: Count = result(default=8, description="samples per prompt")
     max_new_tokens: Count = result(default=128, description="longest response, in tokens")
     min_new_tokens: Natural = result(default=0, description="no end of sequence before this many tokens")
@@ -114,6 +118,8 @@ class RolloutOptions(Record):
             raise wrong(name, why)
         if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
             raise wrong("max_rollout_workers", f"must be at least num_rollout_workers ({self.num_rollout_workers})")
+        if self.environment is not None and self.episode is not None:
+            raise wrong("environment", "is an episode of its own: leave episode out")
         if self.url and self.name not in ("auto", "vllm"):
             raise wrong("url", f"is of vLLM servers: leave rollout.name={self.name} out")
         if self.min_new_tokens > self.max_new_tokens:

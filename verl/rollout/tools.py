@@ -25,7 +25,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from verl import sandbox
 from verl.checked import checked
@@ -98,20 +98,29 @@ class Tool:
             return f"error: {type(error).__name__}: {error}"
 
     async def _start(self, arguments: Mapping[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        self._hung = [thread for thread in self._hung if thread.is_alive()]
+        self._hung[:] = [thread for thread in self._hung if thread.is_alive()]
         if len(self._hung) >= MAX_HUNG:
             logger.warning("tool %s: %d calls hang; it is not called any more", self.name, len(self._hung))
             return f"error: {self.name} is out of order"
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        thread = threading.Thread(target=_run, args=(self.function, arguments, future), daemon=True)
-        thread.start()
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._hung.append(thread)
-            raise
+        return await call_beside(self.function, arguments, self._hung)
+
+
+async def call_beside(function: Callable[..., Any], arguments: Mapping[str, Any], hung: list[threading.Thread]) -> Any:
+    """The result of a user's function, plain or async; a plain one is called in a thread of its own.
+
+    Args:
+        hung: gets that thread, if this is cancelled before the function has returned.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    thread = threading.Thread(target=_run, args=(function, arguments, future), daemon=True)
+    thread.start()
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        hung.append(thread)
+        raise
 
 
 def _run(function: Callable[..., Any], arguments: Mapping[str, Any], future: concurrent.futures.Future[Any]) -> None:
@@ -227,20 +236,39 @@ class ToolEpisode:
         self.tools = {one.name: one for one in all_tools}
         if not all_tools or len(self.tools) < len(all_tools):
             raise ConfigError("ToolEpisode.tools: must be one tool or more, of different names")
-        self.form: _Form = _PlainForm(self.tools) if form == "plain" else _ChatForm()
+        self.form: _ChatForm | _PlainForm = _PlainForm(self.tools) if form == "plain" else _ChatForm()
         self.schemas = [] if form == "plain" else [one.schema for one in all_tools]
-        self.max_turns, self.max_result_tokens, self.deadline = max_turns, max_result_tokens, deadline
+        self.max_turns: int | None = max_turns
+        self.max_result_tokens: int | None = max_result_tokens
+        self.deadline = deadline
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises DataError if this tokenizer's chat template cannot express a tool's result."""
         self.form.check(tokenizer)
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+        return [
+            await self._play(client, row["prompt_tokens"], self.tools, self.form, template_inputs(row, self.schemas))
+        ]
+
+    async def _play(
+        self,
+        client: Client,
+        prompt: Sequence[int],
+        tools: Mapping[str, Tool],
+        form: Form,
+        inputs: Mapping[str, Any],
+    ) -> Turns:
+        """The turns of the policy behind a prompt, and the results of the tools that it calls.
+
+        Args:
+            inputs: of the chat template, see `template_inputs`.
+        """
         assert client.tokenizer is not None
         turns, limit, turn = Turns(), client.params.max_new_tokens, 0
-        chat, inputs = ChatTokenizer(client.tokenizer), template_inputs(row, self.schemas)
+        chat = ChatTokenizer(client.tokenizer)
         reply: list[int] = []
-        while turn < self.max_turns:
+        while True:
             written = len(turns.response_tokens) + len(reply)
             if written >= limit and turns.response_tokens:
                 break
@@ -248,55 +276,84 @@ class ToolEpisode:
                 client.params,
                 max_new_tokens=limit - written,
                 min_new_tokens=max(client.params.min_new_tokens - written, 0) if turn == 0 else 0,
-                stop=(*client.params.stop, *self.form.stop),
+                stop=(*client.params.stop, *form.stop),
             )
             try:
-                sample = await client.generate([*row["prompt_tokens"], *turns.response_tokens, *reply], params)
+                sample = await client.generate([*prompt, *turns.response_tokens, *reply], params)
             except LongPromptError:
                 if not turns.response_tokens:
                     raise
                 break
             turns.read(reply).wrote(sample)
-            calls = self.form.calls(client.tokenizer, sample, client.params.stop) if sample.finish == "stop" else []
+            calls = form.calls(client.tokenizer, sample, client.params.stop) if sample.finish == "stop" else []
             if calls is None:  # the policy continues
                 reply = []
                 continue
             if not calls:
-                return [turns]
-            results = await asyncio.gather(*(self._answer(call, client.tokenizer) for call in calls))
-            reply, turn = self.form.reply(chat, inputs, sample, results), turn + 1
+                return turns
+            turn += 1
+            if turn == self.max_turns:  # nobody would read the results
+                break
+            answers = (_result(call, tools) for call in calls)
+            results = [self._cut(result, client) for result in await asyncio.gather(*answers)]
+            reply = form.reply(chat, inputs, sample, results)
         turns.finish = "length"  # cut before a result
-        return [turns]
+        return turns
 
-    async def _answer(self, call: _Call, tokenizer: PreTrainedTokenizerBase) -> str:
-        whole = await self._result(call)
+    def _cut(self, whole: str, client: Client) -> str:
+        """A result, without what is behind `max_result_tokens`."""
+        assert client.tokenizer is not None
+        most = self.max_result_tokens or client.params.max_new_tokens
         # JSON and file names may hold half a surrogate pair, which a tokenizer does not accept.
-        text = whole[: _CHARACTERS * self.max_result_tokens].encode("utf-8", "replace").decode()
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(tokens) <= self.max_result_tokens and len(text) == len(whole):
+        text = whole[: _CHARACTERS * most].encode("utf-8", "replace").decode()
+        tokens = client.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) <= most and len(text) == len(whole):
             return text
-        return spelled(tokenizer, tokens[: self.max_result_tokens]) + " [cut]"
-
-    async def _result(self, call: _Call) -> str:
-        if isinstance(call, str):
-            return call
-        name, arguments = call
-        if name not in self.tools:
-            return f"error: there is no tool '{name}': {nearest(name, self.tools)}"
-        return await self.tools[name].call(arguments)
+        return spelled(client.tokenizer, tokens[:most]) + " [cut]"
 
 
 #: A tool's name and arguments, or an error message.
-_Call = tuple[str, dict[str, Any]] | str
+Call = tuple[str, dict[str, Any]] | str
+
+
+async def _result(call: Call, tools: Mapping[str, Tool]) -> str:
+    if isinstance(call, str):
+        return call
+    name, arguments = call
+    if name not in tools:
+        return f"error: there is no tool '{name}': {nearest(name, tools)}"
+    return await tools[name].call(arguments)
+
+
+class Form(Protocol):
+    """A syntax of calls.
+
+    Attributes:
+        stop: strings that end a turn.
+    """
+
+    stop: tuple[str, ...]
+
+    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
+        """The calls of a turn; None: the policy is not done with it.
+
+        Args:
+            stop: further strings that end a response.
+        """
+
+    def reply(
+        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
+    ) -> list[int]:
+        """Tokens between a turn and the next one: the results of its calls, and what stands around them."""
 
 
 class _ChatForm:
     stop: tuple[str, ...] = ()
 
-    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[_Call] | None:
+    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         return [self._read(call) for call in _CALL.findall(spelled(tokenizer, sample.tokens))]
 
-    def _read(self, text: str) -> _Call:
+    def _read(self, text: str) -> Call:
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
@@ -350,7 +407,7 @@ class _PlainForm:
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None: ...
 
-    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[_Call] | None:
+    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         """The call that ends these tokens; None if they end with a `>>` outside a call, which ends nothing.
 
         Args:
@@ -378,6 +435,3 @@ class _PlainForm:
         self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
     ) -> list[int]:
         return encode_behind(chat, sample.tokens[-1:], f" [{results[0]}]")
-
-
-_Form = _ChatForm | _PlainForm

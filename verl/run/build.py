@@ -15,6 +15,7 @@ from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
+from verl.rollout.environments import as_environments
 from verl.run.check import roles_of
 from verl.run.rewards import source_options
 from verl.tasks.file import make_tasks
@@ -95,7 +96,9 @@ def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list
     ((name, algorithm),) = algorithms.items()
     rewards = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
     sources = {role: source for role, source in rewards.items() if source is not None}
-    return [Task(name, algorithm, sources, n=config.actor_rollout_ref.rollout.n)]
+    rollout = config.actor_rollout_ref.rollout
+    played = None if rollout.environment is None else as_environments(rollout.environment)
+    return [Task(name, algorithm, sources, n=rollout.n, episode=played)]
 
 
 def build_trainer(

@@ -26,7 +26,7 @@ from verl.trainer.requirements import check_asynchronous, check_corrected, check
 from verl.user_functions import load_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_SAMPLING = ("episode", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
+_SAMPLING = ("episode", "environment", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
 _EVALUATION = ("trainer.eval_n", "trainer.eval_temperature", "trainer.log_completions")
 
 
@@ -88,7 +88,8 @@ def _algorithm(config: Config) -> BaseAlgorithm:
         section: CostConfig = getattr(config, role)
         if section.is_given and role not in algorithm.roles | algorithm.measures:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
-        if not section.is_given and role in algorithm.roles:
+        from_environment = role == "reward" and config.actor_rollout_ref.rollout.environment is not None
+        if not section.is_given and role in algorithm.roles and not from_environment:
             raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
     return algorithm
 
@@ -120,8 +121,9 @@ def _readers(
 ) -> Iterator[tuple[str, bool, str]]:
     """Settings or sections, whether anything in the run reads them beside the others, and why nothing does."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    played = rollout.episode or rollout.environment
     rejects = any(type(each).keep is not BaseAlgorithm.keep for each in algorithms.values())
-    calls = bool(config.tasks) or config.reward.is_given or config.cost.is_given or rollout.episode is not None
+    calls = bool(config.tasks) or config.reward.is_given or config.cost.is_given or played is not None
     samples = any(each.online for each in algorithms.values())
     can = any(hasattr(each, "kl_in") for each in algorithms.values())
     reads = ", unless you set algorithm.kl_in to reward or loss" if can else ""
@@ -153,7 +155,8 @@ def _check_trainer(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> N
             check_corrected(algorithm)
         elif trainer.max_staleness is not None:
             engine = None if rollout.url else rollout.name
-            check_asynchronous(algorithm, engine, rollout.episode, rollout.tensor_parallel)
+            played = rollout.episode or rollout.environment
+            check_asynchronous(algorithm, engine, played, rollout.tensor_parallel)
     if config.tasks and (rollout.num_rollout_workers, rollout.max_rollout_workers) != (1, None):
         raise ConfigError(
             "several tasks sample on the actor's own ranks: leave rollout.num_rollout_workers and "
@@ -174,7 +177,7 @@ def _check_paths(config: Config) -> None:
     for key, name in models.items():
         if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
             raise ConfigError(f"{key}: there is no directory '{name}' (working directory {Path.cwd()})")
-    for spec in (policy.rollout.name, policy.rollout.episode):
+    for spec in (policy.rollout.name, policy.rollout.episode, policy.rollout.environment):
         if spec is not None and ".py:" in spec:
             load_function(spec)
 

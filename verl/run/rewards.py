@@ -8,10 +8,12 @@ from typing import Any
 from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart
 from verl.errors import ConfigError
+from verl.rewards.environments import EnvironmentSum
 from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward, misspelt
 from verl.rewards.registry import REWARDS
 from verl.rewards.source import RewardResult, RewardSource
+from verl.rollout.environments import as_environments
 from verl.tasks.task import MAIN
 
 #: Options of a task's reward that are of how it is called.
@@ -48,7 +50,10 @@ def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
     """
     if not config.tasks:
         sections = {"reward": config.reward, "cost": config.cost}
-        return {MAIN: {role: _of_section(section) for role, section in sections.items() if section.is_given}}
+        sources = {role: _of_section(section) for role, section in sections.items() if section.is_given}
+        if (environment := config.actor_rollout_ref.rollout.environment) is not None:
+            sources["reward"] = EnvironmentSum(sources.get("reward"), as_environments(environment))
+        return {MAIN: sources}
     by_task: dict[str, dict[str, RewardSource]] = {}
     for task in config.tasks:
         options = {name: value for name, value in task.reward_config.items() if name not in _OF_THE_CALLS}

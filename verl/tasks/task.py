@@ -33,8 +33,9 @@ class Task:
             alike.
         critic: the value model of this task; None: made from the actor's where the algorithm has one.
         sampling: how responses are drawn; None: as the actor does.
-        episode: what happens between a prompt and its response, such as a `ConstrainedEpisode`; None: as the actor
-            does. It is for this task's prompts alone: the rollouts of others are as they are without it.
+        episode: what happens between a prompt and its response, such as a `ConstrainedEpisode`, or a class of
+            environments, whose `get_reward` is a reward beside the others; None: as the actor does. It is for this
+            task's prompts alone: the rollouts of others are as they are without it.
         nodes: further nodes of the step's graph: names of registered ones (`verl.register_node`), or a mapping of names
             to stages (see `RLDataPipeline`). One that writes `reward` or `cost` is the source of it.
 
@@ -55,18 +56,23 @@ class Task:
         loss_weight: NotNegative | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         critic: Any = None,
-        episode: Episode | None = None,
+        episode: Any = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
     ) -> None:
         # These import transformers, without which settings are checked.
         from verl.dataflow.nodes import RewardNode
         from verl.dataflow.stages import make_stages, stage_nodes
+        from verl.rewards.environments import EnvironmentSum
         from verl.roles.reward import Reward
+        from verl.rollout.environments import EnvironmentEpisode, as_episode
 
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
-        self.critic, self.episode = critic, episode
+        self.critic = critic
+        self.episode: Episode | None = as_episode(episode)
         self.algorithm = make_algorithm(algorithm)
         by_role = dict(sources or {})
+        if isinstance(self.episode, EnvironmentEpisode) and "reward" in self.algorithm.roles:
+            by_role["reward"] = EnvironmentSum(by_role.get("reward"), self.episode)
         stages = make_stages(nodes)
         further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
         written = {column for node in further for column in node.writes}

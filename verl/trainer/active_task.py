@@ -26,6 +26,7 @@ from verl.trainer.evaluation import Evaluation, Metrics, evaluate
 from verl.trainer.options import LimitOptions
 from verl.trainer.reads import check_reads
 from verl.trainer.runner import GraphRunner
+from verl.workers.actor import load_episode
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ActiveTask:
         self.actor = actor
         self.sampling = as_sampling(task.sampling, actor.sampling)
         self._is_checked, self._problems = False, KnownPrompts()
-        if task.episode is not None:
+        if task.episode is not None and task.episode is not load_episode(actor.rollout_options.episode):
             actor.play(task.name, task.episode)
         if self.algorithm.needs_constraint and not (task.episode or actor.rollout_options.episode):
             raise ConfigError(

@@ -19,6 +19,7 @@ from verl.keywords import takes
 from verl.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
 from verl.report.sinks import Logger
 from verl.rollout.base import SamplingParams
+from verl.rollout.environments import as_environments
 from verl.tasks.file import read_tasks
 from verl.tasks.task import Task, algorithm_beside, check_tasks
 from verl.trainer.evaluation import HeldOut
@@ -125,6 +126,7 @@ class PlacementOptions(_Options):
 _OTHERS: dict[str, Any] = {
     "reward_fn": Any,
     "cost": Any,
+    "environment": Any,
     "config_path": str | Path | None,
     "dataloader": InstanceOf[Iterable[Any]] | None,
     "permute_rewards": bool,
@@ -146,6 +148,7 @@ class TrainerKeywords(AlgorithmKeywords, total=False):
 
     reward_fn: Any
     cost: Any
+    environment: Any
     config_path: str | Path | None
     dataloader: Iterable[Any] | None
     permute_rewards: bool
@@ -222,6 +225,8 @@ def tasks_of(
     reward: Any,
     reward_fn: Any = None,
     cost: Any = None,
+    environment: Any = None,
+    actor: Any = None,
     config_path: str | Path | None = None,
     algorithm: str | BaseAlgorithm | None,
     tasks: Sequence[Task] | None,
@@ -231,7 +236,8 @@ def tasks_of(
 
     Args:
         keywords: options of the algorithm.
-        reward_fn, cost, config_path: as of `Trainer`.
+        reward_fn, cost, environment, config_path: as of `Trainer`.
+        actor: whose environments, if it has some, are those of the only task.
         of_one: n, sampling and nodes, as of `Task`.
 
     Raises:
@@ -248,11 +254,13 @@ def tasks_of(
     if tasks is None:
         known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
         only = algorithm_beside(known, algorithm, keywords)
-        tasks = [Task(algorithm=only, sources=sources, **of_one)]
-    elif sources or keywords or algorithm is not None or any(of_one.values()):
+        played = getattr(actor, "environments", None) if environment is None else as_environments(environment)
+        tasks = [Task(algorithm=only, sources=sources, episode=played, **of_one)]
+    elif environment is not None or sources or keywords or algorithm is not None or any(of_one.values()):
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
         raise ConfigError(
-            f"tasks have their own reward, cost, algorithm, n, sampling and nodes: give the trainer none{others}"
+            "tasks have their own reward, cost, episode, algorithm, n, sampling and nodes: give the trainer "
+            f"none{others}"
         )
     check_tasks(tasks)
     return [*tasks]

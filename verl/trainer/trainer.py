@@ -101,6 +101,8 @@ class Trainer:
 
             - `reward_fn`: the reward by another name
             - `cost`: what the algorithm keeps below a limit, as `reward`; for algorithms with that role
+            - `environment`: a class of TRL's form, whose public methods are tools and whose `get_reward` is a reward
+              beside `reward`; a mapping of names to these; or an `EnvironmentEpisode`, which has options
             - `config_path`: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`
             - `dataloader`: what `train` goes over
             - `permute_rewards`: a control: rewards are dealt out at random among the samples, so nothing can be learned
@@ -163,6 +165,7 @@ class Trainer:
             n=n,
             sampling=sampling,
             nodes=nodes,
+            actor=actor,
         )
         if permute_rewards:
             for task in tasks:

@@ -205,6 +205,7 @@ class GRPOConfig(Config):
     top_k: int = 0
     min_p: float | None = None
     use_vllm: bool = False
+    max_tool_calling_iterations: int | None = None
     beta: float = 0.0
     num_iterations: int = 1
     epsilon: float = 0.2

@@ -50,7 +50,6 @@ OTHERWISE: dict[str, tuple[object, str]] = {
     "ignore_data_skip": (False, "a run goes on in the data where it was"),
     "logging_dir": (None, "logs are in output_dir"),
     "logging_strategy": ("steps", "set logging_steps"),
-    "max_tool_calling_iterations": (None, "give the trainer a ToolEpisode, which has max_turns"),
     "packing": (False, "batches are counted in rows, and packed without padding"),
     "pad_token": (None, "set the tokenizer's pad_token"),
     "save_only_model": (False, "checkpoints hold all that a run goes on from"),

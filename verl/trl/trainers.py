@@ -15,13 +15,14 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Prefetch
-from verl.data.prompts import load_prompts, stream_prompts
+from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, nearest
 from verl.models.lora import has_adapters
 from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
+from verl.rollout.environments import EnvironmentEpisode
 from verl.trainer.evaluation import HeldOut
 from verl.training.options import OptimConfig
 from verl.trl.arguments import Config, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
@@ -31,6 +32,8 @@ from verl.trl.peft import lora_options
 
 logger = logging.getLogger(__name__)
 
+#: The prompt of a row that leaves it to its environment.
+_EMPTY = [{"role": "user", "content": ""}]
 #: Arguments of this package's that every trainer takes besides TRL's: see `Trainer` and `Actor`.
 _OWN = ("placement", "strategy", "rollout")
 #: An argument of TRL's -> what to do in its place.
@@ -44,9 +47,9 @@ _OTHERWISE = {
     "formatting_func": "map the data set first, to columns 'prompt' and 'completion', or 'messages'",
     "quantization_config": "train adapters over 4 bits with verl.Actor(model, dtype='int4', lora={...})",
     "reward_processing_classes": "a reward model brings its tokenizer: give verl.Reward(model=...)",
-    "tools": "see docs/episodes.md",
+    "reward_model": "it is reward_funcs",
+    "max_steps": "it is of args: GRPOConfig(max_steps=...)",
     "rollout_func": "see docs/episodes.md",
-    "environment_factory": "see docs/episodes.md",
 }
 
 
@@ -283,6 +286,11 @@ class GRPOTrainer(_Trainer):
         callbacks: `transformers.TrainerCallback`s.
         optimizers: (optimizer, scheduler) of torch; (None, None): AdamW, as the arguments say.
         peft_config: `peft.LoraConfig`.
+        tools: functions, plain or async, with annotations and a docstring, that the model may call.
+        environment_factory: a class (or a function without arguments) whose instances have `reset(**row)`, whose public
+            methods are tools too, and whose `get_reward()`, if there is one, is a reward of weight 1; or a mapping of
+            names to these, which rows choose from by their column `environment`. Then `reward_funcs` may be left out,
+            and `train_dataset`, too, where `max_steps` says how long to train.
         **more: these keywords; `placement`, `strategy` and `rollout` of this package.
     """
 
@@ -292,14 +300,29 @@ class GRPOTrainer(_Trainer):
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        environment_factory: Any = None,
         **more: Any,
     ) -> None:
-        self._reward_funcs = reward_funcs
+        config = self.config.of(args)
+        self._reward_funcs = reward_funcs or []
+        if not self._reward_funcs and environment_factory is None:
+            raise ConfigError("GRPOTrainer needs reward_funcs=..., or an environment_factory with get_reward()")
+        self._episode = None
+        if environment_factory is not None or tools:
+            most = config.max_tool_calling_iterations
+            turns = None if most is None else most + 1
+            self._episode = EnvironmentEpisode(environment_factory, tools or (), max_turns=turns)
+        if train_dataset is None and environment_factory is not None:
+            if isinstance(environment_factory, Mapping) or config.max_steps <= 0:
+                raise ConfigError("without train_dataset, give one environment_factory, and say max_steps=...")
+            train_dataset = [{"prompt": _EMPTY}] * config.prompts()
         super().__init__(
             model,
             args,
@@ -314,8 +337,10 @@ class GRPOTrainer(_Trainer):
         updates: int = self.args.updates()
         return updates
 
-    def _source(self) -> Reward:
+    def _source(self) -> Reward | None:
         functions = self._reward_funcs if isinstance(self._reward_funcs, list | tuple) else [self._reward_funcs]
+        if not functions:
+            return None
         bound = [_with_state(function, self.state) for function in functions]
         weights = self.args.reward_weights
         if len(bound) == 1 and weights is None:
@@ -326,7 +351,7 @@ class GRPOTrainer(_Trainer):
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
         args, count = self.args, self.args.prompts()
         has_length = hasattr(train_dataset, "__len__")
-        data: Any = load_prompts(train_dataset) if has_length else stream_prompts(train_dataset)
+        data: Any = self._prompts(train_dataset) if has_length else stream_prompts(train_dataset)
         if args.max_prompt_length is not None:
             data, _ = tokenize_prompts(
                 data, self.actor.tokenizer, max_prompt_length=args.max_prompt_length, truncation="left"
@@ -337,11 +362,16 @@ class GRPOTrainer(_Trainer):
         # What is left over at the end of an epoch begins the next one.
         return Prefetch(loader), len(data) / count
 
+    def _prompts(self, rows: Any) -> PromptDataset:
+        if self._episode is not None and len(rows) and "prompt" not in rows[0]:
+            rows = [{**row, "prompt": _EMPTY} for row in rows]
+        return load_prompts(rows)
+
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        return self.trainer.evaluate(load_prompts(rows).batch, **self._drawn()).metrics
+        return self.trainer.evaluate(self._prompts(rows).batch, **self._drawn()).metrics
 
     def _held_out(self, rows: Any, every: int) -> HeldOut:
-        return HeldOut(load_prompts(rows), every, **self._drawn(), name="eval_dataset")
+        return HeldOut(self._prompts(rows), every, **self._drawn(), name="eval_dataset")
 
     def _drawn(self) -> dict[str, Any]:
         args = self.args
@@ -349,7 +379,11 @@ class GRPOTrainer(_Trainer):
 
     def _training(self) -> dict[str, Any]:
         samples, of_rollout = self.args.samples(), self.args.rollout_samples()
-        return {"mini_batch_size": None if samples == of_rollout else samples, "epochs": self.args.num_iterations}
+        return {
+            "mini_batch_size": None if samples == of_rollout else samples,
+            "epochs": self.args.num_iterations,
+            "episode": self._episode,
+        }
 
     def _sampling(self) -> dict[str, Any]:
         args = self.args

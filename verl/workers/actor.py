@@ -20,6 +20,7 @@ from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
+from verl.rollout.environments import as_episode
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
@@ -349,8 +350,9 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
 
 
 def load_episode(episode: Episode | str | None) -> Episode | None:
-    """The episode, out of its file if it is in one."""
-    return load_function(episode) if isinstance(episode, str) else episode
+    """The episode, out of its file if it is in one; of what makes environments, theirs."""
+    played: Episode | None = as_episode(load_function(episode) if isinstance(episode, str) else episode)
+    return played
 
 
 def _single_turns(

@@ -1,0 +1,139 @@
+"""What environments say of their episodes, as rewards beside those of the trainer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from verl.batch import Batch
+from verl.errors import ConfigError, RewardError
+from verl.rewards.calls import ThreadCaller, is_async
+from verl.rewards.composite import CompositeReward
+from verl.rewards.forms import recognise
+from verl.rewards.functions import FunctionReward
+from verl.rewards.make import make_reward
+from verl.rewards.processes import ProcessCaller
+from verl.rewards.source import RewardResult, leaves
+
+#: What the parameter of a reward function is called that gets the environments of its samples.
+PARAMETER = "environments"
+
+
+class Environments(Protocol):
+    """Episodes in environments, see `EnvironmentEpisode`."""
+
+    is_read: bool
+
+    @property
+    def rewards(self) -> Mapping[str, Sequence[str | None]]: ...
+
+    def of_row(self, row_id: str) -> Any: ...
+
+    def release(self, row_ids: Iterable[str]) -> None: ...
+
+
+class EnvironmentReward:
+    """`get_reward()` of the environments of one class, called when their episodes ended.
+
+    Args:
+        name: of the class.
+        chosen_by: values of the column `environment` that stand for it; None: there is no other class.
+    """
+
+    whole_batch = False
+    columns = ("episode_reward?", "environment?")
+
+    def __init__(self, name: str, chosen_by: Sequence[str] | None = None) -> None:
+        self.name, self._chosen_by = name, chosen_by
+
+    async def score(self, batch: Batch) -> RewardResult:
+        rewards = batch["episode_reward"] if "episode_reward" in batch else [None] * len(batch)
+        if self._chosen_by is not None:
+            rewards = [r if e in self._chosen_by else None for r, e in zip(rewards, batch["environment"], strict=True)]
+        odd = [reward is not None and not math.isfinite(reward) for reward in rewards]
+        return RewardResult(
+            [None if is_odd else reward for reward, is_odd in zip(rewards, odd, strict=True)],
+            reasons=[
+                f"{self.name}.get_reward() returned {reward}" if is_odd else None
+                for reward, is_odd in zip(rewards, odd, strict=True)
+            ],
+        )
+
+
+class EnvironmentSum(CompositeReward):
+    """The rewards of a trainer and of its environments, TRL's way: the sum of those that there are for a sample.
+
+    Functions with a parameter `environments` get those of their samples, as they are behind the episodes.
+
+    Args:
+        reward: of the trainer: anything that `make_reward` takes; None: the environments' alone.
+
+    Raises:
+        ConfigError: neither has a reward; or a function that is called in workers reads environments.
+    """
+
+    def __init__(self, reward: Any, episode: Environments) -> None:
+        parts: list[Any] = []
+        if reward is not None:
+            source = make_reward(reward)
+            parts = [source]
+            if isinstance(source, CompositeReward):
+                parts = [(part, source.weights[name]) for name, part in source.parts.items()]
+        names = episode.rewards
+        parts += [EnvironmentReward(name, None if None in by else by) for name, by in names.items()]  # type: ignore[arg-type]
+        if not parts:
+            raise ConfigError(
+                "nothing rewards the episodes: give the trainer a reward, or the environment get_reward()"
+            )
+        super().__init__(parts, make_reward, partial=True)
+        self._episode = episode
+        for source in leaves(self):
+            if isinstance(source, FunctionReward) and PARAMETER in source.form.named:
+                _bind(source, episode)
+
+    async def score(self, batch: Batch) -> RewardResult:
+        if not self._episode.is_read:
+            return await super().score(batch)
+        try:
+            return await super().score(batch.add({PARAMETER: batch["id"]}))
+        finally:
+            self._episode.release(batch["id"])
+
+
+def _bind(source: FunctionReward, episode: Environments) -> None:
+    """Have a function called in this process, on environments in the place of the ids of their rows."""
+    if not isinstance(source.group, ProcessCaller | ThreadCaller):
+        raise ConfigError(f"reward '{source.name}' reads environments, which are in this process: leave workers out")
+    source.group.close()
+    source.function = _with_environments(source.function, episode)
+    source.form = recognise(source.function)
+    source.group = ThreadCaller(source.function, source.name)
+    episode.is_read = True
+
+
+def _with_environments(function: Callable[..., Any], episode: Environments) -> Callable[..., Any]:
+    def instead(columns: Mapping[str, Any]) -> dict[str, Any]:
+        instances = [episode.of_row(row_id) for row_id in columns[PARAMETER]]
+        if any(instance is None for instance in instances):
+            raise RewardError(
+                "environments are in the processes that generate: rewards read them where that is this one"
+            )
+        return {**columns, PARAMETER: instances}
+
+    def call(*args: Any, **columns: Any) -> Any:
+        return function(*args, **instead(columns))
+
+    async def call_async(*args: Any, **columns: Any) -> Any:
+        return await function(*args, **instead(columns))
+
+    wrapped: Any = call_async if is_async(function) else call
+    signature = inspect.signature(function)
+    parameters = [p.replace(default=()) if p.name == PARAMETER else p for p in signature.parameters.values()]
+    # Until there are samples no data have this column. Parameters with a default stand last.
+    parameters.sort(key=lambda p: (p.kind, p.default is not p.empty))
+    functools.update_wrapper(wrapped, function)
+    wrapped.__signature__ = signature.replace(parameters=parameters)
+    return wrapped

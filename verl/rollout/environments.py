@@ -1,0 +1,440 @@
+"""Environments of TRL's form: a class whose public methods are the tools of an episode.
+
+class Game:
+    def reset(self, **row):       # before each episode; what it returns is appended to the last message
+        self.secret, self.won = row["secret"], False
+        return "Guess a number."
+
+    def guess(self, number: int) -> str:
+        \"\"\"Guess the number.
+
+        Args:
+            number: between 1 and 10
+        \"\"\"
+        self.won = number == self.secret
+        return "right" if self.won else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.won)
+
+Trainer(actor, environment=Game)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from verl.batch import WRITTEN
+from verl.checked import checked
+from verl.data.chat import ChatTokenizer, template_inputs
+from verl.data.prompts import USER_PREFIX
+from verl.data.tokenize import encode_behind
+from verl.errors import ConfigError, DataError, RolloutError, nearest
+from verl.record import Count, Seconds
+from verl.rewards.forms import user_columns
+from verl.rollout.base import Sample
+from verl.rollout.episode import Client, LateError, Turns, with_deadline
+from verl.rollout.gateway.messages import Message, ToolCall
+from verl.rollout.gateway.template import ChatTemplate
+from verl.rollout.tools import MAX_HUNG, Call, Tool, ToolEpisode, call_beside, tool
+from verl.user_code import describe, show_once, traceback_of
+from verl.user_functions import load_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+#: Methods that are no tools.
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+@dataclass
+class EnvironmentKind:
+    """What one factory makes.
+
+    Attributes:
+        name: of the class.
+        free: instances that wait for an episode.
+        methods: names of those that are tools.
+    """
+
+    name: str
+    factory: Callable[[], Any]
+    methods: tuple[str, ...]
+    schemas: list[dict[str, Any]]
+    has_reward: bool
+    free: list[Any] = field(default_factory=list)
+
+
+class EnvironmentEpisode(ToolEpisode):
+    """Episodes in an environment of TRL's form, turn after turn, until the policy answers without a call.
+
+    An environment has `reset(**row)`, which gets the columns of its row and returns None, or a text (or parts) that is
+    appended to the row's last message. Its public methods, plain or async, with annotations and a docstring, are tools.
+    `get_reward()`, if there is one, is a reward of the episode, beside those of the trainer. Instances are used again
+    after an episode that has come to its end.
+
+    What a tool returns is its result as text (`str`), an exception in it is `{'error': ...}`. An episode whose `reset`
+    or `get_reward` raises is left out; one that is late is run once more, then left out.
+
+    Args:
+        factory: a class, or a function without arguments; a mapping of names to these, which a row chooses from by its
+            column `environment`; None: tools alone.
+        tools: further tools, see `ToolEpisode`.
+        chat_template: in the place of the tokenizer's: "hermes", or a file.
+        max_turns: of the policy; None: as many as `max_new_tokens` has room for.
+        max_result_tokens: of one result; None: `max_new_tokens`.
+        deadline: seconds for one run of an episode.
+
+    Raises:
+        ConfigError: the environment has no `reset`, or a public method is no tool.
+    """
+
+    @checked
+    def __init__(
+        self,
+        factory: Any = None,
+        tools: Sequence[Tool | Callable[..., Any]] = (),
+        *,
+        chat_template: str | None = None,
+        max_turns: Count | None = None,
+        max_result_tokens: Count | None = None,
+        deadline: Seconds = 600.0,
+    ) -> None:
+        if not factory and not tools:
+            raise ConfigError("EnvironmentEpisode: give it an environment, or tools")
+        functions = [one if isinstance(one, Tool) else tool(one) for one in tools]
+        self.tools = {one.name: _Method(one.name, one.schema, one.function) for one in functions}
+        if len(self.tools) < len(functions):
+            raise ConfigError("EnvironmentEpisode.tools: must have different names")
+        #: By the value of the column `environment`; of an only one, None.
+        self.kinds: dict[str | None, EnvironmentKind] = {}
+        if factory is not None:
+            factories = factory if isinstance(factory, Mapping) else {None: factory}
+            self.kinds = {name: self._kind(name, make) for name, make in factories.items()}
+        #: The prompts of rows are rendered here, with the tools of their environments.
+        self.schemas: list[dict[str, Any]] = []
+        self.chat_template, self.seconds = chat_template, deadline
+        self.max_turns, self.max_result_tokens = max_turns, max_result_tokens
+        #: Of the episode: two runs, and a moment to end each.
+        self.deadline = 2 * deadline + 10.0
+        #: Whether rewards read the environments: then each is held, by the id of its row, until `release`.
+        self.is_read = False
+        self._held: dict[str, tuple[EnvironmentKind, Any]] = {}
+        self._hung: list[threading.Thread] = []
+        self._templates: dict[int, ChatTemplate] = {}
+
+    def _kind(self, name: str | None, factory: Any) -> EnvironmentKind:
+        what = "environment" if name is None else f"environment '{name}'"
+        if not callable(factory):
+            raise ConfigError(f"{what}: must be a class, or a function that makes environments, not {factory!r:.60}")
+        try:
+            instance = factory()
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigError(f"{what}: {getattr(factory, '__name__', factory)}() raised {describe(error)}") from error
+        members = dict(inspect.getmembers(type(instance), inspect.isfunction))  # properties of an instance would run
+        kind = type(instance).__name__
+        if "reset" not in members:
+            raise ConfigError(f"{what}: {kind} has no method reset(self, **row): write one, which may return None")
+        methods = tuple(name for name in members if not name.startswith("_") and name not in _NOT_TOOLS)
+        if clash := next((method for method in methods if method in self.tools), None):
+            raise ConfigError(f"{what}: {kind}.{clash} and a tool have one name: rename one of them")
+        schemas = [_schema(kind, method, getattr(instance, method)) for method in methods]
+        return EnvironmentKind(kind, factory, methods, schemas, "get_reward" in members, [instance])
+
+    @property
+    def rewards(self) -> dict[str, list[str | None]]:
+        """Classes with `get_reward`: name -> under which names rows choose them."""
+        rewards = defaultdict(list)
+        for name, kind in self.kinds.items():
+            if kind.has_reward:
+                rewards[kind.name].append(name)
+        return dict(rewards)
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError if the chat template does not show tools, calls and results, or not behind a turn."""
+        if self.tools or any(kind.methods for kind in self.kinds.values()):
+            template = self._template(tokenizer)
+            template.check()
+            form = _TemplateForm(template, [], {}, "")
+            form.said = Message("assistant", "", (ToolCall("tool", "{}", "call00000"),))
+            form.reply(template.chat, {}, Sample("", [0], [0.0], "stop", 0), ["?"])
+
+    async def __call__(self, client: Client, row: Row) -> list[Turns]:
+        for _ in range(2):
+            try:
+                return [await with_deadline(self._episode(client, row), self.seconds)]
+            except LateError:
+                continue
+        raise RolloutError(f"twice: the environment took longer than {self.seconds:g} s")
+
+    async def _episode(self, client: Client, row: Row) -> Turns:
+        assert client.tokenizer is not None
+        kind, instance = await self._take(row)
+        chat = _chat(row)
+        tools: dict[str, Tool] = dict(self.tools)
+        schemas = [one.schema for one in self.tools.values()]
+        if kind is not None:
+            chat = _with_observation(chat, await self._call(kind, instance, "reset", self._columns(instance, row)))
+            lock = asyncio.Lock()
+            tools |= {name: _Method(name, {}, getattr(instance, name), 0.0, self._hung, lock) for name in kind.methods}
+            schemas += kind.schemas
+        template = self._template(client.tokenizer, () if client.text is None else tuple(client.text.ends))
+        inputs = template_inputs({**row, "tools": None}, schemas)
+        text = template.chat.render(chat, inputs)
+        prompt = list(client.tokenizer([text], add_special_tokens=False)["input_ids"][0])
+        form = _TemplateForm(template, schemas, tools, text)
+        turns = await self._play(client, prompt, tools, form, inputs)
+        turns.prompt_tokens, turns.messages = prompt, [*chat, *form.whole(turns)]
+        if kind is not None:
+            if kind.has_reward:
+                turns.reward = _number(kind.name, await self._call(kind, instance, "get_reward", {}))
+            if self.is_read:
+                self._held[str(row["id"])] = kind, instance
+            else:
+                kind.free.append(instance)
+        return turns
+
+    async def _take(self, row: Row) -> tuple[EnvironmentKind | None, Any]:
+        """An environment for a row: one that is free, or a new one."""
+        if not self.kinds:
+            return None, None
+        name = None if None in self.kinds else row.get("environment")
+        if name not in self.kinds:
+            known = nearest(str(name), map(str, self.kinds))
+            raise DataError(f"column 'environment' is {name!r}, and the environments are others: {known}")
+        kind = self.kinds[name]
+        return kind, kind.free.pop() if kind.free else await call_beside(kind.factory, {}, self._hung)
+
+    async def _call(self, kind: EnvironmentKind, instance: Any, method: str, arguments: Row) -> Any:
+        """Raises RolloutError if it raises, or if too many calls never returned."""
+        self._hung[:] = [thread for thread in self._hung if thread.is_alive()]
+        if len(self._hung) >= MAX_HUNG:
+            raise RolloutError(f"{MAX_HUNG} calls of environments never returned, and cannot be stopped: set timeouts")
+        try:
+            return await call_beside(getattr(instance, method), arguments, self._hung)
+        except Exception as error:  # a user's code may raise anything
+            show_once(logger, f"{kind.name}.{method}", traceback_of(error))
+            raise RolloutError(f"{kind.name}.{method}() raised {describe(error)}") from error
+
+    def _columns(self, instance: Any, row: Row) -> dict[str, Any]:
+        """The columns of the data that `reset` takes."""
+        values = {
+            name: row.get(USER_PREFIX + name, row.get(name)) for name in user_columns(dict(row)) if name not in WRITTEN
+        }
+        values["prompt"] = _chat(row) if row.get("messages") is not None else row.get("prompt")
+        if None not in self.kinds:
+            del values["environment"]
+        parameters = inspect.signature(instance.reset).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            values = {p.name: values[p.name] for p in parameters if p.name in values}
+        return values
+
+    def _template(self, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...] = ()) -> ChatTemplate:
+        if id(tokenizer) not in self._templates:
+            self._templates[id(tokenizer)] = ChatTemplate(tokenizer, self.chat_template, ends)
+        return self._templates[id(tokenizer)]
+
+    def of_row(self, row_id: str) -> Any:
+        """The environment of an episode that has ended, as it is then; None: it had none."""
+        return self._held.get(row_id, (None, None))[1]
+
+    def release(self, row_ids: Iterable[str]) -> None:
+        """Nobody reads the environments of these rows any more."""
+        for row_id in row_ids:
+            if row_id in self._held:
+                kind, instance = self._held.pop(row_id)
+                kind.free.append(instance)
+
+
+@dataclass
+class _Method(Tool):
+    """A tool as TRL calls it: what it returns as text, its exception as `{'error': ...}`; it has no deadline but its
+    episode's. Plain methods of one environment are called one after the other."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                return _text(await self.function(**arguments))
+            async with self.lock:
+                return _text(await call_beside(self.function, arguments, self._hung))
+        except Exception as error:  # a user's code may raise anything; the model gets it as the result
+            show_once(logger, f"tool {self.name}", traceback_of(error))
+            return str({"error": str(error)})
+
+
+class _TemplateForm:
+    """The calls of one episode, in the syntax of the model's chat template.
+
+    Attributes:
+        said: the latest turn of the policy.
+        messages: all turns and results so far, as TRL has them.
+    """
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(
+        self, template: ChatTemplate, schemas: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], prompt: str
+    ) -> None:
+        self._template, self._schemas, self._tools, self._prompt = template, schemas, tools, prompt
+        self.said = Message("assistant")
+        self.messages: list[dict[str, Any]] = []
+        self._read = 0  # tokens of the response that `messages` has
+
+    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
+        self._say(sample.tokens)
+        return [
+            (call.name, json.loads(call.arguments or "{}"))
+            if call.name in self._tools
+            else str({"error": f"Tool {call.name} not found."})
+            for call in self.said.calls
+        ]
+
+    def reply(
+        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
+    ) -> list[int]:
+        """Rendered in a chat of the calls and their results alone, so that nothing earlier is written again."""
+        asked, said = Message("user", "?"), Message("assistant", "", self.said.calls)
+        answers = [Message("tool", result, call_id=call.id) for call, result in zip(said.calls, results, strict=True)]
+        before = self._template.write([asked], self._schemas, inputs, reply=True)
+        text = self._template.write([asked, said, *answers], self._schemas, inputs, reply=True)
+        ended = self._template.behind(text, before, said, bool(self._schemas))
+        if ended is None:
+            raise ConfigError(
+                "the chat template does not write results behind a turn that calls tools: name another one, as "
+                "chat_template='hermes'"
+            )
+        self.messages += [
+            {"role": "tool", "name": call.name, "content": result}
+            for call, result in zip(said.calls, results, strict=True)
+        ]
+        end, rest = ended
+        last = sample.tokens[-1:]
+        return encode_behind(chat, last, rest if self._template.spelled(last) == end else end + rest)
+
+    def whole(self, turns: Turns) -> list[dict[str, Any]]:
+        """All messages of an episode that has ended, the turn that was cut off too."""
+        written = [token for token, mask in zip(turns.response_tokens, turns.response_mask, strict=True) if mask]
+        if len(written) > self._read:
+            self._say(written[self._read :])
+        return self.messages
+
+    def _say(self, tokens: Sequence[int]) -> None:
+        said = self._template.parse(self._template.text(tokens), self._prompt, self._schemas)
+        calls = [ToolCall(call.name, call.arguments, f"call{i:05d}") for i, call in enumerate(said.calls)]
+        self.said = Message("assistant", said.content, tuple(calls), said.reasoning)
+        self._read += len(tokens)
+        functions = [{"name": call.name, "arguments": json.loads(call.arguments or "{}")} for call in calls]
+        optional = {
+            "reasoning_content": said.reasoning,
+            "tool_calls": [{"type": "function", "function": function} for function in functions],
+        }
+        kept = {key: value for key, value in optional.items() if value}
+        self.messages.append({"role": "assistant", "content": said.content, **kept})
+
+
+def as_episode(source: Any) -> Any:
+    """An episode; of a class or function that makes environments, theirs, always the same."""
+    return _of_factory(source) if _makes_environments(source) else source
+
+
+def as_environments(source: Any) -> EnvironmentEpisode:
+    """Episodes in environments, of what `EnvironmentEpisode` takes, or "FILE.py:NAME" of that.
+
+    Raises:
+        ConfigError: it makes no environments.
+    """
+    if isinstance(source, str):
+        source = load_function(source)
+    episode = EnvironmentEpisode(source) if isinstance(source, Mapping) else as_episode(source)
+    if not isinstance(episode, EnvironmentEpisode):
+        raise ConfigError(f"environment: must be a class with a method reset(self, **row), not {source!r:.60}")
+    return episode
+
+
+@cache
+def _of_factory(factory: Any) -> EnvironmentEpisode:
+    return EnvironmentEpisode(factory)
+
+
+def _makes_environments(source: Any) -> bool:
+    """Whether it is a class with `reset`, or a function that can be called without arguments: an episode takes two."""
+    if inspect.isclass(source):
+        return hasattr(source, "reset")
+    try:
+        inspect.signature(source).bind()
+    except (TypeError, ValueError):
+        return False
+    return not inspect.iscoroutinefunction(source)
+
+
+def _schema(kind: str, name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    """As chat templates expect it, see `transformers.utils.get_json_schema`."""
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"{kind}.{name}: a call names its arguments, and '{parameter}' has none: write them out")
+    try:
+        return tool(method).schema
+    except ConfigError as error:
+        hint = f"or, if it is no tool, call it _{name}"
+        raise ConfigError(f"{kind}.{name} is public, so it is a tool: {error}; {hint}") from error
+
+
+def _chat(row: Row) -> list[dict[str, Any]]:
+    """The messages of a row; a text is the user's."""
+    if row.get("messages") is not None:
+        return list(row["messages"])
+    if row.get("prompt") is None:
+        raise DataError("an environment adds to a row's messages, and this row has tokens alone: give it messages")
+    return [{"role": "user", "content": row["prompt"]}]
+
+
+def _with_observation(chat: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+    """A chat with what `reset` returned, appended to its last message.
+
+    Raises:
+        RolloutError: it is neither None, nor text, nor a list of parts.
+    """
+    if observation is None:
+        return chat
+    content = chat[-1].get("content") or ""
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    if type(observation) is not type(content):
+        raise RolloutError(f"reset() returned {observation!r:.60}: None, a text or a list of parts is appended")
+    if isinstance(observation, list) and (odd := next((p for p in observation if not _is_text(p)), None)):
+        raise RolloutError(f"reset() returned {odd!r:.60}: models of text are trained here, parts are of type text")
+    return [*chat[:-1], {**chat[-1], "content": content + observation}]
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
+
+
+def _text(result: Any) -> str:
+    """A tool's result as text; of text parts, what they say."""
+    if isinstance(result, list) and result and all(map(_is_text, result)):
+        return "".join(str(part["text"]) for part in result)
+    return str(result)
+
+
+def _number(kind: str, value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"{kind}.get_reward() returned {value!r:.40}: it is a number, or None") from error

@@ -1,0 +1,167 @@
+"""What would be trained of an agent or an environment: a few of its episodes, against the policy as it is."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from verl.batch import Batch
+from verl.errors import ConfigError
+from verl.report.completions import spans
+from verl.roles.actor import Actor
+from verl.rollout.environments import as_episode
+from verl.rollout.episode import Client, Turns
+from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
+from verl.rollout.gateway.linking import Call
+from verl.rollout.gateway.messages import Message
+from verl.user_functions import load_function
+
+#: Characters of a message in a warning.
+_SHOWN = 60
+
+
+@dataclass
+class CheckedEpisode:
+    """An episode as it would be trained.
+
+    Attributes:
+        row: its id.
+        conversations: of each, its parts in order: `text`, and whether it is `trained`.
+        reward: what the agent or the environment says; None: nothing.
+        left_out: why the whole episode would be; None: it would not.
+        calls, calls_left_out: of an agent: how many were answered, and how many of these are not trained, by reason.
+        warnings: what somebody should look at.
+    """
+
+    row: str
+    conversations: list[list[dict[str, Any]]] = field(default_factory=list)
+    reward: float | None = None
+    left_out: str | None = None
+    calls: int | None = None
+    calls_left_out: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def is_trained(self) -> bool:
+        return self.left_out is None and any(part["trained"] for parts in self.conversations for part in parts)
+
+
+def episode_of(spec: str, chat_template: str | None) -> Any:
+    """The episode that a script is: FILE.py, a program of its own; FILE.py:NAME, an agent's function, a `Gateway`, a
+    class of environments, or any episode.
+
+    Raises:
+        ConfigError: there is no such file or name; or a template beside an episode, which has its own.
+    """
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        if spec.endswith(".py") and not Path(spec).is_file():
+            raise ConfigError(f"{spec} does not exist: give a script, FILE.py:NAME, or a command")
+        return Gateway([sys.executable, spec] if spec.endswith(".py") else spec, chat_template=chat_template)
+    source = load_function(spec)
+    if inspect.isroutine(source) and "base_url" in inspect.signature(source).parameters:
+        return Gateway(source, chat_template=chat_template)
+    episode = as_episode(source)
+    if chat_template is not None:
+        if not hasattr(episode, "chat_template"):
+            raise ConfigError(f"{name} has no chat template that another one could replace: leave --chat-template out")
+        episode.chat_template = chat_template
+    return episode
+
+
+def check_agent(episode: Any, model: str, rows: Sequence[Mapping[str, Any]], **sampling: Any) -> list[CheckedEpisode]:
+    """One episode a row, in the order of the rows; nothing is trained.
+
+    Args:
+        sampling: fields of `SamplingParams`.
+
+    Raises:
+        ConfigError: the chat template does not show what the agent needs.
+    """
+    watch = _Watch(episode)
+    actor = Actor(model, episode=watch, sampling=sampling)
+    samples = actor.generate_sequences(list(rows))
+    decode = actor.tokenizer.decode
+    return [watch.checked(samples.take([row]), decode) for row in range(len(samples))]
+
+
+class _Watch:
+    """An episode that keeps what was said in another one."""
+
+    def __init__(self, episode: Any) -> None:
+        self._episode = episode
+        self.schemas = getattr(episode, "schemas", ())
+        self.deadline = getattr(episode, "deadline", 600.0)
+        self._records: dict[str, EpisodeRecord] = {}
+        self._turns: dict[str, list[Turns]] = {}
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        if (check := getattr(self._episode, "check_tokenizer", None)) is not None:
+            check(tokenizer)
+
+    async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+        if isinstance(self._episode, Gateway):
+            self._records[row["id"]] = await self._episode.run(client, row)
+        else:
+            self._turns[row["id"]] = list(await self._episode(client, row))
+        return [Turns()]
+
+    def checked(self, sample: Batch, decode: Any) -> CheckedEpisode:
+        ((row_id, error),) = zip(sample["id"], sample["episode_error"], strict=True)
+        if error is not None:
+            return CheckedEpisode(row_id, left_out=error)
+        if (record := self._records.get(row_id)) is not None:
+            whole = [(t.prompt_tokens, t.response_tokens, t.response_mask) for t in record.trajectories]
+            parts = [spans(*tokens, decode) for tokens in whole]
+            done = CheckedEpisode(row_id, parts, record.verdict.reward, None, len(record.calls), {**record.left_out})
+            done.warnings += _of_calls(record)
+        else:
+            turns = self._turns[row_id]
+            prompt = sample["prompt_tokens"][0]
+            parts = [spans(t.prompt_tokens or prompt, t.response_tokens, t.response_mask, decode) for t in turns]
+            done = CheckedEpisode(row_id, parts, next((t.reward for t in turns if t.reward is not None), None))
+        if not done.is_trained:
+            done.warnings.append("nothing would be trained: no token of the policy is in it")
+        if done.reward is None:
+            done.warnings.append("it says no reward: a reward function of the trainer has to")
+        return done
+
+
+def _of_calls(record: EpisodeRecord) -> list[str]:
+    warnings = []
+    if record.truncated:
+        warnings.append("a bound, or the model's context, was used up: see max_calls, max_tokens, max_new_tokens")
+    for number, call in enumerate(record.calls[1:], start=2):
+        if call.prompt.parent is None:
+            why = _difference(record, call)
+            warnings.append(f"call {number} continues none before it, and begins a conversation: {why}")
+    for number, call in enumerate(record.calls, start=1):
+        if call.prompt.tools and "tool_call" in call.reply.content:
+            warnings.append(f"reply {number} looks like a call of a tool, but is none: {call.reply.content[:_SHOWN]!r}")
+    return warnings
+
+
+def _difference(record: EpisodeRecord, call: Call) -> str:
+    """Where a call's messages are not those of the earlier call that they are most like."""
+    messages = call.prompt.messages
+    known = [earlier.messages for earlier in record.calls[: record.calls.index(call)]]
+    nearest = max(known, key=lambda said: _common(said, messages))
+    index = _common(nearest, messages)
+    if index == len(messages):
+        return "its messages end before the reply of another"
+    if index == len(nearest):
+        return "the chat template now writes what was said in another way, or leaves out thoughts"
+    now, before = messages[index], nearest[index]
+    return (
+        f"message {index + 1} is {now.role} {now.content[:_SHOWN]!r}, and was {before.role} {before.content[:_SHOWN]!r}"
+    )
+
+
+def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """With how many equal messages two conversations begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1].key, zip(one, other, strict=False)))
