@@ -132,10 +132,11 @@ def test_an_episode_in_an_environment(chat: PreTrainedTokenizerBase) -> None:
     assert response.reward == 7.0 and response.finish == "stop"
     assert response.messages is not None
     assert [(m["role"], m["content"]) for m in response.messages] == [
+        ("user", "Count. From 3."),
         ("assistant", ""), ("tool", "7"), ("assistant", "Let me see."), ("tool", "{'error': 'no negative numbers'}"),
         ("assistant", ""), ("tool", "total 7"), ("assistant", "It is 7."),
     ]  # fmt: skip
-    assert response.messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 4}}
+    assert response.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 4}}
     again = template.write(_messages(template, turns), schemas, reply=False)
     assert (first + text).strip() == again.strip()
 
@@ -277,7 +278,7 @@ def test_further_tools_stand_beside_those_of_the_environment(chat: PreTrainedTok
     (outcome,), _ = play(hermes(Counter, double), chat, [call("double", number=4), "8" + END])
     assert "<tool_response>\n8\n" in chat.decode(outcome.responses[0].response_tokens)
     (outcome,), _ = play(hermes(None, double), chat, [call("double", number=4), "8" + END])
-    assert outcome.responses[0].reward is None and len(outcome.responses[0].messages or ()) == 3
+    assert outcome.responses[0].reward is None and len(outcome.responses[0].messages or ()) == 4
 
 
 class NoReset:
