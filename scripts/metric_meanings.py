@@ -13,7 +13,7 @@ PAGE, FILE = ROOT / "docs" / "metrics.md", ROOT / "verl" / "report" / "assets" /
 def meanings(page: str) -> dict[str, str]:
     """Metric, or a pattern of several -> what it is and what is normal, as text without marks. A name stands before
     the patterns that it is of."""
-    texts = {}
+    texts: dict[str, str] = {}
     for line in page.splitlines():
         if not line.startswith("| `"):
             continue

@@ -75,14 +75,14 @@ def _tokens(batch: Batch, prepared: Batch | None, decode: Decode) -> dict[str, p
     learned = [first] if prepared is None else [first, prepared.filter([name in names for name in prepared["id"]])]
 
     def of(column: str) -> list[list[float] | None]:
-        values = {}
+        values: dict[str, list[float] | None] = {}
         for part in learned:
             values |= dict(zip(part["id"], part[column], strict=True)) if column in part else {}
         return [values.get(name) for name in first["id"]]
 
     texts = {token: decode([token]) for token in set().union(*first["response_tokens"])}
     engine, trainer = of("rollout_log_probs"), of("log_probs")
-    lists = (
+    lists: tuple[list[Any], ...] = (
         [[texts[token] for token in tokens] for tokens in first["response_tokens"]],
         of("response_mask"),
         of("advantages"),
