@@ -101,9 +101,17 @@ class Browser:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self._loaded("Page.navigate", url=page.resolve().as_uri())
+
+    def reload(self) -> None:
+        """The page once more, as one does that reloads itself."""
+        self._loaded("Page.reload")
+
+    def _loaded(self, method: str, **params: Any) -> None:
+        self.js("window.isOld = true")
+        self.call(method, **params)
         deadline = time.monotonic() + _SECONDS
-        while self.js("document.readyState") != "complete" or self.js("location.href") == "about:blank":
+        while not self.js("document.readyState === 'complete' && !window.isOld && location.href !== 'about:blank'"):
             assert time.monotonic() < deadline, "the page is not loaded"
 
     def js(self, expression: str) -> Any:
@@ -119,13 +127,17 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """A click of the mouse in the middle of the first such element."""
+        self.mouse(selector, ("mousePressed", 0.5), ("mouseReleased", 0.5))
+
+    def mouse(self, selector: str, *events: tuple[str, float]) -> None:
+        """What the mouse does over the first such element: kinds of events, and how far from its left to its right."""
         where = json.dumps(selector)
         self.js(f"document.querySelector({where}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        x, y = self.js(
-            f"(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector({where}).getBoundingClientRect())"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        box = f"(b => [b.x, b.width, b.y + b.height / 2])(document.querySelector({where}).getBoundingClientRect())"
+        left, width, y = self.js(box)
+        for kind, share in events:
+            x, button = left + share * width, "none" if kind == "mouseMoved" else "left"
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
 
     def choose(self, selector: str, value: str) -> None:
         """Set a list or a text field, as a person would: with an event."""

@@ -11,7 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from verl.batch import Batch
-from verl.report.completions import CompletionFiles, completions
+from verl.report.completions import SHOWN, CompletionFiles, completions, without_tokens
+from verl.report.page import TOKENS
 from verl.report.sinks import open_logger
 from verl.trainer.trainer import Trainer
 
@@ -42,6 +43,12 @@ def test_the_table_has_what_was_sampled_scored_and_learned(tiny: Path, tmp_path:
     assert sum(row["reward"] for row in rows) / 8 == pytest.approx(record["reward/mean"])
     assert sum(row["length"] for row in rows) / 8 == pytest.approx(record["response/length"])
     assert {row["finish"] for row in rows} <= {"stop", "length"}
+    for row in rows:
+        assert len(row["tokens/text"]) == len(row["tokens/mask"]) == row["length"]
+        own = [a for a, mask in zip(row["tokens/advantage"], row["tokens/mask"], strict=True) if mask]
+        assert sum(own) / len(own) == pytest.approx(row["advantage"], abs=1e-6)
+    entropies = [value for row in rows for value in row["tokens/entropy"]]
+    assert sum(entropies) / len(entropies) == pytest.approx(record["rollout/entropy"])
     for group in (rows[:4], rows[4:]):  # grpo: the best of a group has the highest advantage
         if len({row["reward"] for row in group}) > 1:
             assert max(group, key=lambda r: r["reward"])["advantage"] > 0
@@ -55,6 +62,21 @@ def test_the_table_has_what_was_sampled_scored_and_learned(tiny: Path, tmp_path:
     assert rows[0]["prompt"].strip().splitlines()[0] in text
     assert {h.histogram_value.num for h in events.Histograms("reward/histogram")} == {8}
     assert {h.histogram_value.num for h in events.Histograms("response/length_histogram")} == {8}
+
+
+def test_the_first_samples_have_their_tokens_with_what_is_known_of_them() -> None:
+    size = SHOWN + 2
+    columns = {"prompt_tokens": [[1]] * size, "response_tokens": [[5, 6]] * size, "response_mask": [[1, 0]] * size}
+    rows = Batch.from_columns({"id": [str(row) for row in range(size)], **columns, "response": ["x"] * size})
+    rows = rows.add({"rollout_log_probs": [[-1.0, 0.0]] * size})
+    prepared = rows.slice(1).add({"log_probs": [[-1.25, 0.0]] * (size - 1), "advantages": [[0.5, 0.0]] * (size - 1)})
+    table = completions({"main": rows}, {"main": prepared}, str)
+    left_out, known, *_, last = table.select(TOKENS).to_pylist()
+    assert known == dict(zip(TOKENS, (["[5]", "[6]"], [1, 0], [0.5, 0.0], [1.0, 0.0], [-0.25, 0.0]), strict=True))
+    assert left_out == {**known, "tokens/advantage": None, "tokens/mismatch": None}
+    assert last == dict.fromkeys(TOKENS) and table.num_rows == size
+    shown = without_tokens(table)
+    assert shown.num_rows == SHOWN and shown.column_names == [n for n in table.column_names if n not in TOKENS]
 
 
 def test_a_sample_that_abstained_has_neither_reward_nor_advantage(tiny: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import html.parser
 import json
 import re
 from types import SimpleNamespace
@@ -11,37 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scripts import metric_meanings
+from tests.trainer.pages import HOSTILE, Page
 from verl.errors import DataError
 from verl.report import page as report
 from verl.report.page import write_report
 from verl.run.train import _LiveReport, _print_table
-
-HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{config}}\u2028'
-
-
-class Page(html.parser.HTMLParser):
-    """Tags with their attributes, text, and the content of scripts."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.scripts, self.text, self.inside = [], [], "", None
-        self.feed(text)
-        self.data = json.loads(self.scripts[0])
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self.inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data):
-        if self.inside == "script":
-            self.scripts[-1] += data
-        elif self.inside != "style":
-            self.text += data
-
-    def handle_endtag(self, tag):
-        self.inside = None
 
 
 def write_samples(run, step, responses, rewards, prompts=None):
@@ -192,7 +166,60 @@ def test_a_step_done_again_after_a_resume_counts_once(run):
 def test_one_file_is_enough(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     found = page(tmp_path)
-    assert {**found.data, "first": []} == {"first": [], "curves": {}, "evals": [], "samples": [], "training": []}
+    empty = {"clock": [[0, 0, 0]], "meanings": {}}
+    assert {**found.data, "first": []} == {
+        "first": [],
+        "curves": {},
+        "evals": [],
+        "samples": [],
+        "training": [],
+        **empty,
+    }
+
+
+def test_steps_have_the_time_and_the_tokens_that_they_took(run):
+    """Evaluations count, whether their row is a step's or their own."""
+    rows = [
+        {"step": 0, "time/evaluation": 5.0},
+        {"step": 1, "time/step": 2.0, "rollout/tokens": 100, "train/tokens": 9},
+    ]
+    rows += [{"step": 2, "time/step": 1.5, "time/evaluation": 5.0, "rollout/tokens": 50}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert page(run).data["clock"] == [[0, 0, 0], [0, 5, 0], [1, 7, 100], [2, 13.5, 150]]
+
+
+def test_metrics_say_what_they_mean(run):
+    names = ["reward/mean", "task/a/reward/mean", "eval/task/a/reward", "reward/x/mean", "eval/response/cut", "my/own"]
+    texts = report.meanings(names)
+    assert texts["reward/mean"].startswith("mean reward of the step's samples") == ("my/own" not in texts)
+    assert texts["task/a/reward/mean"] == texts["reward/mean"]
+    assert texts["eval/task/a/reward"].startswith("of the held-out data")
+    assert texts["reward/x/mean"].startswith("a component of the reward")
+    assert texts["eval/response/cut"].startswith("share of responses that reached")
+    assert page(run).data["meanings"].keys() >= {"reward/mean", "kl", "eval/accuracy"}
+
+
+def test_the_page_says_what_the_docs_say():
+    texts = metric_meanings.meanings(metric_meanings.PAGE.read_text(encoding="utf-8"))
+    assert report.metric_texts() == texts, "docs/metrics.md has changed: run scripts/metric_meanings.py"
+
+
+def write_tokens(run, step, lengths):
+    lists = [["word"] * length for length in lengths], [[1] * length for length in lengths]
+    numbers = [[0.123456] * length for length in lengths]
+    table = {"response": ["x"] * len(lengths), "tokens/advantage": numbers, "tokens/entropy": [None] * len(lengths)}
+    table |= dict(zip(("tokens/text", "tokens/mask"), lists, strict=True))
+    pq.write_table(pa.table(table), run / "completions" / f"train-{step:06d}.parquet")
+
+
+def test_tokens_with_their_numbers_are_those_of_the_latest_steps(run):
+    long = report.MAX_TOKENS // 2
+    write_tokens(run, 1, [3])
+    write_tokens(run, 2, [long])
+    write_tokens(run, 3, [2, long - 2])
+    first, second, third = (entry["rows"] for entry in page(run).data["training"])
+    assert [len(row["tokens"]) for row in third + second] == [2, long - 2, long] and "tokens" not in first[0]
+    assert third[0]["tokens"] == [["word", 1, 0.123, None, None]] * 2
 
 
 def test_a_directory_of_no_run_is_refused(tmp_path):

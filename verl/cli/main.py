@@ -235,7 +235,8 @@ def report(
 ) -> None:
     """Write report.html of a run, finished or not: curves, completions before and after, settings.
 
-    Of several runs: one page with their curves on the same axes, the settings that differ, and a band over seeds.
+    Of several runs: one page with their results, their curves on the same axes with a band over seeds, their answers
+    to one prompt side by side, and the settings that differ.
 
     [bold]Examples[/bold]
     $ verl report runs/latest

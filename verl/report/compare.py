@@ -1,9 +1,9 @@
-"""`verl report RUN RUN ...`: several runs on one page, without a script and without external parts.
+"""`verl report RUN RUN ...`: several runs on one page, with the parts of a run's own page.
 
 Runs whose settings differ in nothing but the seed are one line: their mean, in a band from the lowest to the highest of
 them. A run without settings, as scripts make them, is a line of its own; one that is named twice (`runs/*` has
 `latest`, too) counts once. Metrics that all runs have as one constant value are left out. Runs are named by the
-settings that differ.
+settings that differ, and link to their own pages.
 """
 
 from __future__ import annotations
@@ -11,21 +11,44 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from verl.config.load import read_settings
 from verl.durable import write_atomic
 from verl.errors import ConfigError, DataError
-from verl.report.page import ASSETS, FIRST, MAX_POINTS, curves_of
+from verl.report.page import (
+    FIRST,
+    MAX_POINTS,
+    SHARES,
+    clock_of,
+    curves_of,
+    decimals,
+    duration,
+    fill,
+    framed,
+    gain_text,
+    is_number,
+    last_evaluation,
+    meanings,
+    read_rows,
+    summary_of,
+)
 from verl.schemas import SETTINGS, check_run_schema
 
 Points = list[list[float]]
-_COLORS = ("#2f6fdb", "#d9622b", "#2a9d62", "#9b51c7", "#c23b5a", "#7a7a2c", "#1f9aa8", "#8a5a3c")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 220, 52, 22, 10
+#: Points of all curves of a page together, and answers of all runs.
+_MOST_POINTS, _MOST_ANSWERS = 200_000, 4000
+#: Settings that are named first, and last words of keys that say nothing alone.
+_FIRST_SETTINGS = ("algorithm.name", "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.lr")
+_VAGUE = ("name", "path", "type", "kind", "enabled", "enable", "size", "n")
+NAV = {"results": "Results", "curves": "Curves", "answers": "Answers", "settings": "Settings"}
 #: Settings that say where a run is and how it is watched, and those that `seeds` of one setting differ in.
 _NOT_SETTINGS = (
     SETTINGS.key, "trainer.output_dir", "trainer.run_name", "trainer.project", "trainer.loggers", "trainer.threads",
@@ -39,12 +62,17 @@ class Group:
 
     Attributes:
         settings: flat, without the seed.
+        runs: their directories.
         curves: those of each run, by metric.
     """
 
     settings: dict[str, Any]
-    names: list[str] = field(default_factory=list)
+    runs: list[Path] = field(default_factory=list)
     curves: list[Mapping[str, Points]] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [run.name for run in self.runs]
 
 
 def write_comparison(runs: Sequence[Path], page: Path) -> Path:
@@ -55,7 +83,7 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
         ConfigError: another version of verl has written one, in a form that is not read.
     """
     groups = grouped(runs)
-    write_atomic(page, _render(groups).encode(errors="replace").decode())
+    write_atomic(page, _render(groups, page.resolve().parent).encode(errors="replace").decode())
     return page
 
 
@@ -72,14 +100,14 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
         group = next((one for one in groups if settings and one.settings == settings), None)
         if group is None:
             groups.append(group := Group(settings))
-        group.names.append(run.resolve().name)
+        group.runs.append(run.resolve())
         group.curves.append(curves)
     return groups
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
-    """The settings in which the groups that have any differ."""
-    keys = dict.fromkeys(key for group in groups for key in group.settings)
+    """The settings in which the groups that have any differ, those that are asked for first at the front."""
+    keys = dict.fromkeys([*_FIRST_SETTINGS, *(key for group in groups for key in group.settings)])
     return [key for key in keys if len({_shown(group.settings.get(key)) for group in groups if group.settings}) > 1]
 
 
@@ -93,8 +121,8 @@ def metrics_of(groups: Sequence[Group]) -> list[str]:
     return sorted(moving, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 
-def spread(runs: Sequence[Points]) -> list[tuple[float, float, float, float]]:
-    """Step, mean, lowest and highest value of the runs that have the step; of more than `MAX_POINTS` steps, of
+def spread(runs: Sequence[Points], most: int = MAX_POINTS) -> list[tuple[float, float, float, float]]:
+    """Step, mean, lowest and highest value of the runs that have the step; of more than `most` steps, of
     stretches of them, by their last step. Only before they are thinned, runs of unequal length have the same steps."""
     by_step: dict[float, list[float]] = {}
     for points in runs:
@@ -103,7 +131,7 @@ def spread(runs: Sequence[Points]) -> list[tuple[float, float, float, float]]:
     steps = [
         (step, statistics.fmean(by_step[step]), min(by_step[step]), max(by_step[step])) for step in sorted(by_step)
     ]
-    stride = math.ceil(len(steps) / MAX_POINTS) or 1
+    stride = math.ceil(len(steps) / most) or 1
     stretches = (steps[start : start + stride] for start in range(0, len(steps), stride))
     return [
         (part[-1][0], statistics.fmean(p[1] for p in part), min(p[2] for p in part), max(p[3] for p in part))
@@ -132,89 +160,180 @@ def _shown(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """What each key is called among the others: by its last word, or by as many as tell it from them and say what it
+    is of; "algorithm" for `algorithm.name`."""
+    names = {}
+    for key in keys:
+        words = key.split(".")
+        endings = (words[-count:] for count in range(2 if words[-1] in _VAGUE else 1, len(words) + 1))
+        alone = (end for end in endings if sum(f".{other}".endswith(f".{'.'.join(end)}") for other in keys) == 1)
+        names[key] = ".".join(next(alone, words)).removesuffix(".name")
+    return names
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def _labels(groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
-    """What is special about each group; the run's name where nothing is."""
+    """What is special about each group: all settings that differ; the run's name where none does."""
+    names = short_names(keys)
     labels = []
     for group in groups:
-        differences = (f"{key.rpartition('.')[2]}={group.settings.get(key)}" for key in keys[:3])
+        differences = (f"{names[key]}={_text(group.settings.get(key))}" for key in keys)
         settings = ", ".join(differences) if group.settings else ""
-        seeds = f" ({len(group.names)} runs)" if len(group.names) > 1 else ""
+        seeds = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         labels.append((settings or group.names[0]) + seeds)
     return labels
 
 
-def _render(groups: Sequence[Group]) -> str:
-    keys = differing(groups)
+def _letters(number: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
+def _render(groups: Sequence[Group], folder: Path) -> str:
+    """The page as text, for a file in that folder."""
+    keys, names = differing(groups), metrics_of(groups)
     labels = _labels(groups, keys)
-    style = (ASSETS / "report.css").read_text(encoding="utf-8")
-    legend = "".join(
-        f"<p><b style='color:{_color(i)}'>&#9632;</b> {html.escape(label)} "
-        f"<small>{html.escape(', '.join(group.names))}</small></p>"
-        for i, (label, group) in enumerate(zip(labels, groups, strict=True))
-    )
-    charts = "".join(_chart(name, groups) for name in metrics_of(groups))
-    return (
-        "<!doctype html><html lang=en><head><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{len(groups)} settings</title><style>{style}</style></head><body><main>"
-        f"<h1>{sum(len(group.names) for group in groups)} runs</h1><section class=panel>{legend}</section>"
-        f"<section><h2>Settings that differ</h2>{_table(groups, labels, keys)}</section>"
-        "<section><h2>Curves</h2><p class=none>A line is the mean of a setting's runs, its band their lowest and "
-        f"highest.</p><div class='group span-3'><div class=grid>{charts}</div></div></section></main></body></html>"
-    )
+    runs = sum(len(group.runs) for group in groups)
+    title = f"{runs} run{'s' * (runs != 1)}"
+    letters = [_letters(number) for number in range(len(groups))]
+    clocks = [max((clock_of(read_rows(run / "metrics.jsonl")) for run in group.runs), key=len) for group in groups]
+    data = {
+        "first": FIRST,
+        "lines": [
+            {"key": letter, "label": label, "clock": clock}
+            for letter, label, clock in zip(letters, labels, clocks, strict=True)
+        ],
+        "curves": _curves(groups, names),
+        "meanings": meanings(names),
+        "answers": _answers(groups, letters),
+    }
+    body = {
+        "title": title,
+        "curves": fill("curves.html", {}),
+        "results": _results(groups, letters, labels, folder),
+        "settings": _table(groups, letters, keys),
+    }
+    return framed(title, NAV, fill("compare.html", body), data, "compare.js")
+
+
+def _curves(groups: Sequence[Group], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Of each metric the lines: number of the group, points (step, mean, and where runs differ lowest and highest)."""
+    most = max(20, min(MAX_POINTS, _MOST_POINTS // max(1, len(names) * len(groups))))
+    curves: dict[str, list[Any]] = {}
+    for name in names:
+        for number, group in enumerate(groups):
+            points = spread([curves[name] for curves in group.curves if name in curves], most)
+            is_band = any(low < high for _, _, low, high in points)
+            rounded = [[float(f"{value:.7g}") for value in point[: 4 if is_band else 2]] for point in points]
+            if points:
+                curves.setdefault(name, []).append([number, rounded])
+    return curves
+
+
+def _answers(groups: Sequence[Group], letters: Sequence[str]) -> dict[str, list[Any]]:
+    """Of each run's last evaluation: prompts, and rows (number of the prompt, how many answers to it came before,
+    answer, reward)."""
+    prompts: dict[str, int] = {}
+    runs: list[dict[str, Any]] = []
+    most = _MOST_ANSWERS // sum(len(group.runs) for group in groups)
+    for letter, group in zip(letters, groups, strict=True):
+        for run in group.runs:
+            if (sample := last_evaluation(run, most)) is None:
+                continue
+            before: Counter[int] = Counter()
+            rows = []
+            for _, prompt, response, reward in sample["rows"]:
+                number = prompts.setdefault(prompt, len(prompts))
+                rows.append([number, before[number], response, reward])
+                before[number] += 1
+            runs.append({"label": f"{letter} {run.name}", "step": sample["step"], "of": sample["of"], "rows": rows})
+    return {"prompts": [*prompts], "runs": runs}
+
+
+def _results(groups: Sequence[Group], letters: Sequence[str], labels: Sequence[str], folder: Path) -> str:
+    """A row a run, and below those of several seeds their mean."""
+    columns = ("", "settings", "run", "before", "after", "gain (95 % interval)", "steps", "tokens", "time", "state")
+    rows = []
+    for number, (letter, label, group) in enumerate(zip(letters, labels, groups, strict=True)):
+        square = f"<b style='color: {_color(number)}'>&#9632;</b> {letter}"
+        results = [_result(run, clock_of(read_rows(run / "metrics.jsonl"))[-1]) for run in group.runs]
+        for run, (_, cells) in zip(group.runs, results, strict=True):
+            cells = (square, html.escape(label), _link(run, folder), *map(html.escape, cells))
+            rows.append(_row("", columns, cells))
+        gains = [gain for gain, _ in results if gain is not None]
+        if len({name for name, _ in gains}) == 1 and len(gains) > 1:
+            values = [gain for _, gain in gains]
+            mean, _ = gain_text(gains[0][0], statistics.fmean(values), None, None)
+            ends = (gain_text(gains[0][0], value, None, None)[0] for value in (min(values), max(values)))
+            text = f"{mean} ({' to '.join(ends)} over {len(values)} runs)"
+            rows.append(_row(" class=mean", columns, (square, "mean of the runs", "", "", "", text, "", "", "", "")))
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f"<div class='panel scroll'><table class=results>{body}</table></div>"
+
+
+def _row(attributes: str, names: Sequence[str], cells: Sequence[str]) -> str:
+    """Cells with the name of their column, which stands beside them on a narrow screen."""
+    content = (f"<td data-name='{name}'><span>{cell}</span></td>" for name, cell in zip(names, cells, strict=True))
+    return f"<tr{attributes}>{''.join(content)}</tr>"
 
 
 def _color(number: int) -> str:
-    return _COLORS[number % len(_COLORS)]
+    """As charts.js has it."""
+    return f"var(--line-{number % 8})" if number else "var(--accent)"
 
 
-def _table(groups: Sequence[Group], labels: Sequence[str], keys: Sequence[str]) -> str:
+def _link(run: Path, folder: Path) -> str:
+    """The run's own page, where it has one."""
+    name, page = html.escape(run.name), run / "report.html"
+    if not page.is_file():
+        return name
+    return f'<a class=link href="{html.escape(quote(Path(os.path.relpath(page, folder)).as_posix()))}">{name}</a>'
+
+
+def _result(run: Path, clock: Sequence[float]) -> tuple[tuple[str, float] | None, tuple[str, ...]]:
+    """The gain in the headline metric, by its name, and the cells of a run from "before" on."""
+    summary, evals = summary_of(run), read_rows(run / "eval.jsonl")
+    name = str(summary.get("headline") or (evals[0].get("headline") if evals else None) or "accuracy")
+    scored = [row for row in evals if is_number(row.get(name))]
+    shown = [_with_interval(name, row) for row in (*scored[:1], *scored[-1:])]
+    gain, text = None, ""
+    if len(scored) > 1:
+        ends = [summary.get(key) for key in ("gain_low", "gain_high")]
+        known = summary.get("gain")
+        gain = known if is_number(known) else scored[-1][name] - scored[0][name]
+        text, interval = gain_text(name, gain, *ends)
+        text += f" ({interval.removeprefix('95 % interval ')})" * bool(interval)
+    before, after = (
+        (f"{name} {shown[0]}", shown[1]) if len(scored) > 1 else (f"{name} {shown[0]}" if shown else "–", "")
+    )
+    step, seconds, tokens = clock
+    cells = (before, after, text, f"{step:,.0f}", f"{tokens:,.0f}", duration(seconds))
+    return None if gain is None else (name, gain), (*cells, str(summary.get("state", "not finished")))
+
+
+def _with_interval(name: str, row: Mapping[str, Any]) -> str:
+    """A headline metric of an evaluation, with its interval where it has one."""
+    factor, unit, least = (100, " %", 1) if name in SHARES else (1, "", 3)
+    low, high = row.get("low"), row.get("high")
+    if not is_number(low) or not is_number(high):
+        return f"{row[name] * factor:.{least}f}{unit}"
+    places = decimals((high - low) / 2 * factor, least)
+    return f"{row[name] * factor:.{places}f}{unit} ({low * factor:.{places}f} to {high * factor:.{places}f})"
+
+
+def _table(groups: Sequence[Group], letters: Sequence[str], keys: Sequence[str]) -> str:
     if not keys:
         return "<p class=none>None.</p>"
-    head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
+    head = "".join(f"<th>{letter}</th>" for letter in letters)
     rows = "".join(
         f"<tr><th>{html.escape(key)}</th>"
-        + "".join(f"<td>{html.escape(str(group.settings.get(key)))}</td>" for group in groups)
+        + "".join(f"<td>{html.escape(_text(group.settings.get(key)))}</td>" for group in groups)
         + "</tr>"
         for key in keys
     )
-    return f"<table><tr><th></th>{head}</tr>{rows}</table>"
-
-
-def _chart(name: str, groups: Sequence[Group]) -> str:
-    lines = [(i, spread([curves[name] for curves in group.curves if name in curves])) for i, group in enumerate(groups)]
-    lines = [(i, line) for i, line in lines if line]
-    points = [point for _, line in lines for point in line]
-    left, right = min(p[0] for p in points), max(p[0] for p in points)
-    low, high = min(p[2] for p in points), max(p[3] for p in points)
-    across, up = (right - left) or 1.0, (high - low) or 1.0
-
-    def xy(step: float, value: float) -> str:
-        x = _LEFT + (step - left) / across * (_WIDTH - _LEFT - 10)
-        y = _TOP + (high - value) / up * (_HEIGHT - _TOP - _BOTTOM)
-        return f"{x:.1f} {y:.1f}"
-
-    drawn = [
-        f"<text x={_LEFT - 6} y={xy(left, value).split()[1]} text-anchor=end>{value:.4g}</text>"
-        for value in (low, high)
-    ]
-    drawn += [
-        f"<text x={xy(step, low).split()[0]} y={_HEIGHT - 4} text-anchor={anchor}>{step:g}</text>"
-        for step, anchor in ((left, "start"), (right, "end"))
-    ]
-    for i, line in lines:
-        if any(lowest < highest for _, _, lowest, highest in line):
-            edge = [xy(step, highest) for step, _, _, highest in line]
-            edge += [xy(step, lowest) for step, _, lowest, _ in reversed(line)]
-            drawn.append(f"<path d='M{' L'.join(edge)}Z' fill='{_color(i)}' opacity=.15 />")
-        path = " L".join(xy(step, mean) for step, mean, _, _ in line)
-        shape = f"<path d='M{path}' fill=none stroke='{_color(i)}' stroke-width=2 />"
-        x, y = path.split()[:2]
-        drawn.append(shape if len(line) > 1 else f"<circle cx={x} cy={y} r=4 fill='{_color(i)}' />")
-    last = ", ".join(f"<b style='color:{_color(i)}'>{line[-1][1]:.4g}</b>" for i, line in lines)
-    label = html.escape(name)
-    return (
-        f"<div class='panel chart'><header><span>{label}</span><span>{last}</span></header>"
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label=\"{label}\">{''.join(drawn)}</svg></div>"
-    )
+    return f"<table class=wide-cells><tr><th></th>{head}</tr>{rows}</table>"

@@ -16,6 +16,7 @@ from verl.batch import Batch
 from verl.data.prompts import content_text
 from verl.dataflow.scores import own_samples
 from verl.durable import write_atomic
+from verl.report.page import TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ def completions(samples: Mapping[str, Batch], prepared: Mapping[str, Batch], dec
         `response`, `finish`, `ground_truth`, `abstain_reason` (text), `reward`, its
         components (`reward/<name>`), `cost`, `advantage` (mean over the tokens that the policy wrote) (double), and
         `length` (tokens of the response). What the samples lack is null; components that no sample has are no columns.
+        Of the first `SHOWN` samples of a task also lists over the tokens of the response: `tokens/text`, `tokens/mask`
+        (1: the policy wrote it), `tokens/advantage`, `tokens/entropy` (-log p of the token, whose mean estimates the
+        entropy), and `tokens/mismatch` (its log p for the trainer less that for the engine, for the same weights).
     """
     tables = [_table(name, own_samples(batch), prepared.get(name), decode) for name, batch in samples.items()]
     return pa.concat_tables(tables, promote_options="default")
@@ -61,7 +65,41 @@ def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> p
     advantages = {} if prepared is None else _advantages(prepared)
     numbers["advantage"] = [advantages.get(name) for name in columns["id"]]
     columns = texts | {name: pa.array(values, pa.float64()) for name, values in numbers.items()}
-    return pa.table(columns | {"length": pa.array(batch.lengths("response_tokens"), pa.int64())})
+    columns["length"] = pa.array(batch.lengths("response_tokens"), pa.int64())
+    return pa.table(columns | _tokens(batch, prepared, decode))
+
+
+def _tokens(batch: Batch, prepared: Batch | None, decode: Decode) -> dict[str, pa.Array]:
+    """The columns `TOKENS`."""
+    first, names = batch.slice(0, SHOWN), set(batch.slice(0, SHOWN)["id"])
+    learned = [first] if prepared is None else [first, prepared.filter([name in names for name in prepared["id"]])]
+
+    def of(column: str) -> list[list[float] | None]:
+        values: dict[str, list[float] | None] = {}
+        for part in learned:
+            values |= dict(zip(part["id"], part[column], strict=True)) if column in part else {}
+        return [values.get(name) for name in first["id"]]
+
+    texts = {token: decode([token]) for token in set().union(*first["response_tokens"])}
+    engine, trainer = of("rollout_log_probs"), of("log_probs")
+    lists: tuple[list[Any], ...] = (
+        [[texts[token] for token in tokens] for tokens in first["response_tokens"]],
+        of("response_mask"),
+        of("advantages"),
+        [p and [-value for value in p] for p in engine],
+        [p and q and [a - b for a, b in zip(q, p, strict=True)] for p, q in zip(engine, trainer, strict=True)],
+    )
+    kinds = (pa.string(), *[pa.float32()] * 4)
+    missing = [None] * (len(batch) - len(first))
+    return {
+        name: pa.array([*values, *missing], pa.list_(kind))
+        for name, values, kind in zip(TOKENS, lists, kinds, strict=True)
+    }
+
+
+def without_tokens(table: pa.Table) -> pa.Table:
+    """The first `SHOWN` samples, as trackers take them: without lists."""
+    return table.slice(0, SHOWN).drop_columns([name for name in TOKENS if name in table.column_names])
 
 
 def _questions(batch: Batch) -> list[str | None]:

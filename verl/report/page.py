@@ -27,7 +27,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -42,8 +43,10 @@ from verl.schemas import check_run_schema
 
 ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations to compare, training steps, samples of each of these
-#: and of all training steps together, characters of a text. What they leave out is said on the page.
+#: and of all training steps together, characters of a text. What they leave out is said on the page. Of tokens with
+#: their numbers, those of the latest steps.
 MAX_POINTS, MAX_EVALS, MAX_STEPS, MAX_SAMPLES, MAX_TRAINING, MAX_TEXT = 2000, 8, 400, 300, 6000, 4000
+MAX_TOKENS = 50_000
 #: After so many seconds the page of a live run is written anew, and reloads itself.
 REFRESH_SECONDS = 30
 #: Metrics that people look at first.
@@ -61,8 +64,14 @@ FIRST = (
 )
 #: Headline metrics that are shares, shown in per cent.
 SHARES = ("accuracy", "pairs/accuracy")
+#: The sections of the page, by their ids.
+NAV = {"curves": "Curves", "training": "Training", "completions": "Evaluation", "settings": "Settings"}
 _SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
-_TRAINING_COLUMNS = ("question", "prompt", "response", "finish", "ground_truth", "reward", "advantage", "length")
+_TRAINING_COLUMNS = (
+    "group", "question", "prompt", "response", "finish", "ground_truth", "reward", "advantage", "length",
+)  # fmt: skip
+#: Columns of lists, one entry a token of the response.
+TOKENS = ("tokens/text", "tokens/mask", "tokens/advantage", "tokens/entropy", "tokens/mismatch")
 #: Files of samples by kind: of evaluations, and of training steps.
 _MOST = {"step": MAX_EVALS, "train": MAX_STEPS}
 _LOG_TAIL = 4000
@@ -89,25 +98,22 @@ def write_report(run_dir: str | Path, *, live: bool = False) -> Path:
 
 def render(run: Path, live: bool = False) -> str:
     """The page as text."""
-    summary = _json(run / "summary.json")
+    summary = summary_of(run)
     metrics, evals = read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")
+    curves = {name: _thinned(points) for name, points in _curves(metrics, evals).items()}
     data = {
         "first": FIRST,
-        "curves": {name: _thinned(points) for name, points in _curves(metrics, evals).items()},
+        "curves": curves,
+        "clock": clock_of(metrics),
+        "meanings": meanings(curves),
         "evals": finite(evals),
         "samples": _samples(run / "completions"),
         "training": _training(run / "completions"),
     }
     config = _text(run / "config.yaml")
-    script = (ASSETS / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = {
+    body = {
         "title": html.escape(run.resolve().name),
-        "refresh": f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if live else "",
-        "script_hash": digest,
-        "style": (ASSETS / "report.css").read_text(encoding="utf-8"),
-        "script": script,
-        "data": json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
+        "curves": _asset("curves.html"),
         "chips": "".join(
             f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, metrics, run / "config.yaml")
         ),
@@ -118,8 +124,77 @@ def render(run: Path, live: bool = False) -> str:
         "environment": _table(_json(run / "environment.json")),
         "attempts": _attempts(run / "logs"),
     }
-    template = (ASSETS / "report.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if live else ""
+    return framed(run.resolve().name, NAV, fill("report.html", body), data, "report.js", refresh)
+
+
+def framed(title: str, nav: Mapping[str, str], body: str, data: object, script: str, refresh: str = "") -> str:
+    """A page as text: `nav` has its sections by their ids, `body` is markup, `script` the name of the page's own, which
+    follows that of curves and reads `data`."""
+    scripts = _asset("charts.js") + _asset(script)
+    parts = {
+        "title": html.escape(title),
+        "nav": "".join(f'<a href="#{name}">{label}</a>' for name, label in nav.items()),
+        "body": body,
+        "refresh": refresh,
+        "script_hash": base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode(),
+        "style": _asset("report.css"),
+        "script": scripts,
+        "data": json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
+    }
+    return fill("frame.html", parts)
+
+
+def fill(template: str, parts: Mapping[str, str]) -> str:
+    """A template with its parts, in one pass: what stands in a part is not looked at."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset(template))
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def meanings(names: Iterable[str]) -> dict[str, str]:
+    """What metrics are, as docs/metrics.md has it, of a task or of held-out data, too; without those of the user's
+    own."""
+    rows, texts = metric_texts(), {}
+    for name in names:
+        short = re.sub(r"^(eval/)?task/[^/]+/", r"\1", name)
+        for key in (short, short.removeprefix("eval/")):
+            if text := next((text for pattern, text in rows.items() if fnmatchcase(key, pattern)), None):
+                texts[name] = text
+                break
+    return texts
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    """The run's `summary.json`; empty where there is none."""
+    return _json(run / "summary.json")
+
+
+def last_evaluation(run: Path, most: int) -> dict[str, Any] | None:
+    """The first samples of the last evaluation that has any, as on the run's own page."""
+    samples = _samples(run / "completions")
+    return {**samples[-1], "rows": samples[-1]["rows"][:most]} if samples else None
+
+
+def metric_texts() -> dict[str, str]:
+    """What docs/metrics.md says, by metric or pattern; the first that fits counts."""
+    texts: dict[str, str] = json.loads(_asset("metrics.json"))
+    return texts
+
+
+def clock_of(metrics: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Rows (step, seconds, tokens), thinned: how long the run had taken by the end of a step, evaluations included, and
+    how many response tokens it had sampled, or learned from where it samples none."""
+    seconds = tokens = 0.0
+    rows = [[0.0, 0.0, 0.0]]
+    for row in metrics:
+        seconds += sum(row[name] for name in ("time/step", "time/evaluation") if is_number(row.get(name)))
+        tokens += next((row[name] for name in ("rollout/tokens", "train/tokens") if is_number(row.get(name))), 0)
+        rows.append([row["step"], seconds, tokens])
+    stride = math.ceil(len(rows) / MAX_POINTS)
+    return [[float(f"{value:.7g}") for value in row] for row in [*rows[:-1:stride], rows[-1]]]
 
 
 def _text(file: Path) -> str:
@@ -209,7 +284,7 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
 def _training(directory: Path) -> list[dict[str, Any]]:
     """Samples of the training steps: `{"step", "of", "files", "rows": [{column: value}]}`, as of evaluations. The
     more steps, the fewer of each."""
-    shown, files = [], len(_files_of(directory, "train"))
+    shown, tables, files = [], {}, len(_files_of(directory, "train"))
     limit = min(MAX_SAMPLES, MAX_TRAINING // min(max(files, 1), MAX_STEPS))
     for step, table, count in _tables(directory, "train", limit):
         names = [*_TRAINING_COLUMNS, *(name for name in table.column_names if name.startswith("reward/"))]
@@ -221,7 +296,31 @@ def _training(directory: Path) -> list[dict[str, Any]]:
         ]
         if rows:
             shown.append({"step": step, "of": count, "files": files, "rows": rows})
+            tables[step] = table
+    _add_tokens(shown, tables)
     return shown
+
+
+def _add_tokens(shown: Sequence[dict[str, Any]], tables: Mapping[int, pa.Table]) -> None:
+    """Give samples their `tokens`, where the files have them: rows (text, whether the policy wrote it, advantage,
+    entropy, mismatch) of at most `MAX_TOKENS` tokens, the latest steps first."""
+    left = MAX_TOKENS
+    for sample in reversed(shown):
+        columns = [_column(tables[sample["step"]], name) for name in TOKENS]
+        for row, (texts, *values) in zip(sample["rows"], zip(*columns, strict=True), strict=True):
+            if not isinstance(texts, list):
+                continue
+            lists = [texts, *([None] * len(texts) if column is None else column for column in values)]
+            if any(not isinstance(each, list) or len(each) != len(texts) for each in lists):
+                continue
+            left -= len(texts)
+            if left < 0:
+                return
+            row["tokens"] = [[str(text), *map(_rounded, numbers)] for text, *numbers in zip(*lists, strict=True)]
+
+
+def _rounded(value: object) -> float | None:
+    return float(f"{value:.3g}") if is_number(value) else None
 
 
 def _files_of(directory: Path, kind: str) -> dict[int, Path]:
@@ -362,14 +461,15 @@ def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[t
     if rewards:
         yield f"{rewards[-1]:.{decimals(abs(rewards[-1]), 3)}f}", "mean reward, last step"
     if is_number(value := summary.get("seconds")):
-        yield _duration(value), "duration"
+        yield duration(value), "duration"
 
 
 def _tile(value: str, label: str) -> str:
     return f"<div class=tile><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

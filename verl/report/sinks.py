@@ -25,7 +25,7 @@ from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
 from verl.extras import load_extra
 from verl.record import Count, Natural
-from verl.report.completions import SHOWN, CompletionFiles
+from verl.report.completions import CompletionFiles, without_tokens
 from verl.schemas import RUN_FILE, write_run_schema
 from verl.user_code import describe, show_once, traceback_of
 
@@ -158,7 +158,7 @@ class TensorBoardSink:
         for tag, name in {"reward/histogram": "reward", "response/length_histogram": "length"}.items():
             if len(values := table.column(name).drop_null()):
                 self._add(step=step, summary=summary.histogram(tag, values.to_numpy(), bins=30))
-        samples = map(_markdown, table.slice(0, SHOWN).to_pylist())
+        samples = map(_markdown, without_tokens(table).to_pylist())
         self._add(step=step, summary=summary.text("completions", "\n\n---\n\n".join(samples)))
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class _RunSink:
         self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
 
     def completions(self, step: int, table: pa.Table) -> None:
-        shown = table.slice(0, SHOWN)
+        shown = without_tokens(table)
         rows = [list(row.values()) for row in shown.to_pylist()]
         self._run.log({"completions": _library(self.name).Table(columns=shown.column_names, data=rows)}, step=step)
 
@@ -239,7 +239,7 @@ class MlflowSink:
             self._client.log_metric(self._id, name, value, step=step)
 
     def completions(self, step: int, table: pa.Table) -> None:
-        rows = table.slice(0, SHOWN).to_pydict()
+        rows = without_tokens(table).to_pydict()
         self._client.log_table(self._id, data=rows, artifact_file=f"completions/train-{step:06d}.json")
 
     def close(self) -> None:

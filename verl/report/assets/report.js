@@ -1,139 +1,4 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const byId = (id) => document.getElementById(id);
-
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-function shape(tag, attributes = {}, text) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
-
-function format(value) {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size >= 1e9 || (size > 0 && size < 1e-3)) return value.toExponential(2);
-  if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
-  return String(Number(value.toPrecision(4)));
-}
-
-// Round values that span [low, high] in about `count` steps.
-function ticks(low, high, count) {
-  const rough = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
-}
-
-// The exponential mean, corrected for its start (as Adam's moments are), so that a curve begins at its first value.
-function smooth(points, weight) {
-  let mean = 0, norm = 0;
-  return points.map(([step, value]) => {
-    mean = weight * mean + (1 - weight) * value;
-    norm = weight * norm + (1 - weight);
-    return [step, mean / norm];
-  });
-}
-
-function scale(points, height, width, extra = []) {
-  const steps = points.map((p) => p[0]), values = points.map((p) => p[1]).concat(extra);
-  let [left, right] = [Math.min(...steps), Math.max(...steps)];
-  let [low, high] = [Math.min(...values), Math.max(...values)];
-  if (left === right) { left -= 1; right += 1; }
-  if (high - low <= 1e-12 * Math.max(Math.abs(high), Math.abs(low))) { const pad = Math.abs(high) * 0.1 || 1; low -= pad; high += pad; }
-  const pad = (high - low) * 0.06;
-  low -= pad; high += pad;
-  const margin = { left: 46, right: 8, top: 8, bottom: 20 };
-  return {
-    left, right, low, high, margin, width, height,
-    x: (step) => margin.left + ((step - left) / (right - left)) * (width - margin.left - margin.right),
-    y: (value) => height - margin.bottom - ((value - low) / (high - low)) * (height - margin.top - margin.bottom),
-  };
-}
-
-function axes(svg, s, label = format) {
-  for (const value of ticks(s.low, s.high, 4)) {
-    svg.append(shape("line", { class: "rule", x1: s.margin.left, x2: s.width - s.margin.right, y1: s.y(value), y2: s.y(value) }));
-    svg.append(shape("text", { x: s.margin.left - 6, y: s.y(value) + 4, "text-anchor": "end" }, label(value)));
-  }
-  for (const step of ticks(s.left, s.right, Math.max(2, s.width / 110)).filter(Number.isInteger))
-    svg.append(shape("text", { x: s.x(step), y: s.height - 4, "text-anchor": "middle" }, format(step)));
-}
-
-const path = (points, s) => points.map(([step, value], i) => `${i ? "L" : "M"}${s.x(step).toFixed(1)} ${s.y(value).toFixed(1)}`).join("");
-
-function nearestIndex(points, step) {
-  let [low, high] = [0, points.length - 1];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (points[middle][0] < step) low = middle + 1; else high = middle;
-  }
-  return low > 0 && step - points[low - 1][0] < points[low][0] - step ? low - 1 : low;
-}
-
-const charts = [];
-
-class Chart {
-  constructor(name, points, label) {
-    this.name = name;
-    this.points = points;
-    this.value = element("span");
-    this.head = element("header", { title: "Click to enlarge" }, element("span", { title: name }, label), this.value);
-    this.svg = shape("svg", { role: "img", "aria-label": name });
-    this.panel = element("div", { class: "panel chart" }, this.head, this.svg);
-    this.head.addEventListener("click", () => { this.panel.classList.toggle("wide"); this.draw(); });
-    this.svg.addEventListener("pointermove", (event) => {
-      const box = this.svg.getBoundingClientRect(), { left, right } = this.scale.margin;
-      const share = (event.clientX - box.left - left) / (box.width - left - right);
-      pointAt(this.scale.left + Math.min(1, Math.max(0, share)) * (this.scale.right - this.scale.left));
-    });
-    this.svg.addEventListener("pointerleave", () => pointAt(null));
-    charts.push(this);
-  }
-
-  draw() {
-    const width = this.svg.clientWidth || 330, height = this.panel.classList.contains("wide") ? 320 : 150;
-    const weight = this.points.length < 10 ? 0 : Number(byId("smoothing").value); // few points: evaluations
-    this.smoothed = weight > 0 ? smooth(this.points, weight) : this.points;
-    const s = this.scale = scale(this.points, height, width);
-    this.svg.replaceChildren();
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    this.svg.style.height = `${height}px`;
-    axes(this.svg, s);
-    if (weight > 0) this.svg.append(shape("path", { class: "raw", d: path(this.points, s) }));
-    this.svg.append(shape("path", { class: "line", d: path(this.smoothed, s) }));
-    this.cursor = shape("line", { class: "cursor", y1: s.margin.top, y2: height - s.margin.bottom, visibility: "hidden" });
-    this.dot = shape("circle", { class: "dot", r: 4, visibility: "hidden" });
-    if (this.points.length === 1) this.svg.append(shape("circle", { class: "dot", r: 4, cx: s.x(this.points[0][0]), cy: s.y(this.points[0][1]) }));
-    this.svg.append(this.cursor, this.dot);
-    this.point(null);
-  }
-
-  point(step) {
-    const index = step === null ? this.points.length - 1 : nearestIndex(this.points, step);
-    const [at, value] = this.points[index];
-    this.value.textContent = step === null ? format(value) : `step ${format(at)}: ${format(value)}`;
-    if (!this.cursor) return;
-    const visibility = step === null ? "hidden" : "visible";
-    for (const node of [this.cursor, this.dot]) node.setAttribute("visibility", visibility);
-    const x = this.scale.x(at);
-    this.cursor.setAttribute("x1", x); this.cursor.setAttribute("x2", x);
-    this.dot.setAttribute("cx", x); this.dot.setAttribute("cy", this.scale.y(this.smoothed[index][1]));
-  }
-}
-
-const pointAt = (step) => charts.forEach((chart) => chart.panel.offsetParent && chart.point(step));
-const drawAll = () => charts.forEach((chart) => chart.panel.offsetParent && chart.draw());
-
+// The page of one run.
 const SHARES = ["accuracy", "pairs/accuracy"];
 
 function drawHeadline() {
@@ -147,11 +12,11 @@ function drawHeadline() {
   panel.replaceChildren(element("div", { class: "none" }, `${name} by step` + (rows.some((row) => "low" in row) ? ", with 95 % intervals" : "")), svg);
   const width = svg.clientWidth || 600, height = 190;
   const points = rows.map((row) => [row.step, row[name]]);
-  const bounds = rows.flatMap((row) => [row.low, row.high]).filter((value) => typeof value === "number");
-  const s = scale(points, height, width, bounds);
+  const values = rows.flatMap((row) => [row[name], row.low, row.high]).filter((value) => typeof value === "number");
+  const s = scale(points.map(([step]) => step), values, height, width);
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.style.height = `${height}px`;
-  axes(svg, s, show);
+  drawAxes(svg, s, "step", show);
   const banded = rows.filter((row) => typeof row.low === "number" && typeof row.high === "number");
   if (banded.length > 1) {
     const edge = [...banded.map((row) => [row.step, row.high]), ...banded.map((row) => [row.step, row.low]).reverse()];
@@ -165,80 +30,45 @@ function drawHeadline() {
   }
 }
 
-// What people look at first comes first; timing and memory last.
-const ORDER = ["headlines", "reward", "eval", "", "response", "rollout", "actor", "loss", "kl", "critic", "update", "train", "time", "memory"];
-const rank = (group) => (ORDER.includes(group) ? ORDER.indexOf(group) : ORDER.indexOf("time") - 0.5);
+// Metrics that are drawn over each other: those of tasks, the components of a reward, the shares and seconds of roles.
+const TASK = /^(eval\/)?task\/([^/]+)\/(.+)$/;
+const PARTS = [/^(reward\/)([^/]+)(\/mean)$/, /^(cost\/)([^/]+)(\/mean)$/, /^(busy\/)(.+)()$/];
 
-const HEADLINES = "headlines";
+// The chart that a metric is drawn in, and what its line is called there.
+function familyOf(name) {
+  const [, evaluation = "", task, rest] = name.match(TASK) ?? [null, "", "", name];
+  const part = PARTS.map((pattern) => rest.match(pattern)).find(Boolean);
+  const chart = part ? `${evaluation}${part[1]}*${part[3]}` : evaluation + rest;
+  return [chart, [task, part && part[2]].filter(Boolean).join(", ")];
+}
 
-function buildCurves() {
-  const groups = new Map();
-  const moves = (name) => data.curves[name].some(([, value]) => value !== data.curves[name][0][1]);
-  const first = data.first.filter((name) => name in data.curves && moves(name));
-  for (const name of [...first, ...Object.keys(data.curves).filter((name) => !first.includes(name)).sort()]) {
-    const group = first.includes(name) ? HEADLINES : name.includes("/") ? name.slice(0, name.indexOf("/")) : "";
-    if (!groups.has(group)) groups.set(group, []);
-    groups.get(group).push(name);
+// Plots of the curves that move, each drawn once: names of equal values share a line. The others are a list of names.
+function plotsOf(curves) {
+  const families = new Map(), lines = new Map(), constant = [];
+  const order = (name) => (data.first.includes(name) ? data.first.indexOf(name) : data.first.length);
+  for (const name of Object.keys(curves).sort((a, b) => order(a) - order(b) || TASK.test(a) - TASK.test(b) || (a < b ? -1 : 1))) {
+    const points = curves[name], text = JSON.stringify(points);
+    if (points.length > 1 && points.every(([, value]) => value === points[0][1])) { constant.push(name); continue; }
+    const same = points.length > 1 && lines.get(text);
+    if (same) { same.names.push(name); continue; }
+    const [family, key] = familyOf(name), chart = families.get(family) ?? [];
+    const line = { names: [name], key: key || "all", points, clock: data.clock, number: chart.length };
+    lines.set(text, line);
+    families.set(family, [...chart, line]);
   }
-  const constant = [];
-  const order = [...groups.keys()].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
-  for (const group of order) {
-    const grid = element("div", { class: "grid" });
-    for (const name of groups.get(group)) {
-      const points = data.curves[name];
-      if (points.length > 1 && points.every(([, value]) => value === points[0][1])) constant.push(name);
-      else grid.append(new Chart(name, points, group === HEADLINES ? name : name.slice(name.indexOf("/") + 1)).panel);
-    }
-    if (!grid.childElementCount) continue;
-    const span = `group span-${Math.min(3, groups.get(group).length)}`;
-    byId("groups").append(element("div", { class: span }, element("h3", {}, group || "overall"), grid));
-  }
-  if (constant.length) {
-    const list = constant.map((name) => element("tr", {}, element("th", {}, name), element("td", {}, format(data.curves[name][0][1]))));
-    byId("groups").append(element("details", {}, element("summary", {}, `${constant.length} metrics that never changed`), element("table", {}, ...list)));
-  }
-  if (!charts.length) byId("groups").append(element("p", { class: "none" }, "No metrics yet."));
-}
-
-function filterCurves() {
-  const wanted = byId("filter").value.toLowerCase();
-  for (const chart of charts) chart.panel.hidden = !chart.name.toLowerCase().includes(wanted);
-  for (const group of document.querySelectorAll(".group")) group.hidden = !group.querySelector(".chart:not([hidden])");
-  drawAll();
-}
-
-function mark(reward) {
-  if (reward === null) return element("span", { class: "mark" }, "no score");
-  return element("span", { class: "mark" + (reward > 0 ? " good" : " bad") }, format(reward));
-}
-
-function completion(label, row) {
-  const text = row[2] === "" ? element("div", { class: "text empty" }, "(nothing)") : element("div", { class: "text" }, row[2]);
-  return element("article", {}, element("header", {}, element("span", {}, label), mark(row[3])), text);
-}
-
-const PAGE = 20;
-let shown = PAGE;
-
-function pairs() {
-  const [first, second] = ["before", "after"].map((id) => data.samples[byId(id).value]);
-  const later = new Map(second.rows.map((row) => [row[0], row]));
-  const wanted = byId("search").value.toLowerCase(), change = byId("change").value;
-  return first.rows.filter((row) => later.has(row[0])).map((row) => [row, later.get(row[0])]).filter(([a, b]) => {
-    const difference = (b[3] ?? 0) - (a[3] ?? 0);
-    const kind = difference > 0 ? "better" : difference < 0 ? "worse" : "same";
-    return (change === "all" || change === kind) && [a[1], a[2], b[2]].some((text) => text.toLowerCase().includes(wanted));
+  const plots = [...families].map(([family, lines]) => {
+    const names = lines.flatMap((line) => line.names);
+    return { name: lines.length > 1 ? family : lines[0].names[0], names, lines: lines.map((line) => ({ ...line, label: line.names.join(", ") })) };
   });
+  return [plots, constant];
 }
 
-function showPairs() {
-  const found = pairs();
-  const [first, second] = ["before", "after"].map((id) => data.samples[byId(id).value].step);
-  byId("pairs").replaceChildren(...found.slice(0, shown).map(([a, b]) => element("div", { class: "pair" },
-    element("div", { class: "prompt" }, element("div", { class: "text" }, a[1])),
-    element("div", {}, completion(`step ${first}`, a), completion(`step ${second}`, b)))));
-  byId("count").textContent = `${found.length} problems` + leftOut("step", data.samples[byId("after").value]);
-  byId("more").hidden = found.length <= shown;
+function buildRunCurves() {
+  const [plots, constant] = plotsOf(data.curves);
+  buildCurves(plots);
+  if (!constant.length) return;
+  const list = constant.map((name) => element("tr", {}, element("th", { title: data.meanings[name] ?? "" }, name), element("td", {}, format(data.curves[name][0][1]))));
+  byId("groups").append(element("details", {}, element("summary", {}, `${constant.length} metrics that never changed`), element("table", {}, ...list)));
 }
 
 function buildCompletions() {
@@ -247,12 +77,15 @@ function buildCompletions() {
     return;
   }
   for (const id of ["before", "after"]) {
-    data.samples.forEach((sample, index) => byId(id).append(element("option", { value: index }, String(sample.step))));
-    byId(id).value = id === "before" ? 0 : data.samples.length - 1;
+    for (const sample of data.samples) byId(id).append(element("option", {}, String(sample.step)));
+    byId(id).value = data.samples.at(id === "before" ? 0 : -1).step;
   }
-  for (const id of ["before", "after", "change", "search"]) byId(id).addEventListener("input", () => { shown = PAGE; showPairs(); });
-  byId("more").addEventListener("click", () => { shown += PAGE; showPairs(); });
-  showPairs();
+  const chosen = (id) => data.samples.find((sample) => String(sample.step) === byId(id).value);
+  const pairs = () => {
+    const later = new Map(chosen("after").rows.map((row) => [row[0], row]));
+    return chosen("before").rows.filter((row) => later.has(row[0])).map((row) => ({ prompt: row[1], left: row.slice(2), right: later.get(row[0]).slice(2) }));
+  };
+  buildPairs(["before", "after"], pairs, () => ["before", "after"].map((id) => `step ${byId(id).value}`), () => leftOut("step", chosen("after")));
 }
 
 // What the page leaves out, and where it is.
@@ -269,7 +102,8 @@ const numbers = (name, rows) => rows.map((row) => row[name]).filter((value) => t
 
 // Counts of values in at most 20 bins of one width; whole numbers have bins of whole width.
 function histogram(name, rows) {
-  const values = numbers(name, rows), width = innerWidth > 760 ? 580 : 330, height = 110;
+  const whole = byId("histograms").clientWidth, sides = 30; // of the panel
+  const values = numbers(name, rows), width = Math.max(60, (innerWidth > 760 ? (whole - 12) / 2 : whole) - sides), height = 110;
   const svg = shape("svg", { role: "img", "aria-label": `histogram of ${name}`, viewBox: `0 0 ${width} ${height}` });
   const panel = element("div", { class: "panel chart" }, element("header", {}, element("span", {}, name), element("span", {}, `${values.length} samples`)), svg);
   if (!values.length) return panel;
@@ -294,32 +128,81 @@ function histogram(name, rows) {
 const ORDERS = { "as sampled": null, "reward, best first": ["reward", -1], "reward, worst first": ["reward", 1], "advantage, highest first": ["advantage", -1],
   "advantage, lowest first": ["advantage", 1], "length, longest first": ["length", -1], "length, shortest first": ["length", 1] };
 const WHICH = { all: () => true, rewarded: (row) => row.reward > 0, others: (row) => row.reward !== null && row.reward <= 0, none: (row) => row.reward === null };
-let rowsShown = PAGE;
+let rowsShown = view.get("rows shown", PAGE);
+const trainingStep = () => data.training.find((sample) => String(sample.step) === byId("step").value);
 
-function trainingRows() {
+// Groups of samples in the order that is chosen: those of a prompt, in the place of the first of them, or one a group.
+function trainingGroups() {
   const wanted = byId("find").value.toLowerCase(), order = ORDERS[byId("sort").value];
-  const rows = data.training[byId("step").value].rows.filter((row) => WHICH[byId("which").value](row)
+  const rows = trainingStep().rows.filter((row) => WHICH[byId("which").value](row)
     && ["question", "prompt", "response", "ground_truth"].some((name) => (row[name] ?? "").toLowerCase().includes(wanted)));
-  if (!order) return rows;
-  const [name, sign] = order; // samples without the number come last
-  return rows.sort((a, b) => (a[name] === null) - (b[name] === null) || sign * (a[name] - b[name]));
+  if (order) { // samples without the number come last
+    const [name, sign] = order;
+    rows.sort((a, b) => (a[name] === null) - (b[name] === null) || sign * (a[name] - b[name]));
+  }
+  if (!byId("together").checked) return rows.map((row) => [row]);
+  const groups = new Map();
+  for (const row of rows) {
+    const key = JSON.stringify([row.task ?? null, row.group ?? row.prompt]);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(row);
+  }
+  return [...groups.values()];
+}
+
+// A token: [text, whether the policy wrote it, advantage, entropy, mismatch]; what a step has not is null.
+const TOKEN = ["advantage", "entropy", "mismatch"];
+
+function tokens(row) {
+  const column = TOKEN.indexOf(byId("shade").value) + 2;
+  const most = Math.max(...row.tokens.map((token) => Math.abs(token[column] ?? 0))) || 1;
+  const facts = element("p", { class: "none facts" }, "Click on a token for its numbers.");
+  const text = element("div", { class: "text tokens" }, ...row.tokens.map((token) => {
+    const share = Math.round((Math.abs(token[column] ?? 0) / most) * 60);
+    const tone = token[column] < 0 ? "--bad" : "--good";
+    const node = element("span", token[1] ? { style: `background: color-mix(in srgb, var(${tone}) ${share}%, transparent)` } : { class: "masked" }, token[0]);
+    const about = [token[1] ? "written by the policy" : "not the policy's: masked", ...TOKEN.map((name, i) => `${name} ${format(token[i + 2])}`)].join(", ");
+    node.title = about;
+    node.addEventListener("click", () => { facts.textContent = `${JSON.stringify(token[0])}: ${about}`; });
+    return node;
+  }));
+  return [text, facts];
 }
 
 function trainingRow(row) {
-  const facts = ["advantage", "length", "finish", "ground_truth", "task", ...Object.keys(row).filter((name) => name.startsWith("reward/"))]
+  const facts = ["advantage", "length", "finish", ...Object.keys(row).filter((name) => name.startsWith("reward/"))]
     .filter((name) => row[name] !== null && row[name] !== undefined)
-    .map((name) => element("span", {}, `${name.replace("_", " ")} ${typeof row[name] === "number" ? format(row[name]) : row[name]}`));
-  const prompt = element("details", {}, element("summary", {}, row.question ?? row.prompt ?? ""), element("div", { class: "text" }, row.prompt ?? ""));
-  const text = row.response ? element("div", { class: "text" }, row.response) : element("div", { class: "text empty" }, "(nothing)");
-  return element("article", { class: "pair row" }, element("header", {}, mark(row.reward), ...facts), prompt, text);
+    .map((name) => element("span", {}, `${name} ${typeof row[name] === "number" ? format(row[name]) : row[name]}`));
+  const text = element("div", { class: "text" + (row.response ? "" : " empty") }, row.response || "(nothing)");
+  const body = element("div", {}, text), head = element("header", {}, mark(row.reward), ...facts);
+  if (row.tokens) {
+    const button = element("button", { type: "button", class: "fold" }, "tokens");
+    button.addEventListener("click", () => {
+      button.classList.toggle("pressed");
+      body.replaceChildren(...(button.classList.contains("pressed") ? tokens(row) : [text]));
+    });
+    head.append(button);
+  }
+  return element("article", {}, head, body);
+}
+
+function trainingGroup(rows) {
+  const { question, prompt, ground_truth: truth, task } = rows[0];
+  const facts = [["task", task], ["ground truth", truth]].filter(([, value]) => value !== null && value !== undefined);
+  const whole = element("details", {}, element("summary", {}, question ?? prompt ?? ""), element("div", { class: "text" }, prompt ?? ""));
+  return element("div", { class: "pair row" }, element("div", { class: "prompt" }, whole, ...facts.map(([name, value]) => element("span", { class: "fact" }, `${name} ${value}`))),
+    element("div", { class: rows.length > 1 ? "" : "one" }, ...rows.map(trainingRow)));
 }
 
 function showTraining() {
-  const rows = trainingRows();
+  const groups = trainingGroups(), rows = groups.flat(), shown = [];
   byId("histograms").replaceChildren(histogram("reward", rows), histogram("length", rows));
-  byId("rows").replaceChildren(...rows.slice(0, rowsShown).map(trainingRow));
-  byId("found").textContent = `${rows.length} samples` + leftOut("train", data.training[byId("step").value]);
-  byId("more-rows").hidden = rows.length <= rowsShown;
+  let count = 0; // whole groups
+  for (const group of groups) if (count < rowsShown) { shown.push(group); count += group.length; }
+  byId("rows").replaceChildren(...shown.map(trainingGroup));
+  byId("shades").hidden = !rows.some((row) => row.tokens);
+  byId("found").textContent = `${rows.length} samples` + leftOut("train", trainingStep());
+  byId("more-rows").hidden = rows.length <= count;
 }
 
 function buildTraining() {
@@ -327,29 +210,18 @@ function buildTraining() {
     byId("training").querySelector(".head").replaceChildren(element("h2", {}, "Training samples"), element("p", { class: "none" }, "None recorded yet."));
     return;
   }
-  data.training.forEach((sample, index) => byId("step").append(element("option", { value: index }, String(sample.step))));
-  byId("step").value = data.training.length - 1;
+  for (const sample of data.training) byId("step").append(element("option", {}, String(sample.step)));
+  byId("step").value = data.training.at(-1).step;
   for (const name of Object.keys(ORDERS)) byId("sort").append(element("option", {}, name));
-  for (const id of ["step", "sort", "which", "find"]) byId(id).addEventListener("input", () => { rowsShown = PAGE; showTraining(); });
-  byId("more-rows").addEventListener("click", () => { rowsShown += PAGE; showTraining(); });
+  for (const name of TOKEN) byId("shade").append(element("option", {}, name));
+  const showFrom = (count) => { rowsShown = count; view.set("rows shown", count); showTraining(); };
+  keepFields(["step", "sort", "which", "find", "together", "shade"], () => showFrom(PAGE));
+  byId("more-rows").addEventListener("click", () => showFrom(rowsShown + PAGE));
   showTraining();
 }
 
-function showSmoothing() {
-  byId("smoothing-value").textContent = Number(byId("smoothing").value) > 0 ? byId("smoothing").value : "off";
-}
-
-byId("theme").addEventListener("click", () => {
-  const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-});
-byId("smoothing").addEventListener("input", () => { showSmoothing(); drawAll(); });
-byId("filter").addEventListener("input", filterCurves);
-addEventListener("resize", () => { drawAll(); drawHeadline(); });
-showSmoothing();
-buildCurves();
-drawAll();
+addEventListener("resize", () => { drawHeadline(); if (data.training.length) showTraining(); });
+buildRunCurves();
 drawHeadline();
 buildTraining();
 buildCompletions();
