@@ -561,7 +561,8 @@ def test_a_fault_of_the_gateway_itself_runs_the_agent_once_more(monkeypatch: pyt
     assert run.outcome.responses[0].reward == 1.0
 
 
-def test_many_episodes_at_once_on_one_listener() -> None:
+@pytest.mark.parametrize("count", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_many_episodes_at_once_on_one_listener(count: int) -> None:
     """Each gets its own answers, and its own key."""
     addresses: set[str] = set()
     keys: set[str] = set()
@@ -590,14 +591,14 @@ def test_many_episodes_at_once_on_one_listener() -> None:
 
     async def play() -> list[Outcome]:
         tokenizer = TOOL_FAMILIES["qwen2.5"].make()
-        rows = [{"id": f"r{number}", "prompt_tokens": [1], "messages": "[]"} for number in range(64)]
+        rows = [{"id": f"r{number}", "prompt_tokens": [1], "messages": "[]"} for number in range(count)]
         episodes = run_episodes(Echo(tokenizer, []), rows, PARAMS, Gateway(agent), tokenizer=tokenizer)
         return [outcome async for outcome in episodes]
 
     outcomes = asyncio.run(play())
-    assert [outcome.error for outcome in outcomes] == [None] * 64
+    assert [outcome.error for outcome in outcomes] == [None] * count
     assert {outcome.responses[0].reward for outcome in outcomes} == {1.0}
-    assert len(addresses) == 1 and len(keys) == 64
+    assert len(addresses) == 1 and len(keys) == count
 
 
 def test_a_row_has_its_messages_as_a_list() -> None:

@@ -144,7 +144,7 @@ class Request:
 
     def __post_init__(self) -> None:
         try:
-            tokens = [operator.index(token) for token in self.prompt_tokens]
+            tokens = list(map(operator.index, self.prompt_tokens))
         except TypeError as error:
             shown = reprlib.repr(self.prompt_tokens)
             raise RolloutError(f"request '{self.id}': its prompt must be token ids, got {shown}") from error

@@ -39,6 +39,8 @@ class Message:
     def key(self) -> bytes:
         """Equal for equal messages: those of one role, one text but for outer white space, and the same calls, in
         order, by name and value of the arguments. Ids, and how JSON is written, do not count."""
+        if not self.calls:
+            return f"{self.role}\n{self.content.strip()}".encode("utf-8", "surrogatepass")
         calls = [(call.name, _json_value(call.arguments)) for call in self.calls]
         return json.dumps([self.role, self.content.strip(), calls]).encode()
 

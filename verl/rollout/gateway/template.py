@@ -19,23 +19,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: For models whose own template knows no tools: ChatML, with calls and results as Hermes and Qwen 2.5 write them. A
-#: message ends with the tokenizer's EOS, so that generation stops there.
+#: message ends with the tokenizer's EOS, so that generation stops there. It has subscripts, as jinja's sandbox checks
+#: each attribute.
 HERMES = (
     "{%- if tools %}{{ '<|im_start|>system\\n' }}"
-    "{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{%- endif %}"
+    "{%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{%- endif %}"
     "{{ 'You may call these functions:\\n<tools>\\n' }}"
     "{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}"
     "{{ '</tools>\\nA call is written so:\\n<tool_call>\\n' }}"
     '{{ \'{"name": "function name", "arguments": {"argument name": "value"}}\\n</tool_call>\' }}'
     "{{ eos_token + '\\n' }}{%- endif %}"
-    "{%- for m in messages %}{%- if m.role == 'tool' %}"
-    "{%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
-    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
-    "{%- if loop.last or loop.nextitem.role != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
-    "{%- elif not (tools and loop.first and m.role == 'system') %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
-    "{%- for call in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first else '' }}"
-    "{{ '<tool_call>\\n{\"name\": ' }}{{ call.function.name | tojson }}"
-    "{{ ', \"arguments\": ' }}{{ call.function.arguments }}{{ '}\\n</tool_call>' }}"
+    "{%- for m in messages %}{%- if m['role'] == 'tool' %}"
+    "{%- if loop.first or loop.previtem['role'] != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
+    "{{ '\\n<tool_response>\\n' + m['content'] + '\\n</tool_response>' }}"
+    "{%- if loop.last or loop.nextitem['role'] != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
+    "{%- elif not (tools and loop.first and m['role'] == 'system') %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
+    "{%- for call in m['tool_calls'] or [] %}{{ '\\n' if m['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n{\"name\": ' }}{{ call['function']['name'] | tojson }}"
+    "{{ ', \"arguments\": ' }}{{ call['function']['arguments'] }}{{ '}\\n</tool_call>' }}"
     "{%- endfor %}{{ eos_token + '\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
