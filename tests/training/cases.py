@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -50,6 +51,7 @@ def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float64, layers: 
         # A head with a bias; fused matrices that are cut but whole where they are used, and a token for padding.
         "phi": lambda: PhiConfig(**wide),
         "phi3": lambda: Phi3Config(**wide, pad_token_id=20),
+        "gemma": lambda: GemmaConfig(**wide, head_dim=8),
         # GPT-2 ties its head to its embedding and has dropout.
         "gpt2": lambda: GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
@@ -92,6 +94,51 @@ def ragged_batch(rows: Sequence[tuple[int, int]], seed: int = 0) -> Batch:
             "reward": torch.randn(len(rows), generator=random, dtype=torch.float64),
         }
     )
+
+
+def forked_batch(seed: int = 1) -> Batch:
+    """Trajectories of a group that fork in three levels, some with a longer prompt than others; one of them is the
+    beginning of others, and one has another prompt. Then a prompt with two samples, and one with one."""
+    random = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=random).tolist()
+
+    p, x, y, q = tokens(6), tokens(10), tokens(9), tokens(5)
+    rows = [  # group, prompt, what it repeats of others, what it adds
+        ("a", p, [], x + y + tokens(7)),
+        ("a", p, x + y, tokens(5)),
+        ("a", p + x, [], tokens(8)),
+        ("a", p + x + y[:4], [], tokens(6)),
+        ("a", p, [], tokens(4)),
+        ("b", q, [], tokens(6)),
+        ("a", tokens(7), [], tokens(3)),
+        ("a", p, x[:5], x[5:]),
+        ("a", p + x, y[:4], tokens(6)),
+        ("b", q, [], tokens(3)),
+        ("c", tokens(4), [], tokens(9)),
+    ]
+    lengths = [len(old + new) for _, _, old, new in rows]
+    return Batch.from_columns(
+        {
+            "id": [str(row) for row in range(len(rows))],
+            "group": [group for group, *_ in rows],
+            "prompt_tokens": [prompt for _, prompt, _, _ in rows],
+            "response_tokens": [old + new for _, _, old, new in rows],
+            "response_mask": [[0] * len(old) + [int(t % 4 != 2) for t in range(len(new))] for *_, old, new in rows],
+            "advantages": (torch.randn(sum(lengths), generator=random, dtype=torch.float64), lengths),
+            "reward": torch.randn(len(rows), generator=random, dtype=torch.float64),
+        }
+    )
+
+
+def distinct_beginnings(batch: Batch) -> int:
+    """Tokens of a forward that computes each beginning of the rows of a group once, counted one by one."""
+    seen = set()
+    for group, prompt, response in zip(batch["group"], batch["prompt_tokens"], batch["response_tokens"], strict=True):
+        fed = prompt + response[:-1]
+        seen |= {(group, *fed[:end]) for end in range(1, len(fed) + 1)}
+    return len(seen)
 
 
 def token_weights(batch: Batch) -> torch.Tensor:

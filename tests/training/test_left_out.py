@@ -46,7 +46,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Rows of each forward pass."""
     rows: list[int] = []
     pack = Forward.pack
-    monkeypatch.setattr(Forward, "pack", lambda self, batch: (rows.append(len(batch)), pack(self, batch))[1])
+    monkeypatch.setattr(
+        Forward, "pack", lambda self, batch, tree=None: (rows.append(len(batch)), pack(self, batch, tree))[1]
+    )
     yield rows
     monkeypatch.setattr(Forward, "pack", pack)
 

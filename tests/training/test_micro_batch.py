@@ -38,7 +38,7 @@ def _batch(rows: list[tuple[int, int]], prompts_a_group: int = 1) -> Batch:
 
 def split(batch: Batch, limits: Limits, coupled: bool = False) -> list[list[int]]:
     """The micro-batches of one rank that computes all rows."""
-    (dealt,) = deal(batch, range(len(batch)), 1, limits, coupled=coupled)
+    (dealt,), _ = deal(batch, range(len(batch)), 1, limits, coupled=coupled)
     return dealt
 
 
@@ -126,7 +126,7 @@ def test_ranks_together_compute_every_row_once(
     rows: list[tuple[int, int]], cap: int | None, max_rows: int | None, ranks: int, coupled: bool, in_step: bool
 ) -> None:
     batch, limits = _batch(rows), Limits(cap, max_rows)
-    dealt = deal(batch, range(len(rows)), ranks, limits, coupled=coupled, in_step=in_step)
+    dealt, _ = deal(batch, range(len(rows)), ranks, limits, coupled=coupled, in_step=in_step)
     by_rank = balanced(batch, ranks, coupled) if ranks > 1 else [list(range(len(rows)))]
     assert [sorted(row for part in parts for row in part) for parts in dealt] == by_rank
     for parts, here in zip(dealt, by_rank, strict=True):  # as it would cut a batch of its rows alone
@@ -142,9 +142,10 @@ def test_of_a_selection_all_rows_and_no_others_are_dealt(
 ) -> None:
     """A rank that is left without rows runs as many empty micro-batches as the busiest one has."""
     batch, limits, computed = _batch(rows), Limits(cap), sorted(row for row in chosen if row < len(rows))
-    dealt = deal(batch, computed, ranks, limits, in_step=in_step)
+    dealt, tree = deal(batch, computed, ranks, limits, in_step=in_step)
     assert sorted(row for parts in dealt for part in parts for row in part) == computed
-    alone = deal(batch.take(computed), range(len(computed)), ranks, limits, in_step=in_step)
+    alone, same = deal(batch.take(computed), range(len(computed)), ranks, limits, in_step=in_step)
+    assert tree.take(computed) == same
     assert dealt == [[[computed[row] for row in part] for part in parts] for parts in alone]
     full = [sum(map(bool, parts)) for parts in dealt]
     assert [len(parts) for parts in dealt] == ([max(full)] * ranks if in_step else full)
@@ -158,7 +159,7 @@ def test_totals_are_of_all_rows_whichever_are_computed() -> None:
         seen.append(x)
         return policy_loss(x)
 
-    (dealt,) = deal(batch, [1, 4], 1, Limits(max_rows=1))
+    (dealt,), _ = deal(batch, [1, 4], 1, Limits(max_rows=1))
     assert dealt == [[1], [4]]
     mini_batch = MiniBatch(loss_part(batch, loss), torch.float64)
     for rows in dealt:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import and_, eq
 from typing import Any
 
@@ -142,25 +142,24 @@ def pack_rows(
 def _layout(tree: PrefixTree, sizes: Sequence[int]) -> tuple[list[Row], list[Indices]]:
     """The rows to attend, in the order of the flat row, and where the tokens of each sample lie, `sizes` of them."""
     # Nodes depth first, 0 above all. A sample has those of the one before it as far as they are the same, then others.
-    parents, lengths, paths, before = [0], [0], [[0]], ()
-    for path in tree.paths:
+    parents, lengths, paths = [0], [0], [[0]]
+    for before, path in pairwise([(), *tree.paths]):
         shared = sum(accumulate(map(eq, path, before), and_))
         paths.append(paths[-1][: shared + 1])
         for node in path[shared:]:
             parents.append(paths[-1][-1])
             paths[-1].append(len(lengths))
             lengths.append(tree.lengths[node])
-        before = path
     children = Counter(parents)
     rows: list[Row] = []
-    row_of: dict[int, Row | None] = {0: None}
+    row_of: dict[int, Row] = {}
     chain: list[int] = []
     start = end = 0
     for node in range(1, len(parents)):
         chain.append(node)
         end += lengths[node]
         if children[node] != 1:  # else it is one row with what is behind it
-            rows.append(Row(start, end - start, row_of[parents[chain[0]]]))
+            rows.append(Row(start, end - start, row_of.get(parents[chain[0]])))
             row_of.update(dict.fromkeys(chain, rows[-1]))
             start, chain = end, []
     return rows, [row_of[path[-1]].path[:size] for path, size in zip(paths[1:], sizes, strict=True)]

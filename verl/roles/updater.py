@@ -105,7 +105,7 @@ def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
     """Metrics of one role's update under its name: `loss` becomes `loss/<role>`, others likewise."""
     of_role = (
         "loss", "grad_norm", "lr", "update/steps", "update/skipped", "update/empty", "update/rows_left_out",
-        "update/tokens_left_out",
+        "update/tokens_left_out", "update/tokens_shared", "update/tokens_flat",
     )  # fmt: skip
     return {f"{name}/{role}" if name in of_role else name: value for name, value in metrics.items()}
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl.attention.prefix_tree import PrefixTree
 from verl.attention.segments import Packed, pack_rows
 from verl.autograd import take_rows
 from verl.batch import Batch
@@ -33,7 +34,7 @@ class Forward(nn.Module):
     Args:
         model: a causal LM for the head "lm", a `ValueModel` for the others.
         packed: `model` (or its backbone) as a `PackedModel`, if there is one already.
-        options: with `share_prompts`, adjacent rows with equal prompts share one forward of it; with `use_amp`, matrix
+        options: with `share_prompts`, adjacent rows share one forward of what they begin with; with `use_amp`, matrix
             products of fp32 weights run in bf16 (weights in another dtype are not touched); without `remove_padding`,
             rows are padded to one length and go through transformers' own forward, as those of models without a packed
             forward do anyway. But for `use_amp` the numbers stay the same.
@@ -87,10 +88,10 @@ class Forward(nn.Module):
         """The context of forward and backward: the head computes its logits again in the backward pass."""
         return torch.autocast(self.packed.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
-    def pack(self, batch: Batch) -> Packed:
-        """The rows of a micro-batch as flat tokens, or this rank's slice of these."""
+    def pack(self, batch: Batch, tree: PrefixTree | None = None) -> Packed:
+        """The rows of a micro-batch as flat tokens, or this rank's slice of these; `tree` as of `pack_rows`."""
         columns = batch["prompt_tokens"], batch["response_tokens"]
-        flat = pack_rows(*columns, self.packed.device, self.share_prompts, keep_last=self.head == "score")
+        flat = pack_rows(*columns, self.packed.device, self.share_prompts, self.head == "score", tree)
         return flat if self.slicing is None else self.slicing(flat)
 
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:

@@ -5,21 +5,21 @@ all of its rows, whether they are computed or not: mini-batches and shuffles (`w
 and totals (`MiniBatch`), and whether there is an optimizer step. So rows whose gradient is known to be 0 (`left_out`)
 are missing here, and nothing else changes.
 
-A micro-batch costs its flat tokens: a prompt that several of its rows share counts once, and the last token
-of a response does not count, because nothing is predicted from it.
+A micro-batch costs its flat tokens: what several of its rows begin with (`attention.prefix_tree`) counts once, and the
+last token of a response does not count, because nothing is predicted from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
+from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.batch import Batch
 
 Numbers = npt.NDArray[np.int64]
@@ -36,12 +36,26 @@ class Limits(NamedTuple):
     Attributes:
         max_tokens: most flat tokens; a single row (or coupled group) above it goes alone.
         max_rows: most rows; a coupled group above it goes alone.
-        share_prompts: a prompt that several of its rows have is computed once, and counts once.
+        share_prompts: what several of its rows begin with is computed once, and counts once.
+        share_responses: so is what of their responses is alike; without it only whole prompts count so.
     """
 
     max_tokens: int | None = None
     max_rows: int | None = None
     share_prompts: bool = True
+    share_responses: bool = True
+
+
+class Deal(NamedTuple):
+    """Who computes which rows.
+
+    Attributes:
+        micro_batches: for each data-parallel rank, the rows of each of its micro-batches.
+        tree: of the rows that are computed; the others have no path.
+    """
+
+    micro_batches: list[list[list[int]]]
+    tree: PrefixTree
 
 
 class _Unit(NamedTuple):
@@ -53,8 +67,8 @@ class _Unit(NamedTuple):
 
 def deal(
     batch: Batch, computed: Sequence[int], ranks: int, limits: Limits, *, coupled: bool = False, in_step: bool = False
-) -> list[list[list[int]]]:
-    """For each data-parallel rank, the rows of each of its micro-batches. Every rank makes the same deal.
+) -> Deal:
+    """The rows of each micro-batch of each rank. Every rank makes the same deal.
 
     Args:
         batch: a mini-batch, the rows of all ranks.
@@ -65,55 +79,66 @@ def deal(
             runs a forward and backward there whose loss is 0.
     """
     if len(computed) < len(batch):
-        dealt = deal(batch.take(computed), range(len(computed)), ranks, limits, coupled=coupled, in_step=in_step)
-        return [[[computed[row] for row in rows] for rows in micro_batches] for micro_batches in dealt]
-    costs = _Costs(batch, limits.share_prompts, coupled)
+        dealt, tree = deal(batch.take(computed), range(len(computed)), ranks, limits, coupled=coupled, in_step=in_step)
+        paths: list[tuple[int, ...]] = [()] * len(batch)
+        for row, path in zip(computed, tree.paths, strict=True):
+            paths[row] = path
+        numbered = [[[computed[row] for row in rows] for rows in micro_batches] for micro_batches in dealt]
+        return Deal(numbered, PrefixTree(tree.lengths, paths))
+    costs = _Costs(batch, limits, coupled)
     by_rank = _over_ranks(costs, ranks) if ranks > 1 else [list(computed)]
     micro_batches = [_split(costs, rows, limits) for rows in by_rank]
     most = max(map(len, micro_batches)) if in_step else 0
-    return [parts + [[]] * (most - len(parts)) for parts in micro_batches]
+    return Deal([parts + [[]] * (most - len(parts)) for parts in micro_batches], costs.tree)
 
 
 def balanced(batch: Batch, parts: int, coupled: bool = False) -> list[list[int]]:
     """Row numbers for each of several ranks, ascending, so that ranks have about the same flat tokens to compute."""
-    return _over_ranks(_Costs(batch, True, coupled), parts)
+    return _over_ranks(_Costs(batch, Limits(), coupled), parts)
+
+
+def shared_tokens(batch: Batch) -> int:
+    """How many tokens fewer its rows are as trees than one by one."""
+    tree = _Costs(batch, Limits(), False).tree
+    return sum([tree.tokens([row]) for row in range(len(batch))]) - sum(tree.lengths)
 
 
 def _split(costs: _Costs, rows: Sequence[int], limits: Limits) -> list[list[int]]:
     """Some rows in micro-batches.
 
-    Rows with an equal prompt stand side by side in one micro-batch where they fit, and are cut apart only
+    Rows of a tree stand side by side in one micro-batch where they fit, and are cut apart, at a fork, only
     where they do not. Units of similar length go together (their attention wastes least), and micro-batches
     cost about the same: no other cut of the sorted units into as few parts has a smaller largest part.
     """
+    trees, fits = costs.tree.trees, partial(costs.fits, limits=limits)
     if costs.groups is not None:
         here = set(rows)
-        together = [list(chain(*costs.prompt_sets(group))) for group in costs.groups if group[0] in here]
+        together = [list(chain(*trees(group))) for group in costs.groups if group[0] in here]
     else:
-        together = [
-            part for same in costs.prompt_sets(rows) for part in _fair_cut(same, partial(costs.fits, limits=limits))
-        ]
+        together = [part for tree in trees(rows) for part in costs.fair_cut(tree, fits)]
     units = [_Unit(part, costs.tokens(part)) for part in together]
     units.sort(key=lambda unit: (-unit.tokens / len(unit.rows), unit.rows[0]))
     micro_batches = [[row for unit in part for row in unit.rows] for part in _pack(units, limits)]
-    if costs.groups is None:  # two parts of a prompt's rows may have come together again, with others between them
-        micro_batches = [[*chain(*costs.prompt_sets(part))] for part in micro_batches]
+    if costs.groups is None:  # two parts of a tree may have come together again, with others between them
+        micro_batches = [[*chain(*trees(part))] for part in micro_batches]
     return sorted(micro_batches, key=min)
 
 
 def _over_ranks(costs: _Costs, parts: int) -> list[list[int]]:
-    """See `balanced`. Rows with an equal prompt stay together, unless they are more than one rank's share; coupled
+    """See `balanced`. Rows of a tree stay together, unless they are more than one rank's share; coupled
     groups always do. Neighbours stay neighbours where that is fair enough, since a run of rows need not be copied; else
     the dearest unit goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
     """
     count = len(costs.prompts)
-    units = np.array(costs.prompt_ids, np.int64) if costs.groups is None else _numbered(costs.groups, count)
+    trees = costs.tree.trees(range(count)) if costs.groups is None else costs.groups
+    units = _numbered(trees, count)
     tokens = costs.by_unit(units)
-    # Ranks that share a prompt read it once each.
-    fair = -(-int(tokens.sum()) // parts) + max(costs.prompts, default=0)
+    # Ranks that share a prompt, or another beginning, read it once each.
+    fair = -(-int(tokens.sum()) // parts) + costs.longest_shared()
     if costs.groups is None and tokens.max(initial=0) > fair:
-        sets = costs.prompt_sets(range(count))
-        units = _numbered([part for rows in sets for part in _fair_cut(rows, lambda r: costs.tokens(r) <= fair)], count)
+        units = _numbered(
+            [part for tree in trees for part in costs.fair_cut(tree, lambda r: costs.tokens(r) <= fair)], count
+        )
         tokens = costs.by_unit(units)
     total = int(tokens.sum())
     middle = 2 * tokens.cumsum() - tokens
@@ -135,66 +160,75 @@ def _numbered(units: Sequence[Sequence[int]], rows: int) -> Numbers:
     return numbers
 
 
-def _bytes(ragged: pa.Array) -> Iterator[bytes]:
-    """The values of each row, as a key: far cheaper to make than a list of numbers."""
-    values = ragged.values.to_numpy(zero_copy_only=False)
-    data, width = memoryview(values).cast("B"), values.itemsize
-    return (bytes(data[start * width : end * width]) for start, end in pairwise(ragged.offsets.to_pylist()))
+def _ragged(batch: Batch, name: str) -> list[Numbers]:
+    """The values of each row, without a copy."""
+    column = batch.arrow(name)
+    values = column.values.to_numpy(zero_copy_only=False)
+    return [values[start:end] for start, end in pairwise(column.offsets.to_pylist())]
 
 
 class _Costs:
-    """Prompts, lengths and (where they stay together) groups of a batch, and what a set of its rows costs."""
+    """The rows of a batch as trees, and (where they stay together) groups, and what a set of its rows costs."""
 
-    def __init__(self, batch: Batch, share_prompts: bool, coupled: bool) -> None:
+    def __init__(self, batch: Batch, limits: Limits, coupled: bool) -> None:
         # Before a rollout nothing is known of the responses: they count alike.
         has_responses = "response_tokens" in batch
-        responses = batch.lengths("response_tokens") if has_responses else [_UNKNOWN] * len(batch)
-        self.predicted = [max(length - 1, 0) for length in responses]
+        self.predicted = [_UNKNOWN - 1] * len(batch)
         self.prompts = batch.lengths("prompt_tokens")
-        numbers: dict[object, int] = {}
-        keys = _bytes(batch.arrow("prompt_tokens")) if share_prompts else range(len(batch))
-        self.prompt_ids = [numbers.setdefault(key, len(numbers)) for key in keys]
         self.groups = batch.group_indices() if coupled else None
-
-    def prompt_sets(self, rows: Sequence[int]) -> list[list[int]]:
-        sets: dict[int, list[int]] = {}
-        for row in rows:
-            sets.setdefault(self.prompt_ids[row], []).append(row)
-        return list(sets.values())
+        prompts = rows = _ragged(batch, "prompt_tokens")
+        groups = batch["group"] if limits.share_responses and "group" in batch else None
+        kin = families(prompts, groups) if limits.share_prompts else range(len(batch))
+        if has_responses:
+            responses = _ragged(batch, "response_tokens")
+            rows = [np.concatenate([prompt, fed[:-1]]) for prompt, fed in zip(prompts, responses, strict=True)]
+            self.predicted = [0] * len(rows)
+        self.tree = prefix_tree(rows, self.prompts, kin, limits.share_responses)
 
     def tokens(self, rows: Sequence[int]) -> int:
-        if len(rows) == 1:
-            return self.prompts[rows[0]] + self.predicted[rows[0]]
-        prompts = {self.prompt_ids[row]: self.prompts[row] for row in rows}
-        return sum(prompts.values()) + sum([self.predicted[row] for row in rows])
+        return self.tree.tokens(rows) + sum([self.predicted[row] for row in rows])
+
+    def longest_shared(self) -> int:
+        """The longest prompt, or path to a fork."""
+        forks = {path[:-1] for path in self.tree.paths if len(path) > 1}
+        return max([*self.prompts, *(sum(self.tree.lengths[node] for node in path) for path in forks)], default=0)
 
     def by_unit(self, units: Numbers) -> Numbers:
         """Tokens of each unit; `units` has the number of each row's."""
-        ids, rows = np.array(self.prompt_ids, np.int64), max(len(units), 1)
-        prompts = np.zeros(rows, np.int64)
-        prompts[ids] = self.prompts
-        once = np.unique(units * rows + ids)  # each prompt of a unit
-        shared = np.bincount(once // rows, prompts[once % rows])
+        rows = np.repeat(units, [len(path) for path in self.tree.paths])
+        nodes, count = np.fromiter(chain(*self.tree.paths), np.int64), max(len(self.tree.lengths), 1)
+        once = np.unique(rows * count + nodes)  # each node of a unit
+        shared = np.bincount(once // count, np.array(self.tree.lengths, np.int64)[once % count])
         return (shared + np.bincount(units, self.predicted)).astype(np.int64)
 
     def fits(self, rows: Sequence[int], limits: Limits) -> bool:
-        max_tokens, max_rows, _ = limits
+        max_tokens, max_rows, *_ = limits
         return (max_rows is None or len(rows) <= max_rows) and (max_tokens is None or self.tokens(rows) <= max_tokens)
 
+    def fair_cut(self, rows: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
+        """The rows of a tree in as few even runs of branches as fit. A branch that does not fit alone is cut at its
+        next fork; a row that does not is a run of its own."""
+        branches = self._branches(rows, fits, 1)
+        for count in range(1, len(branches)):
+            bounds = [len(branches) * i // count for i in range(count + 1)]
+            runs = [list(chain(*branches[start:end])) for start, end in pairwise(bounds)]
+            if all(end - start == 1 or fits(run) for run, (start, end) in zip(runs, pairwise(bounds), strict=True)):
+                return runs
+        return branches
 
-def _fair_cut(rows: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
-    """Rows in as few even runs as fit; a row that does not fit alone is a run of its own."""
-    for count in range(1, len(rows)):
-        bounds = [len(rows) * i // count for i in range(count + 1)]
-        runs = [rows[start:end] for start, end in pairwise(bounds)]
-        if all(len(run) == 1 or fits(run) for run in runs):
-            return runs
-    return [[row] for row in rows]
+    def _branches(self, rows: list[int], fits: Callable[[list[int]], bool], depth: int) -> list[list[int]]:
+        """The largest branches that fit, or single rows."""
+        parts = self.tree.branches(rows, depth)
+        whole = [len(part) == 1 or fits(part) for part in parts]
+        deeper = [
+            [part] if fit else self._branches(part, fits, depth + 1) for part, fit in zip(parts, whole, strict=True)
+        ]
+        return list(chain(*deeper))
 
 
 def _pack(units: list[_Unit], limits: Limits) -> list[list[_Unit]]:
     """Consecutive units in as few parts as the limits allow, then with the smallest largest part."""
-    max_tokens, max_rows, _ = limits
+    max_tokens, max_rows, *_ = limits
     total = sum(unit.tokens for unit in units)
     low, high = 0, total if max_tokens is None else min(max_tokens, total)
     best = _fill(units, high, max_rows)

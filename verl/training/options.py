@@ -214,7 +214,7 @@ class EngineOptions(TrainOptions):
     )
     gradient_checkpointing: bool = cost(default=False, description="compute activations again in the backward pass")
     share_prompts: bool = cost(
-        default=True, description="adjacent rows of one prompt share its forward pass; the numbers stay the same"
+        default=True, description="rows share the forward pass of what they begin with; the numbers stay the same"
     )
     fused_kernels: bool | str = cost(default=True, description="see `PackedModel`")
     remove_padding: bool = cost(default=True, description="false: compute on padded rows, see `Forward`")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.loss_terms import Loss, LossPart, combine_metrics
+from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
 from verl.errors import DataError
 from verl.training.checkpointing import recomputing
@@ -44,12 +45,14 @@ class MicroBatch:
     Attributes:
         want: the predictions to make of them.
         finish: turns the predictions into the result of the micro-batch: a `Loss`, or anything.
+        tree: what they share.
     """
 
     batch: Batch
     want: tuple[str, ...]
     temperature: float
     finish: Callable[[dict[str, Tensor]], Any]
+    tree: PrefixTree | None = None
 
 
 class Schedule(Protocol):
@@ -78,7 +81,7 @@ class OneStage:
 
     def _outputs(self, one: MicroBatch) -> dict[str, Tensor]:
         with self._forward.precision():
-            return self._wrapped(self._forward.pack(one.batch), one.want, one.temperature)
+            return self._wrapped(self._forward.pack(one.batch, one.tree), one.want, one.temperature)
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
         for loss in self.forward(micro_batches):
@@ -106,15 +109,23 @@ class MicroBatchRunner:
         self.precision = torch.float64 if forward.packed.dtype == torch.float64 else torch.float32
         self.ranks, self.options, self.parallel = ranks, options, parallel
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what rows begin with is computed once. Padded rows, as those of models with state, have each all."""
+        return self.options.share_prompts and not self.forward.is_padded
+
     def predict(self, batch: Batch, want: Collection[str], temperature: float) -> dict[str, Tensor]:
         """The predictions `want` of this rank's rows by name, on the host: `[R]`, or `[S]` for scores."""
         names = tuple(want)
         self.forward.check_wanted(names)
         self.forward.check_batch(batch)
         lengths = [1] * len(batch) if self.forward.head == "score" else batch.lengths("response_tokens")
-        (dealt,) = deal(batch, range(len(batch)), 1, self._limits())
+        (dealt,), tree = deal(batch, range(len(batch)), 1, self._limits())
         dealt += [[]] * (self._most(len(dealt)) - len(dealt))
-        micro_batches = (MicroBatch(_rows(batch, rows), names, temperature, _on_host) for rows in dealt)
+        micro_batches = (
+            MicroBatch(_rows(batch, rows), names, temperature, _on_host, tree.take(rows) if rows else None)
+            for rows in dealt
+        )
         by_row: dict[str, dict[int, Tensor]] = {name: {} for name in names}
         # Not strict: a pipeline stage without the head runs every micro-batch and yields nothing; `take_last` below
         # gives it the predictions of the last stage. Empty micro-batches, run for the sake of other ranks, have no
@@ -159,21 +170,23 @@ class MicroBatchRunner:
             self.forward.check_batch(part.rows)
             mini_batch = MiniBatch(part, self.precision)
             want = self.forward.wanted(part.needs.entropy)
-            for rows in self._dealt(part):
+            dealt, tree = self._dealt(part)
+            for rows in dealt:
                 batch = _rows(part.rows, rows)
                 finish = partial(mini_batch.loss, rows, batch) if rows else _no_loss
-                yield MicroBatch(batch, want, part.needs.temperature, finish)
+                yield MicroBatch(batch, want, part.needs.temperature, finish, tree.take(rows) if rows else None)
 
-    def _dealt(self, part: LossPart) -> list[list[int]]:
-        """The rows of each micro-batch of this rank. Every rank is given the rows of all and takes its own: then totals
-        and the deal need no communication, and no rank can be dealt another one's rows."""
+    def _dealt(self, part: LossPart) -> tuple[list[list[int]], PrefixTree]:
+        """The rows of each micro-batch of this rank, and what they share. Every rank is given the rows of all and takes
+        its own: then totals and the deal need no communication, and no rank can be dealt another one's rows."""
         rows, coupled, in_step = part.rows, part.needs.coupled, self.parallel.in_step
         index, size = self.ranks.mesh.rows(self.ranks.rank) or (0, 1)
-        return deal(rows, part.computed, size, self._limits(), coupled=coupled, in_step=in_step)[index]
+        dealt = deal(rows, part.computed, size, self._limits(), coupled=coupled, in_step=in_step)
+        return dealt.micro_batches[index], dealt.tree
 
     def _limits(self) -> Limits:
-        options = self.options
-        return Limits(options.max_tokens_per_micro_batch, options.micro_batch_size, options.share_prompts)
+        options, packed = self.options, not self.forward.is_padded
+        return Limits(options.max_tokens_per_micro_batch, options.micro_batch_size, options.share_prompts, packed)
 
     def _most(self, forwards: int) -> int:
         """How many forwards the rank with the most runs, where all must run as many."""

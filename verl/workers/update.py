@@ -15,6 +15,7 @@ from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
 from verl.training.left_out import left_out
+from verl.training.micro_batch import shared_tokens
 from verl.training.steps import Memory
 
 _SUMS: tuple[Memory, ...] = ("gradients",)
@@ -135,7 +136,9 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
     Returns:
         `update/steps`: mini-batches that reached the optimizer; `update/skipped`: those of them whose loss or gradient
         was not finite, so that nothing moved; `update/rows_left_out` and `update/tokens_left_out`, rows that each pass
-        over the samples did not compute, and the tokens of their responses; and the other metrics of
+        over the samples did not compute, and the tokens of their responses; `update/tokens_shared`, tokens of a pass
+        that rows have in common with others and that are computed once (as far as micro-batches and ranks do not part
+        such rows), or `update/tokens_flat`, where the engine computes all of each row; and the other metrics of
         `TrainEngine.update`: means over the steps that were made (`/max` keys: maxima), or over the skipped ones if no
         step was made. Of several parts, each has its own metrics and its unweighted `loss` under its name.
 
@@ -146,7 +149,7 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         raise DataError(
             "the update got no samples: every reward abstained, or every group was filtered out or had one sample left"
         )
-    steps, rows_left_out, tokens_left_out = [], 0, 0
+    steps, rows_left_out, tokens_left_out, shared = [], 0, 0, 0
     for batches in mini_batches([part.rows for part in parts], plan, round_):
         present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]
         losses = [_loss(part, rows) for part, rows in present]
@@ -156,6 +159,7 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         if losses:
             steps.append(engine.update(losses))
         rows_left_out += sum(len(loss.left_out) for loss in losses)
+        shared += sum(shared_tokens(loss.rows.take(loss.computed)) for loss in losses)
         tokens_left_out += sum(sum(loss.rows.take(loss.left_out).lengths("response_tokens")) for loss in losses)
     if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
         engine.offload(_SUMS)
@@ -165,6 +169,8 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         "update/skipped": float(len(skipped)),
         "update/rows_left_out": rows_left_out / plan.epochs,
         "update/tokens_left_out": tokens_left_out / plan.epochs,
+        "update/tokens_shared": shared * engine.runner.shares_prefixes / plan.epochs,
+        "update/tokens_flat": shared * (not engine.runner.shares_prefixes) / plan.epochs,
     }
     if not steps:
         return {"loss": 0.0, "grad_norm": 0.0, **counts, "update/empty": 1.0}

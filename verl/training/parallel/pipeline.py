@@ -82,7 +82,7 @@ class Pipeline:
 
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         for one in micro_batches:
-            flat = self._forward.pack(one.batch)
+            flat = self._forward.pack(one.batch, one.tree)
             outputs = self._run(one, flat, self._swap(self._before, receive=self._like(flat)))
             if self._stage.is_last:
                 yield one.finish(outputs)
@@ -95,7 +95,7 @@ class Pipeline:
         # swaps, in one order; with sends and receives by themselves both could be in a send, and wait forever.
         self._depends = False
         ahead = self._stage.count - 1 - self._stage.number
-        coming = ((one, self._forward.pack(one.batch)) for one in micro_batches)
+        coming = ((one, self._forward.pack(one.batch, one.tree)) for one in micro_batches)
         begun: deque[_Pass] = deque()
         following = next(coming, None)
         incoming = self._swap(self._before, receive=self._like(following and following[1]))
