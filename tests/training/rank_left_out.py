@@ -123,9 +123,9 @@ def forwards_of(engine: TrainEngine, run: Callable[[], Any]) -> list[int]:
     """Forward passes of this rank."""
     count, pack = [0], Forward.pack
 
-    def counted(self: Any, batch: Any) -> Any:
+    def counted(*args: Any) -> Any:
         count[0] += 1
-        return pack(self, batch)
+        return pack(*args)
 
     Forward.pack = counted  # type: ignore[method-assign]
     try:
