@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -416,6 +417,15 @@ def test_rewards_that_are_none_or_not_finite_abstain(tiny: Path) -> None:
     trainer = verl.Trainer(str(tiny), environment=hermes(Odd), algorithm="grpo", n=2, sampling=SMALL, log_dir=False)
     metrics = trainer.step(ROWS)
     assert metrics["reward/abstained"] == 4 and metrics["reward/mean"] == 1.0
+
+
+def test_the_page_s_environment_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "episodes.md").read_text()
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Shop" in code)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "shop"}
+    exec(block.replace("models/SmolLM2-135M-Instruct", str(tiny)), names)
+    assert names["trainer"].steps == 1 and names["shop"].rewards == {"Shop": [None]}
 
 
 ENVIRONMENT = '''
