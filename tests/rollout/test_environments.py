@@ -409,6 +409,17 @@ def test_a_class_that_says_no_reward_needs_one(tiny: Path) -> None:
         verl.Trainer(str(tiny), environment=hermes(Silent), algorithm="grpo", log_dir=False)
 
 
+def test_what_cannot_have_environments_says_so(tiny: Path) -> None:
+    def reads(completions: Any, environments: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    task = verl.Task(sources={"reward": reads}, algorithm="grpo")
+    with pytest.raises(ConfigError, match="tasks have their own reward, cost, episode"):
+        verl.Trainer(str(tiny), tasks=[task], environment=Counter, log_dir=False)
+    with pytest.raises(ConfigError, match="a class with a method reset"):
+        verl.Trainer(str(tiny), reward=reads, environment=NoReset, algorithm="grpo", log_dir=False)
+
+
 def test_rewards_that_are_none_or_not_finite_abstain(tiny: Path) -> None:
     class Odd(Counter):
         def get_reward(self) -> Any:
