@@ -42,7 +42,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_commands_and_their_options_are_there(page: Path) -> None:
     runner = CliRunner()
     for command, rest in _COMMAND.findall(page.read_text(encoding="utf-8")):
-        shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        words = [command, *([rest.split()[0]] if command == "agent" else [])]
+        shown = runner.invoke(app, [*words, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
         assert shown.exit_code == 0, f"{page.name}: verl {command}"
         for option in re.findall(r"(?<!\S)--[\w-]+", rest):
             assert option in shown.stdout, f"{page.name}: verl {command} has no {option}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -409,6 +410,17 @@ def test_a_class_that_says_no_reward_needs_one(tiny: Path) -> None:
         verl.Trainer(str(tiny), environment=hermes(Silent), algorithm="grpo", log_dir=False)
 
 
+def test_what_cannot_have_environments_says_so(tiny: Path) -> None:
+    def reads(completions: Any, environments: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    task = verl.Task(sources={"reward": reads}, algorithm="grpo")
+    with pytest.raises(ConfigError, match="tasks have their own reward, cost, episode"):
+        verl.Trainer(str(tiny), tasks=[task], environment=Counter, log_dir=False)
+    with pytest.raises(ConfigError, match="a class with a method reset"):
+        verl.Trainer(str(tiny), reward=reads, environment=NoReset, algorithm="grpo", log_dir=False)
+
+
 def test_rewards_that_are_none_or_not_finite_abstain(tiny: Path) -> None:
     class Odd(Counter):
         def get_reward(self) -> Any:
@@ -417,6 +429,15 @@ def test_rewards_that_are_none_or_not_finite_abstain(tiny: Path) -> None:
     trainer = verl.Trainer(str(tiny), environment=hermes(Odd), algorithm="grpo", n=2, sampling=SMALL, log_dir=False)
     metrics = trainer.step(ROWS)
     assert metrics["reward/abstained"] == 4 and metrics["reward/mean"] == 1.0
+
+
+def test_the_page_s_environment_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "episodes.md").read_text()
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Shop" in code)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "shop"}
+    exec(block.replace("models/SmolLM2-135M-Instruct", str(tiny)), names)
+    assert names["trainer"].steps == 1 and names["shop"].rewards == {"Shop": [None]}
 
 
 ENVIRONMENT = '''

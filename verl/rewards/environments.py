@@ -136,4 +136,4 @@ def _with_environments(function: Callable[..., Any], episode: Environments) -> C
     parameters.sort(key=lambda p: (p.kind, p.default is not p.empty))
     functools.update_wrapper(wrapped, function)
     wrapped.__signature__ = signature.replace(parameters=parameters)
-    return wrapped
+    return wrapped  # type: ignore[no-any-return]
