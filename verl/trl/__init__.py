@@ -5,7 +5,7 @@
 A trainer here maps TRL's arguments onto an `Actor`, a `Trainer` and a loader, and holds them: `actor`, `trainer`,
 `loader`. `docs/from_trl.md` lists what differs. The names and defaults are those of TRL 1.16.
 
-Reading order: `trainers`, `arguments`, `losses`, `events`, `peft`, `names`.
+Reading order: `trainers`, `arguments`, `data`, `losses`, `optim`, `events`, `attributes`, `peft`, `names`.
 """
 
 from verl.trl.arguments import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
