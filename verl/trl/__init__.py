@@ -9,14 +9,8 @@ Reading order: `trainers`, `arguments`, `data`, `losses`, `optim`, `events`, `at
 """
 
 from verl.trl.arguments import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
-from verl.trl.scripts import (
-    ModelConfig,
-    ScriptArguments,
-    TrlParser,
-    get_kbit_device_map,
-    get_peft_config,
-    get_quantization_config,
-)
+from verl.trl.peft import get_kbit_device_map, get_peft_config, get_quantization_config
+from verl.trl.scripts import ModelConfig, ScriptArguments, TrlParser
 from verl.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
 __all__ = [
