@@ -43,6 +43,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "optimizer": {"optim": "made"},
     "live optimizer": {"optim": "live"},
     "moments in bfloat16": {"optim": {"moments": "bfloat16"}},
+    "decay of matrices": {"optim": {"weight_decay": 0.1, "weight_decay_on": "matrices"}},
     "use_amp": {"train": {"use_amp": True}},
     "float64": {"dtype": "float64"},
     "float16": {"dtype": "float16"},

@@ -33,6 +33,8 @@ NOT_TOGETHER: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("optimizer", ("ZeRO", "Megatron"), "{1} makes its {0}: give optim=OptimConfig(...), or use 'ddp'"),
     ("use_amp", ("ZeRO", "Megatron"), "{1} computes in model.dtype: leave {0} out, or use 'fsdp'"),
     ("ZeRO", ("moments in bfloat16",), "{0} keeps the optimizer's moments in float32: leave optim.moments out"),
+    ("decay of matrices", ("ZeRO", "Megatron"),
+     "optim.weight_decay_on=matrices is not done by {1}, which steps flat pieces: use 'ddp' or 'fsdp'"),
     ("ZeRO", ("float64", "float16", "several dtypes"),
      "{0} trains weights that are all float32 or all bfloat16, not {1}: give model.dtype=float32, or use 'fsdp'"),
     ("Megatron", ("padding",), "{0} computes packed rows: leave use_remove_padding out, or use 'ddp'"),

@@ -38,6 +38,15 @@ def test_grpo(norm: bool) -> None:
     assert adv.grpo(*tensors(), norm).tolist() == pytest.approx(expected, abs=1e-12)
 
 
+def test_grpo_by_the_deviation_of_all_rewards() -> None:
+    deviation, expected = statistics.stdev(REWARDS), []
+    for reward, group in zip(REWARDS, GROUPS, strict=True):
+        others = by_group()[group]
+        mean = statistics.mean(others) if len(others) > 1 else 0.0
+        expected.append((reward - mean) / (deviation + 1e-4))
+    assert adv.grpo(*tensors(), "batch", 1e-4).tolist() == pytest.approx(expected, abs=1e-12)
+
+
 def test_rloo_leaves_one_out() -> None:
     expected = []
     for row, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):

@@ -272,6 +272,17 @@ def test_sft() -> None:
     assert loss_of("sft", batch, flat, loss_agg_mode="token-sum") == pytest.approx(-float(flat[mask].sum()))
 
 
+def test_dft_weighs_each_token_by_its_own_probability() -> None:
+    batch = preferences(LENGTHS).drop(["label"])
+    flat, mask = policy(batch), batch.tensor("response_mask") != 0
+    expected = -sum(math.exp(float(x)) * float(x) for x in flat[mask]) / int(mask.sum())
+    assert loss_of("sft", batch, flat, loss_type="dft") == pytest.approx(expected)
+    leaf = flat.clone().requires_grad_()
+    algorithm = make_algorithm("sft", loss_type="dft")
+    algorithm.compute_loss(loss_input(algorithm, batch, log_probs=leaf)).total.backward()
+    torch.testing.assert_close(leaf.grad, torch.where(mask, -flat.exp(), 0.0) / int(mask.sum()))
+
+
 def extended(batch: Batch, shift: float) -> Batch:
     """KTO's rows as the models would fill them in; `shift` is the policy's distance on mismatched rows."""
     wide = make_algorithm("kto").extend(batch.drop(["log_probs", "ref_log_probs"]))
@@ -333,6 +344,37 @@ def test_kto(shift: float) -> None:
         weight, sign = (1.5, 1) if label else (0.5, -1)
         expected += weight * (1 - sigmoid(0.3 * sign * (ratio - kl)))
     assert float(got.total) == pytest.approx(expected / 6)
+
+
+def test_kto_estimates_its_reference_point_of_so_many_rows() -> None:
+    batch = experience(
+        [1, 2, 3], ["a", "b", "c"], [None] * 3, label=[1.0, 0.0, 1.0], response_mask=[[1], [1] * 2, [1] * 3]
+    )
+    batch = batch.add({"kl_response_tokens": [[8] * 3, [8], [8] * 2]})
+    wide = make_algorithm("kto").extend(batch.drop(["log_probs", "ref_log_probs"]))
+    assert wide.lengths("response_tokens") == [1, 2, 3, 3, 1, 2] and "kl_response_tokens" not in wide
+    lengths, ratios = wide.lengths("response_tokens"), [0.0, 0.0, 0.0, 0.5, 0.1, -1.0]
+    policy = torch.tensor([ratio for ratio, length in zip(ratios, lengths, strict=True) for _ in range(length)])
+    wide = wide.add({"log_probs": (policy.double(), lengths), "ref_log_probs": (torch.zeros(12).double(), lengths)})
+    done, metrics = make_algorithm("kto", kl_rows=2).prepare(wide)
+    assert done["kto_kl"] == pytest.approx([(3 * 0.5 + 0.1) / 2] * 2 + [0.0])
+    assert metrics["kl"] == pytest.approx(1.6 / 3)
+
+
+def test_apo_zero_of_single_responses() -> None:
+    labels = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    batch = experience(LENGTHS, [f"g{i}" for i in range(6)], [None] * 6, label=labels)
+    algorithm = make_algorithm("kto", beta=0.3, desirable_weight=1.5, loss_type="apo_zero_unpaired")
+    done, metrics = algorithm.prepare(algorithm.extend(batch))
+    flat = policy(batch)
+    ratios = sequence_sums(batch, flat - batch.tensor("ref_log_probs", torch.float64))
+    terms = [
+        1.5 * (1 - sigmoid(0.3 * r)) if label else sigmoid(0.3 * r) for r, label in zip(ratios, labels, strict=True)
+    ]
+    assert float(algorithm.compute_loss(loss_input(algorithm, done, log_probs=flat)).total) == pytest.approx(
+        sum(terms) / 6
+    )
+    assert metrics["kl"] == 0
 
 
 def test_kto_without_its_rows_or_labels() -> None:

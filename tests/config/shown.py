@@ -165,6 +165,9 @@ def training(section: str, model: str, needs: Mapping[str, Any]) -> dict[str, Sh
             ranks, 1, 2, {f"{model}.path": "../experts"}, count="parallel/expert.py:", slow=True
         ),
         f"{section}.optim.moments": Shown(updates, "bfloat16", "float32", needs={f"{model}.dtype": "bfloat16"}),
+        f"{section}.optim.weight_decay_on": Shown(
+            updates, "all", "matrices", needs={f"{section}.optim.weight_decay": 0.5}
+        ),
         f"{section}.optim.total_steps": Shown(updates, 4, 8, needs={f"{section}.optim.schedule": "linear"}),
         f"{section}.mini_batch_size": Shown(updates, None, 4, {"data.batch_size": 8}),
         f"{section}.epochs": Shown(updates, 1, 2),

@@ -42,6 +42,17 @@ def _steps(model: torch.nn.Linear, optimizer: MixedPrecisionOptimizer, seeds: ra
         optimizer.step(optimizer.gradients.norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_only_matrices_decay(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(16, 4).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(1.0), model.bias.fill_(1.0)
+    optimizer = _optimizer(model, lr=0.5, weight_decay=0.5, weight_decay_on="matrices")
+    _backward((model(torch.zeros(1, 16, dtype=dtype)) * 0).sum(), optimizer)
+    optimizer.step(0.0)
+    assert model.weight.unique().tolist() == [0.75] and model.bias.unique().tolist() == [1.0]
+
+
 def test_fp64_steps_equal_torch_adamw_with_clipping() -> None:
     ours, theirs = _linear(torch.float64), _linear(torch.float64)
     options = {"lr": 1e-2, "betas": (0.8, 0.9), "adam_eps": 1e-7, "weight_decay": 0.1, "max_grad_norm": 0.05}

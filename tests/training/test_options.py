@@ -14,6 +14,12 @@ from verl.training.options import OptimConfig, TrainOptions, layout_of
 from verl.weights.layout import Layout
 
 
+def test_a_schedule_may_be_a_function_of_all_steps() -> None:
+    assert _factors(3, schedule=lambda step: step / 4) == [0, 0.25, 0.5]
+    with pytest.raises(ConfigError, match="schedule: is a function of all steps: leave warmup_steps"):
+        OptimConfig(schedule=lambda step: 1.0, warmup_steps=2)
+
+
 def _factors(steps: int, **options: object) -> list[float]:
     config = OptimConfig(**options)
     return [lr_factor(config, step) for step in range(steps)]

@@ -68,10 +68,9 @@ def test_every_field_of_transformers_is_mapped_or_known() -> None:
     ("config", "name", "value"),
     [
         *[(SFTConfig, name, True) for name in ("packing", "dataloader_drop_last", "save_only_model")],
-        *[(SFTConfig, name, False) for name in ("shuffle_dataset", "assistant_only_loss", "disable_dropout")],
+        *[(config, "disable_dropout", False) for config in (DPOConfig, KTOConfig, RewardConfig)],
         *[(GRPOConfig, name, 2.0) for name in ("vllm_importance_sampling_cap", "vespo_k_neg", "entropy_target")],
-        (GRPOConfig, "vllm_importance_sampling_mode", "token_mask"), (GRPOConfig, "data_seed", 3),
-        (DPOConfig, "ref_model_sync_steps", 64), (DPOConfig, "f_alpha_divergence_coef", 0.5),
+               (DPOConfig, "ref_model_sync_steps", 64), (DPOConfig, "f_alpha_divergence_coef", 0.7),
     ],
 )  # fmt: skip
 def test_what_would_change_numbers_is_refused_by_name(config: Any, name: str, value: Any) -> None:
@@ -81,7 +80,16 @@ def test_what_would_change_numbers_is_refused_by_name(config: Any, name: str, va
 
 
 def test_the_correction_of_samples_can_be_switched_off() -> None:
-    assert grpo_algorithm(GRPOConfig()).rollout_is == "token"
+    default = grpo_algorithm(GRPOConfig())
+    assert (default.rollout_is, default.rollout_is_threshold, default.rollout_is_lower) == ("sequence", 3.0, 0.0)
+    cut = grpo_algorithm(
+        GRPOConfig(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0)
+    )
+    assert (cut.rollout_is, cut.rollout_is_threshold, cut.rollout_is_lower) == ("token", 2.0, None)
+    for name, value in (("mode", "token_msk"), ("clip_min", 0.1)):
+        given = {"vllm_importance_sampling_mode": "token_truncate", f"vllm_importance_sampling_{name}": value}
+        with pytest.raises(ConfigError, match=f"vllm_importance_sampling_{name}="):
+            grpo_algorithm(GRPOConfig(**given))
     assert grpo_algorithm(GRPOConfig(vllm_importance_sampling_correction=False)).rollout_is is None
 
 
@@ -100,3 +108,24 @@ def test_the_correction_of_samples_can_be_switched_off() -> None:
 def test_an_argument_that_a_loss_does_not_read_is_refused(algorithm: Any, given: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.* is not read with "):
         algorithm(given)
+
+
+def test_every_argument_can_be_read_and_a_default_says_nothing() -> None:
+    args = GRPOConfig()
+    assert (args.vllm_server_port, args.sapo_temperature_neg, args.packing, args.dataloader_num_workers) == (
+        8000,
+        1.05,
+        False,
+        0,
+    )
+    assert args.pad_to_multiple_of == "auto" and args.remove_unused_columns is not None
+    GRPOConfig(sapo_temperature_neg=1.05, vllm_server_port=8000, log_completions=False)
+    with pytest.raises(AttributeError, match="GRPOConfig has no argument 'learning_rte'"):
+        _ = args.learning_rte
+
+
+def test_settings_of_the_model_that_say_nothing() -> None:
+    quiet = {"revision": "main", "device_map": "auto", "quantization_config": None, "torch_dtype": None}
+    assert SFTConfig(model_init_kwargs=quiet).model_settings() == {"dtype": "float32", "trust_remote_code": False}
+    with pytest.raises(ConfigError, match="model_init_kwargs has 'revision'"):
+        SFTConfig(model_init_kwargs={"revision": "v2"}).model_settings()

@@ -69,7 +69,7 @@ def test_a_script_of_trl_runs_with_its_import_line_changed(
     parts = [(r["reward/format_reward/mean"], r["reward/accuracy_reward/mean"], r["reward/mean"]) for r in records]
     assert all(mean == pytest.approx(0.25 * first + second) for first, second, mean in parts)
     assert records[0]["kl"] == pytest.approx(0, abs=1e-9) and all("loss/kl" in record for record in records)
-    assert [record["lr/actor"] for record in records] == pytest.approx([5e-3, 5e-3, 2.5e-3])
+    assert [record["lr/actor"] for record in records] == pytest.approx([0, 5e-3, 2.5e-3])
     assert {path.name for path in (tmp_path / "out").glob("step-*")} == {"step-000002", "step-000003"}
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     first = AutoModelForCausalLM.from_pretrained(tiny).state_dict()
@@ -184,7 +184,7 @@ class Stop(TrainerCallback):
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        self.events.append("log" if "loss" in logs else "eval log")
+        self.events.append("log" if "loss" in logs else "summary" if "train_loss" in logs else "eval log")
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.events.append("save")
@@ -203,11 +203,11 @@ def test_callbacks_see_the_run_and_end_it(tiny: Path, tmp_path: Path) -> None:
     trainer = grpo(str(tiny), tmp_path, given=given, callbacks=[stop])
     result = trainer.train()
     assert result.global_step == trainer.state.global_step == 2 and trainer.state.max_steps == 9
-    assert stop.events == ["begin", "step", "log", "save", "step", "log", "save", "end"]
-    assert [entry["step"] for entry in trainer.state.log_history] == [1, 2]
+    assert stop.events == ["begin", "step", "log", "save", "step", "log", "save", "summary", "end"]
+    assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 2]
     again = grpo(str(tiny), tmp_path, given=given | {"max_steps": 3})
     assert again.train(resume_from_checkpoint=True).global_step == 3
-    assert [entry["step"] for entry in again.state.log_history] == [3]
+    assert [entry["step"] for entry in again.state.log_history] == [3, 3]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -258,7 +258,7 @@ def test_training_arguments_of_transformers(tiny: Path, tmp_path: Path) -> None:
     trainer.train()
     assert seen == [args] and trainer.loader.batch_size == 4
     optim = trainer.actor.train_options.optim
-    assert (optim.lr, optim.schedule, optim.adam_eps, optim.max_grad_norm) == (3e-3, "constant", 1e-8, 1.0)
+    assert (optim.lr, optim.schedule(5), optim.adam_eps, optim.max_grad_norm) == (3e-3, 1, 1e-8, 1.0)
     with pytest.raises(ConfigError, match="load_best_model_at_end=True is not done here: checkpoints of all steps"):
         SFTTrainer(
             str(tiny),
@@ -324,7 +324,9 @@ def test_unknown_arguments(config: type[Config], given: dict[str, Any], message:
         ({"num_generations": 3}, {}, "which num_generations=3 does not divide"),
         ({"loss_type": "sapo"}, {}, "loss_type='sapo'"),
         ({"report_to": "wandbb"}, {}, "report_to='wandbb': did you mean 'wandb'"),
-        ({"optim": "adafactor"}, {}, "optim='adafactor': here it is AdamW"),
+        ({"optim": "adafactr"}, {}, "optim='adafactr': did you mean 'adafactor'"),
+        ({"lr_scheduler_type": "cosin"}, {}, "lr_scheduler_type='cosin': did you mean 'cosine'"),
+        ({"entropy_coef": 0.1, "loss_type": "grpo"}, {}, "entropy_coef with loss_type='grpo'"),
         ({}, {"callbacks": [print]}, "a callback is a transformers.TrainerCallback"),
     ],
 )
@@ -362,3 +364,54 @@ def test_every_argument_of_trl_is_known(tmp_path: Path) -> None:
         differ = {name for name, value in config.defaults().items()
                   if name in theirs[config.__name__] and theirs[config.__name__][name] != value}  # fmt: skip
         assert differ <= {"gradient_checkpointing", "report_to", "optim", "loss_type"}, (config.__name__, differ)
+
+
+def test_what_scripts_read_of_a_trainer(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Entries of the log, files of metrics, Accelerate's names, several evaluation sets."""
+    args = SFTConfig(str(tmp_path), **SMALL | {"logging_steps": 2}, max_steps=3)
+    trainer = SFTTrainer(str(tiny), args=args, train_dataset=TURNS, eval_dataset={"a": TURNS[:4], "b": TURNS[4:]})
+    result = trainer.train()
+    history = trainer.state.log_history
+    assert [entry["step"] for entry in history if "loss" in entry] == [2, 3]
+    assert history[-1]["train_loss"] == result.training_loss == result.metrics["train_loss"] > 0
+    assert {"train_runtime", "train_samples_per_second", "train_steps_per_second"} <= history[-1].keys()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert history[0]["loss"] == pytest.approx((records[0]["loss/actor"] + records[1]["loss/actor"]) / 2)
+    assert history[0]["grad_norm"] == pytest.approx(records[1]["grad_norm/actor"])
+    evaluated = trainer.evaluate()
+    assert {"eval_a_loss", "eval_b_loss"} <= evaluated.keys()
+    trainer.accelerator.print("hello")
+    trainer.log_metrics("train", result.metrics)
+    assert {"hello", "train_loss"} <= set(capsys.readouterr().out.split())
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    assert (tmp_path / "train_results.json").exists() and (tmp_path / "trainer_state.json").exists()
+    assert trainer.train_dataset is TURNS and trainer.get_train_dataloader() is trainer.loader
+    with pytest.raises(ConfigError, match="push_to_hub: nothing is uploaded here"):
+        trainer.push_to_hub()
+    with pytest.raises(ConfigError, match="eval_strategy='steps' is of one eval_dataset"):
+        SFTTrainer(str(tiny), args=SFTConfig(str(tmp_path), eval_strategy="steps"), train_dataset=TURNS,
+                   eval_dataset={"a": TURNS})  # fmt: skip
+
+
+def test_a_reward_function_may_log_a_metric_and_the_template_gets_its_variables(tiny: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = "{{ style }}" + tokenizer.chat_template
+    seen: list[Any] = []
+
+    def logged(
+        completions: list[Any], log_metric: Any, log_extra: Any, trainer_state: Any, **columns: Any
+    ) -> list[float]:
+        seen.append(trainer_state.global_step)
+        log_metric("letters", float(trainer_state.global_step))
+        log_extra("text", completions)
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    rows = [{"prompt": [{"role": "user", "content": f"Say {i}"}]} for i in range(4)]
+    args = GRPOConfig(str(tmp_path), **SMALL, per_device_train_batch_size=4, num_generations=2, max_completion_length=4,
+                      max_steps=2, chat_template_kwargs={"style": "calm "})  # fmt: skip
+    trainer = GRPOTrainer(str(tiny), logged, args, rows, processing_class=tokenizer)
+    drawn = next(iter(trainer.loader))
+    assert all(json.loads(options) == {"style": "calm "} for options in drawn["chat_template_kwargs"])
+    trainer.train()
+    assert [entry["letters"] for entry in trainer.state.log_history if "letters" in entry] == [0.0, 1.0] == seen

@@ -8,6 +8,8 @@ tokens, are fine. Rows that abstained never come here.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from verl.algorithms.responses import Responses
 from verl.autograd import sum_rows
 
 #: Added to a group's standard deviation.
-_STD_EPSILON = 1e-6
+STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 
 
@@ -47,10 +49,20 @@ def group_centred(rewards: Tensor, groups: Tensor) -> Tensor:
     return torch.where(group_equal(rewards, groups), 0.0, rewards - mean)
 
 
-def grpo(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True) -> Tensor:
-    """GRPO (arXiv:2402.03300, section 4.1.2): centred in the group, over the group's (sample) standard deviation."""
+def grpo(
+    rewards: Tensor,
+    groups: Tensor,
+    norm_adv_by_std: bool | Literal["batch"] = True,
+    std_epsilon: float = STD_EPSILON,
+) -> Tensor:
+    """GRPO (arXiv:2402.03300, section 4.1.2): centred in the group, over the group's (sample) standard deviation; with
+    "batch", over that of all rewards (arXiv:2508.08221)."""
     centred = group_centred(rewards, groups)
-    return centred / (_group_std(rewards, groups) + _STD_EPSILON) if norm_adv_by_std else centred
+    if not norm_adv_by_std:
+        return centred
+    if norm_adv_by_std == "batch":
+        return centred / ((rewards.std() if len(rewards) > 1 else 1.0) + std_epsilon)
+    return centred / (_group_std(rewards, groups) + std_epsilon)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -81,7 +93,7 @@ def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True) -> Tens
         if len(rows) > 1:
             best, second = rewards[rows].topk(2).values
             advantages[rows[rewards[rows].argmax()]] = best - second
-    return advantages / (_group_std(rewards, groups) + _STD_EPSILON) if norm_adv_by_std else advantages
+    return advantages / (_group_std(rewards, groups) + STD_EPSILON) if norm_adv_by_std else advantages
 
 
 def gpg(rewards: Tensor, groups: Tensor, f_norm: float = 1.0, raw_rewards: Tensor | None = None) -> Tensor:

@@ -6,21 +6,31 @@ Deviations: "token-mean" aggregation as in verl (the paper's is "seq-mean-token-
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
-from verl.algorithms.advantages import grpo
+from verl.algorithms.advantages import STD_EPSILON, grpo
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
+from verl.record import Positive
 
 
 @register_algorithm("grpo")
 class GRPO(PolicyGradient):
-    """Advantage: the reward, centred and scaled (`norm_adv_by_std`) within the group of samples of one prompt."""
+    """Advantage: the reward, centred within the group of samples of one prompt, and scaled.
+
+    Options:
+        norm_adv_by_std: divide by the standard deviation of the group; "batch": of all rewards; false: not at all.
+        std_epsilon: added to it.
+    """
 
     needs_groups = True
     zero_where_alike = True
 
-    norm_adv_by_std: bool = True
+    norm_adv_by_std: bool | Literal["batch"] = True
+    std_epsilon: Positive = STD_EPSILON
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        return {"advantages": e.responses.spread(grpo(e.outcome, e.responses.groups, self.norm_adv_by_std))}
+        advantages = grpo(e.outcome, e.responses.groups, self.norm_adv_by_std, self.std_epsilon)
+        return {"advantages": e.responses.spread(advantages)}

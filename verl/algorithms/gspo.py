@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch import Tensor
+
 from verl.algorithms.aggregation import AggregationMode
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gspo_loss
@@ -20,6 +24,9 @@ class GSPO(GRPO):
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 3e-4
     clip_ratio_high: NotNegative | None = 4e-4
+
+    def ratio(self, t: PolicyTerms) -> Tensor:
+        return super().ratio(replace(t, log_ratio=t.row_mean(t.log_ratio)))
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return gspo_loss(t, *self.clip_bounds)

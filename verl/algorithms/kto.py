@@ -3,8 +3,11 @@
 The reference point, KL of policy and reference, is estimated as in the paper from mismatched pairs: the prompt of
 each row with the response of a row before it that has another prompt (round the end of the batch), one estimate for
 the whole batch, clamped at 0. These rows are added by `extend`, read by both models like any others, and gone after
-`prepare`. TRL's estimate is of a micro-batch on each rank; with one of each, and no prompt twice, the losses
-agree.
+`prepare`. TRL's estimate is of a micro-batch on each rank: `kl_rows` is that; and data may bring the other response of
+each row themselves, in a column `kl_response_tokens`.
+
+With `loss_type="apo_zero_unpaired"` there is no reference point, and no mismatched rows: APO (arXiv:2408.06266,
+equation 7) of single responses.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.algorithms.episodes import one_trajectory
@@ -23,7 +27,7 @@ from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.record import NotNegative, Positive
+from verl.record import Count, NotNegative, Positive
 
 _OF_THE_RESPONSE = ("response_tokens", "response_mask")
 
@@ -34,6 +38,8 @@ class KTO(BaseAlgorithm):
 
     Options:
         beta: scale of the implicit reward. desirable_weight, undesirable_weight: of the two kinds of rows.
+        loss_type: see the module.
+        kl_rows: rows of an estimate of the reference point, one after another; None: all of the batch.
     """
 
     roles = frozenset({"actor", "reference"})
@@ -46,6 +52,13 @@ class KTO(BaseAlgorithm):
     beta: Positive = 0.1
     desirable_weight: NotNegative = 1.0
     undesirable_weight: NotNegative = 1.0
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    kl_rows: Count | None = None
+
+    @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        return unread if self.loss_type == "kto" else unread | {"kl_rows": "it is for loss_type='kto'"}
 
     def extend(self, batch: Batch) -> Batch:
         """With labels (samples with rewards get them, see `labels_by_reward`) and mismatched rows."""
@@ -54,10 +67,19 @@ class KTO(BaseAlgorithm):
         batch = one_trajectory(batch, self.name)
         if "label" not in batch and "reward" in batch:
             batch = batch.add({"label": labels_by_reward(batch)})
-        if len(batch) < 2:
+        if self.loss_type != "kto":
+            return batch.add({"mismatched": [False] * len(batch)})
+        if len(batch) < 2 and "kl_response_tokens" not in batch:
             raise DataError("kto needs at least two rows a batch: its KL is of prompts with other rows' responses")
         names = [name for name in ("id", "group", "prompt_tokens", *_OF_THE_RESPONSE) if name in batch]
-        others = batch.take(_of_another_prompt(batch["prompt_tokens"])).select(_OF_THE_RESPONSE)
+        if "kl_response_tokens" in batch:
+            tokens = batch["kl_response_tokens"]
+            others = Batch.from_columns(
+                {"response_tokens": tokens, "response_mask": [[1] * len(ids) for ids in tokens]}
+            )
+            batch = batch.drop(["kl_response_tokens"])
+        else:
+            others = batch.take(_of_another_prompt(batch["prompt_tokens"])).select(_OF_THE_RESPONSE)
         mismatched = batch.select(names).drop(_OF_THE_RESPONSE).add(others)
         if "id" in batch:
             mismatched = mismatched.drop(["id"]).add({"id": [f"{id_}/mismatched" for id_ in batch["id"]]})
@@ -76,14 +98,21 @@ class KTO(BaseAlgorithm):
         responses = Responses(batch)
         difference = responses.tokens("log_probs") - responses.tokens("ref_log_probs")
         ratios = responses.sum(torch.where(responses.written, difference, 0.0))
-        kl = max(float(ratios[mismatched].mean()), 0.0)
+        kl = self._kl(ratios[mismatched])
         labels = batch.tensor("label", torch.float64)
         train = ~mismatched & labels.isfinite()
         dropped = int((~mismatched & ~labels.isfinite()).sum())
         if not train.any():
             raise DataError("kto found no row with a label (column 'label': 1 desirable, 0 undesirable)")
-        prepared = batch.add({"kto_kl": [kl] * len(batch)}).filter(train.tolist())
-        return prepared, {"kl": kl, "kto/unlabelled": float(dropped)}
+        of_row = torch.zeros(len(batch), dtype=torch.float64)
+        of_row[~mismatched] = kl if len(kl) else 0.0
+        prepared = batch.add({"kto_kl": of_row}).filter(train.tolist())
+        return prepared, {"kl": float(kl.mean()) if len(kl) else 0.0, "kto/unlabelled": float(dropped)}
+
+    def _kl(self, ratios: Tensor) -> Tensor:
+        """`[S]`: the reference point of each row, from the log-ratio `[S]` of its prompt with another response."""
+        parts = ratios.split(self.kl_rows or max(len(ratios), 1))
+        return torch.cat([part.mean().clamp(min=0.0).expand(len(part)) for part in parts])
 
     def compute_loss(self, x: LossInput) -> Loss:
         ratio = sequence_log_probs(x, self.needed_log_probs(x) - x.columns["ref_log_probs"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.autograd import sum_rows
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 
 
@@ -59,7 +59,7 @@ def clipped_loss(t: PolicyTerms, low: float, high: float, dual: float | None = N
 
     With `dual` (> 1), tokens of negative advantage lose at most `dual * |advantage|` (arXiv:1912.09729, equation 5).
     """
-    ratio = t.log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     free = -t.advantages * ratio
     bounded = -t.advantages * ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(free, bounded)
@@ -84,7 +84,7 @@ def gspo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
 
 def cispo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
     """CISPO (arXiv:2506.13585, equation 4): REINFORCE weighted by the clipped, detached ratio."""
-    ratio = t.log_ratio.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = t.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weight = ratio.clamp(1 - low, 1 + high)
     return PolicyLoss(-weight * t.advantages * t.log_probs, ratio != weight)
 
@@ -95,7 +95,7 @@ def gmpo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
     The row's advantage is the mean of its tokens' (they are equal in the paper).
     """
     sign = t.advantages.sign()
-    free = t.log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    free = t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     bounded = free.clamp(-low, high)
     log_ratio = sign * torch.minimum(sign * free, sign * bounded)
     loss = -t.row_mean(t.advantages) * t.row_mean(log_ratio).exp()

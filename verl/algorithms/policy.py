@@ -32,7 +32,7 @@ from verl.algorithms.correction import (
 )
 from verl.algorithms.episodes import Episodes
 from verl.algorithms.kl import KLController, check_estimator, kl_estimate
-from verl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_loss
+from verl.algorithms.losses import MAX_LOG_RATIO, PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
@@ -78,6 +78,8 @@ class PolicyGradient(BaseAlgorithm):
         entropy_coeff: weight of the entropy bonus.
         kl_in: where KL to the reference counts: "none" (no reference model), "reward" or "loss".
         kl_estimator: see `kl`; None: k1 in the reward (its policy gradient is the KL's), k3 in the loss (GRPO's).
+        kl_by_ratio: multiply a token's KL in the loss by its ratio to the old policy, through which it has a gradient,
+            too: then k3's is that of the KL (DeepSeek-V3.2, arXiv:2512.02556).
         kl_coef: weight of the KL; with kl_target (nats a token) it starts there and adapts over kl_horizon samples.
         rollout_is, rollout_is_threshold, rollout_is_lower, rollout_is_normalize: importance weights between the
             engine's and the trainer's log-probs, applied when the batch has both; see `correction`.
@@ -96,6 +98,7 @@ class PolicyGradient(BaseAlgorithm):
     entropy_coeff: Number = 0.0
     kl_in: Literal["none", "reward", "loss"] = "none"
     kl_estimator: Annotated[str, AfterValidator(check_estimator)] | None = None
+    kl_by_ratio: bool = False
     kl_coef: NotNegative = 0.01
     kl_target: Positive | None = None
     kl_horizon: Count = 10_000
@@ -126,10 +129,12 @@ class PolicyGradient(BaseAlgorithm):
         if all(getattr(self, side) is not None for side in sides):
             unread["clip_ratio"] = " and ".join(sides) + " take its place"
         if self.kl_in == "none":
-            kl = ("kl_estimator", "kl_coef", "kl_target", "kl_horizon")
+            kl = ("kl_estimator", "kl_by_ratio", "kl_coef", "kl_target", "kl_horizon")
             unread |= dict.fromkeys(kl, "there is no KL: set kl_in to 'reward' or 'loss', or leave it out")
         elif self.kl_target is None:
             unread["kl_horizon"] = "the KL coefficient is fixed: set kl_target, or leave it out"
+        if self.kl_in == "reward":
+            unread["kl_by_ratio"] = "it is about the KL in the loss: set kl_in='loss', or leave it out"
         if self.kl_in == "reward" and (self.kl_estimator or "").endswith("+"):
             unread["kl_estimator"] = "a '+' is about the gradient, and a reward has none: leave the '+' out"
         if self.rollout_is is None:
@@ -182,6 +187,10 @@ class PolicyGradient(BaseAlgorithm):
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         """Loss per token of the actor."""
         return clipped_loss(t, *self.clip_bounds, self.clip_ratio_c)
+
+    def ratio(self, t: PolicyTerms) -> Tensor:
+        """`[R]`: of each token's probability to that under the old policy, with gradient."""
+        return t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     def importance(self, t: PolicyTerms, weights: Tensor) -> Tensor:
         """Factor of each token's loss from the importance weights `[R]` of the off-policy correction."""
@@ -243,6 +252,7 @@ class PolicyGradient(BaseAlgorithm):
             metrics |= mismatch_shares(current.detach() - x.columns["rollout_log_probs"], active, x.computed_tokens)
         if self.kl_in == "loss":
             kl = kl_estimate(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0), self.kl_name)
+            kl = kl * self.ratio(terms) if self.kl_by_ratio else kl
             penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()
             total = total + penalty
             metrics["loss/kl"] = penalty.detach()

@@ -103,9 +103,13 @@ class Cursor:
 
     def _rows(self) -> list[int]:
         if self._order is None or self._order[0] != self.epoch:
-            rows = permutation(self.size, self.seed, self.epoch).tolist() if self.shuffle else list(range(self.size))
-            self._order = (self.epoch, rows)
+            self._order = (self.epoch, self.permutation() if self.shuffle else list(range(self.size)))
         return self._order[1]
+
+    def permutation(self) -> list[int]:
+        """The order of the rows in this epoch."""
+        order: list[int] = permutation(self.size, self.seed, self.epoch).tolist()
+        return order
 
 
 class PromptLoader:

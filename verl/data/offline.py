@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, filterfalse, repeat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pyarrow.parquet as pq
 from pydantic import Field
@@ -67,6 +67,9 @@ class OfflineDatasetLoader:
     Raises:
         DataError: no rows, or a row is not of the kind of the first; the message has its number.
     """
+
+    #: What walks through the groups.
+    cursor: ClassVar[type[Cursor]] = Cursor
 
     @checked
     def __init__(
@@ -181,7 +184,7 @@ class OfflineDatasetLoader:
     def _begin(self) -> None:
         self._groups = self.batch.group_indices()
         identity = {"groups": len(self), "kind": self.kind, "digest": self._digest}
-        self._cursor = Cursor(len(self), seed=self.seed, shuffle=self.shuffle, name=self.name, data=identity)
+        self._cursor = self.cursor(len(self), seed=self.seed, shuffle=self.shuffle, name=self.name, data=identity)
 
 
 @dataclass(frozen=True, slots=True)

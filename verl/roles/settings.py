@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -67,10 +67,11 @@ class CriticKeywords(TypedDict, total=False):
     betas: Sequence[float]
     adam_eps: float
     weight_decay: float
+    weight_decay_on: Literal["all", "matrices"]
     moments: Literal["bfloat16", "float32"] | None
     max_grad_norm: float | None
     warmup_steps: int
-    schedule: Literal["constant", "linear", "cosine"]
+    schedule: Literal["constant", "linear", "cosine"] | Callable[[int], float]
     total_steps: int | None
 
 

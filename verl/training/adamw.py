@@ -50,6 +50,11 @@ class _State:
     steps: int = field(default=0, kw_only=True)
 
 
+def decay_of(weight: Weight, config: OptimConfig) -> float:
+    """The weight decay of a weight."""
+    return 0.0 if config.weight_decay_on == "matrices" and weight.source.ndim < 2 else config.weight_decay
+
+
 class SplitAdamW:
     """AdamW over bf16 `weights`; moments in `config.moments` (bf16 if that is None).
 
@@ -74,7 +79,7 @@ class SplitAdamW:
             state.steps += 1
             name = torch.tensor(_signed(crc32(weight.drawn_as.encode())), dtype=torch.int32)
             seed = int(_mixed(_mixed(name) ^ state.steps))
-            formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed)
+            formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed, decay_of(weight, self._config))
             _step(weight.live, weight.gradient, state, formula)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -139,10 +144,12 @@ class _Formula:
     decay: float
 
     @classmethod
-    def of(cls, config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int) -> _Formula:
+    def of(
+        cls, config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int, weight_decay: float
+    ) -> _Formula:
         beta1, beta2 = config.betas
         step_size, second_scale = lr / (1 - beta1**steps), 1 / math.sqrt(1 - beta2**steps)
-        decay = 1 - lr * config.weight_decay
+        decay = 1 - lr * weight_decay
         return cls(seed, gradient_scale, beta1, beta2, step_size, second_scale, config.adam_eps, decay)
 
     def numbers(self) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import CheckpointError, ConfigError
-from verl.training.adamw import SplitAdamW
+from verl.training.adamw import SplitAdamW, decay_of
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import OptimConfig
 from verl.weights.shard import Shard
@@ -191,7 +191,7 @@ class MasterOptimizer:
         self._has_own_lr = optimizer is None
         self._coming: dict[str, dict[str, Any]] = {}
         if optimizer is None:
-            self._optimizer = _adamw([*self._masters.values()], config)
+            self._optimizer = _adamw(self._masters, config)
         elif not isinstance(optimizer, torch.optim.Optimizer):
             self._optimizer = optimizer([*self._masters.values()])
         else:
@@ -339,11 +339,15 @@ def _master(live: torch.nn.Parameter) -> Tensor:
     raise ConfigError(f"weights of dtype {live.dtype} cannot be trained: load the model in bf16 or fp32")
 
 
-def _adamw(masters: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+def _adamw(masters: Mapping[Weight, Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+    decays: dict[float, list[Tensor]] = {}
+    for weight, master in masters.items():
+        decays.setdefault(decay_of(weight, config), []).append(master)
+    groups = [{"params": params, "weight_decay": decay} for decay, params in decays.items()]
     try:
-        return torch.optim.AdamW(masters, fused=True, **adamw_options(config))
+        return torch.optim.AdamW(groups, fused=True, **adamw_options(config))
     except RuntimeError:  # no fused kernel for this device
-        return torch.optim.AdamW(masters, foreach=True, **adamw_options(config))
+        return torch.optim.AdamW(groups, foreach=True, **adamw_options(config))
 
 
 def adamw_options(config: OptimConfig) -> dict[str, Any]:
@@ -361,6 +365,8 @@ def lr_factor(config: OptimConfig, step: int) -> float:
     Raises:
         ConfigError: the schedule decays and `total_steps` is not known.
     """
+    if callable(config.schedule):
+        return float(config.schedule(step))
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":

@@ -28,19 +28,27 @@ class OptimConfig(Record):
         default=(0.9, 0.999), description="decay rates of the two moments"
     )
     adam_eps: float = result(default=1e-6, gt=0, description="added to the root of the second moment")
-    weight_decay: float = result(default=0.0, ge=0, description="decoupled; acts on every trained weight")
+    weight_decay: float = result(default=0.0, ge=0, description="decoupled; acts on what weight_decay_on says")
+    weight_decay_on: Literal["all", "matrices"] = result(
+        default="all",
+        description="trained weights that decay: all, or those of two dimensions and more (not biases, norms)",
+    )
     moments: Literal["bfloat16", "float32"] | None = result(
         default=None, description="dtype of the moments of bf16 weights (null: bfloat16, rounded at random)"
     )
     max_grad_norm: float | None = result(default=1.0, gt=0, description="global norm to clip to; null: none")
     warmup_steps: Natural = result(default=0, description="steps of linear warm-up; the first is not zero")
-    schedule: Literal["constant", "linear", "cosine"] = result(
-        default="constant", description="course of the learning rate after the warm-up"
+    schedule: Literal["constant", "linear", "cosine"] | Callable[[int], float] = result(
+        default="constant",
+        description="course of the learning rate after the warm-up; in Python also a function of the optimizer step, "
+        "from 0, to the factor of lr, its warm-up included",
     )
     total_steps: Count | None = result(default=None, description="where linear and cosine reach zero")
 
     @model_validator(mode="after")
     def _check_length(self) -> OptimConfig:
+        if self.schedule not in ("constant", "linear", "cosine") and (self.warmup_steps or self.total_steps):
+            raise wrong("schedule", "is a function of all steps: leave warmup_steps and total_steps out")
         if self.total_steps is None:
             return self
         if self.schedule == "constant":
@@ -181,7 +189,7 @@ class TrainOptions(TrainSettings):
     def asked(self) -> dict[str, str]:
         """What the settings are, as `verl.combinations` names it."""
         fsdp, optim = self.fsdp_config, self.optim if self.trains else None
-        decays = optim is not None and optim.total_steps is None and optim.schedule != "constant"
+        decays = optim is not None and optim.total_steps is None and optim.schedule in ("linear", "cosine")
         return named({
             self.strategy: f"strategy '{self.strategy}'",
             "fsdp_config": fsdp != FSDPConfig(),
@@ -191,7 +199,8 @@ class TrainOptions(TrainSettings):
             "use_amp": self.use_amp,
             "training": self.trains,
             "moments in bfloat16": optim is not None and optim.moments == "bfloat16",
-            "no end": optim.schedule if optim is not None and decays else "",
+            "decay of matrices": optim is not None and optim.weight_decay > 0 and optim.weight_decay_on == "matrices",
+            "no end": str(optim.schedule) if optim is not None and decays else "",
         })  # fmt: skip
 
 

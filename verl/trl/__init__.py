@@ -5,10 +5,12 @@
 A trainer here maps TRL's arguments onto an `Actor`, a `Trainer` and a loader, and holds them: `actor`, `trainer`,
 `loader`. `docs/from_trl.md` lists what differs. The names and defaults are those of TRL 1.16.
 
-Reading order: `trainers`, `arguments`, `losses`, `events`, `peft`, `names`.
+Reading order: `trainers`, `arguments`, `data`, `losses`, `optim`, `events`, `attributes`, `peft`, `scripts`, `names`.
 """
 
 from verl.trl.arguments import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+from verl.trl.peft import get_kbit_device_map, get_peft_config, get_quantization_config
+from verl.trl.scripts import ModelConfig, ScriptArguments, TrlParser
 from verl.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
 __all__ = [
@@ -18,8 +20,14 @@ __all__ = [
     "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
+    "ModelConfig",
     "RewardConfig",
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "ScriptArguments",
+    "TrlParser",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
 ]

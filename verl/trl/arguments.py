@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from transformers import TrainingArguments
 from typing_extensions import Self
 
 from verl.errors import ConfigError, nearest
 from verl.ranks import torchrun_ranks
-from verl.trl.names import NO_EFFECT, OTHERWISE, REMOVED
+from verl.trl.names import DEFAULTS, NO_EFFECT, OTHERWISE, REMOVED
 
-#: TRL's schedule -> ours.
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
 #: How a command line gives an argument that may be True: with a value or without.
 _FLAG = {"nargs": "?", "const": True}
 _SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
+def _default(name: str) -> Any:
+    """TRL's default of an argument that has no effect here."""
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    default = DEFAULTS.get(name, theirs.get(name))
+    return None if default is dataclasses.MISSING else getattr(default, "value", default)
+
+
 _record = dataclasses.dataclass(init=False, repr=False, eq=False)
-#: Their own code sets every field at the start; an argument without effect is None until somebody does.
+#: Their own code sets every field at the start.
 _Quiet: Any = dataclasses.make_dataclass(
     "_Quiet",
-    [(name, str | None, dataclasses.field(default=None, metadata=_FLAG)) for name in sorted(NO_EFFECT)],
+    [(name, str | None, dataclasses.field(default=_default(name), metadata=_FLAG)) for name in sorted(NO_EFFECT)],
 )
 
 
@@ -49,6 +49,7 @@ class Config(_Quiet):  # type: ignore[misc]
     num_train_epochs: float = 3.0
     max_steps: int = -1
     lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: str | None = None
     warmup_steps: float = 0
     warmup_ratio: float = 0.0
     weight_decay: float = 0.0
@@ -69,6 +70,7 @@ class Config(_Quiet):  # type: ignore[misc]
     bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     gradient_checkpointing: bool = False
     seed: int = 42
+    data_seed: int | None = None
     model_init_kwargs: str | None = None
     trust_remote_code: bool = False
     use_cpu: bool = False
@@ -93,6 +95,13 @@ class Config(_Quiet):  # type: ignore[misc]
                 raise ConfigError(f"{kind} has no argument '{name}': {instead}")
             raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
         self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument that is done otherwise here, and that nobody has set."""
+        other = {**OTHERWISE, **type(self).otherwise}
+        if name not in other:
+            raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
+        return other[name][0]
 
     def __repr__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != self.defaults().get(name)}
@@ -134,29 +143,6 @@ class Config(_Quiet):  # type: ignore[misc]
         """Samples (of preferences: pairs) that one optimizer step learns from, on all ranks."""
         return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * torchrun_ranks())
 
-    def optim_config(self, total: int) -> dict[str, Any]:
-        """Fields of `OptimConfig` for so many optimizer steps.
-
-        Raises:
-            ConfigError: another optimizer than AdamW, or an unknown schedule.
-        """
-        if not str(self.optim).startswith("adamw_torch"):
-            raise ConfigError(f"optim='{self.optim}': here it is AdamW; pass your own as optimizers=(optimizer, None)")
-        if self.lr_scheduler_type not in _SCHEDULES:
-            raise ConfigError(f"lr_scheduler_type='{self.lr_scheduler_type}': {nearest('', _SCHEDULES)}")
-        warmup = self.warmup_steps or self.warmup_ratio
-        schedule = _SCHEDULES[self.lr_scheduler_type]
-        return {
-            "lr": self.learning_rate,
-            "betas": (self.adam_beta1, self.adam_beta2),
-            "adam_eps": self.adam_epsilon,
-            "weight_decay": self.weight_decay,
-            "max_grad_norm": self.max_grad_norm or None,
-            "schedule": schedule,
-            "warmup_steps": math.ceil(warmup * total) if warmup < 1 else int(warmup),
-            "total_steps": None if schedule == "constant" else total,
-        }
-
     def sinks(self) -> tuple[str, ...]:
         """Loggers of ours that `report_to` names.
 
@@ -179,9 +165,12 @@ class Config(_Quiet):  # type: ignore[misc]
         """
         kwargs: Any = self.model_init_kwargs or {}
         settings = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON
+        settings = {name: value for name, value in settings.items() if value is not None}
         for name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
             settings.pop(name, None)  # how the model is laid out and run is decided here
-        dtype = settings.pop("dtype", settings.pop("torch_dtype", "auto"))
+        if settings.get("revision") == "main":
+            del settings["revision"]
+        dtype = settings.pop("dtype", settings.pop("torch_dtype", None)) or "float32"
         trust = bool(settings.pop("trust_remote_code", self.trust_remote_code))
         if settings:
             raise ConfigError(
@@ -207,6 +196,7 @@ class GRPOConfig(Config):
     use_vllm: bool = False
     max_tool_calling_iterations: int | None = None
     beta: float = 0.0
+    use_bias_correction_kl: bool = True
     num_iterations: int = 1
     epsilon: float = 0.2
     epsilon_high: float | None = None
@@ -217,6 +207,10 @@ class GRPOConfig(Config):
     loss_type: str = "dapo"
     entropy_coef: float = 0.0
     vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    chat_template_kwargs: str | None = None
     otherwise: ClassVar = {
         "vllm_mode": ("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
         "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised"),
@@ -229,7 +223,6 @@ class GRPOConfig(Config):
         "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
         "vllm_structured_outputs_regex": (None, "see constrained_decoding in docs/algorithms.md"),
         "log_completions_hub_repo": (None, "nothing is uploaded"),
-        "chat_template_kwargs": (None, "set the tokenizer's chat_template"),
     }
 
     def prompts(self) -> int:
@@ -263,15 +256,31 @@ class GRPOConfig(Config):
 
 
 @_record
-class DPOConfig(Config):
+class _OfflineConfig(Config):
+    """What the trainers on recorded responses share."""
+
+    max_length: int | None = 1024
+    train_sampling_strategy: str = "random"
+    truncation_mode: str = "keep_start"
+
+    def check_rows(self) -> None:
+        """Raises ConfigError for an order or a way of cutting that is not here."""
+        for name, known in (
+            ("train_sampling_strategy", ("random", "sequential")),
+            ("truncation_mode", ("keep_start", "keep_end")),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name}='{value}': {nearest(str(value), known)}")
+
+
+@_record
+class DPOConfig(_OfflineConfig):
     beta: float = 0.1
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
-    max_length: int = 1024
     otherwise: ClassVar = {
         "loss_weights": (None, "one loss is trained: name one loss_type"),
-        "truncation_mode": ("keep_start", "the end of a response is cut"),
         "ld_alpha": (None, "leave it out"),
         "f_divergence_type": ("reverse_kl", "leave it out"),
         "use_weighting": (False, "leave it out"),
@@ -280,26 +289,26 @@ class DPOConfig(Config):
 
 
 @_record
-class KTOConfig(Config):
+class KTOConfig(_OfflineConfig):
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    max_length: int = 1024
+    loss_type: str = "kto"
+    train_sampling_strategy: str = "sequential"
     otherwise: ClassVar = {
-        "loss_type": ("kto", "the loss is KTO's"),
         "sync_ref_model": (False, "the reference is the model as it was at first"),
     }
 
 
 @_record
-class SFTConfig(Config):
+class SFTConfig(_OfflineConfig):
     learning_rate: float = 2e-5
-    max_length: int = 1024
+    loss_type: str = "nll"
+    completion_only_loss: bool | None = dataclasses.field(default=None, metadata=_FLAG)
+    assistant_only_loss: bool = False
+    shuffle_dataset: bool = False
     otherwise: ClassVar = {
-        "truncation_mode": ("keep_start", "the end of a response is cut"),
-        "completion_only_loss": (True, "the loss is of completions alone; make it prompt '' to train on all"),
         "dataset_text_field": ("text", "name the column 'completion', beside a column 'prompt'"),
-        "loss_type": ("nll", "the loss is the likelihood"),
         "chat_template_path": (None, "set the tokenizer's chat_template"),
         "eos_token": (None, "set the tokenizer's eos_token"),
         "dataset_kwargs": (None, "leave it out"),
@@ -308,9 +317,8 @@ class SFTConfig(Config):
 
 
 @_record
-class RewardConfig(Config):
+class RewardConfig(_OfflineConfig):
     learning_rate: float = 1e-4
-    max_length: int = 1024
     center_rewards_coefficient: float | None = None
     otherwise: ClassVar = {
         "chat_template_path": (None, "set the tokenizer's chat_template"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,17 +54,29 @@ class Events:
         given: callbacks, or classes of them.
         about: further keywords of every call (`model`, `processing_class`).
         updates: optimizer steps of one step of the trainer.
+        samples: samples of one of these.
         epoch_steps: steps of the trainer in an epoch.
     """
 
     def __init__(
-        self, args: Any, added: Iterable[Any], about: Mapping[str, Any], *, updates: int, epoch_steps: float, total: int
+        self,
+        args: Any,
+        added: Iterable[Any],
+        about: Mapping[str, Any],
+        *,
+        updates: int,
+        samples: int,
+        epoch_steps: float,
+        total: int,
     ) -> None:
         self.callbacks: list[Any] = []
         self.args, self._about, self._updates, self._epoch_steps = args, dict(about), updates, epoch_steps
         self.state = TrainerState(max_steps=total * updates, num_train_epochs=math.ceil(total / epoch_steps))
         self.control = TrainerControl()
         self._since: list[dict[str, float]] = []
+        self._losses: list[float] = []
+        self._measured: dict[str, list[float]] = {}
+        self._begun, self._first, self._samples = time.monotonic(), 0, samples
         self._saved: int | None = None
         for callback in added:
             self.add(callback)
@@ -82,6 +95,7 @@ class Events:
 
     def begin(self, steps: int) -> None:
         self._count(steps)
+        self._begun, self._first, self._losses = time.monotonic(), self.state.global_step, []
         self.control.should_training_stop = False
         self.call("on_train_begin")
         self.call("on_epoch_begin")
@@ -89,16 +103,19 @@ class Events:
     def end(self, trainer: Trainer) -> None:
         self._log()
         self._note_save(trainer)
+        self._write(self.summary())
         self.call("on_train_end")
 
     def after(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """After a step of the trainer."""
         epoch = math.floor(self.state.epoch or 0)
         self._count(trainer.steps)
-        self._since.append(by_trl_names(record))
+        measured = {name: sum(values) / len(values) for name, values in self._measured.items()}
+        self._since.append(by_trl_names(record) | measured)
+        self._measured.clear()
+        self._losses += [self._since[-1]["loss"]] if "loss" in self._since[-1] else []
         self.call("on_step_end")
-        every = self.args.logging_steps
-        if self.control.should_log or trainer.steps % max(1, round(every if every >= 1 else 1)) == 0:
+        if self.control.should_log or self._is_due(self.args.logging_steps):
             self._log()
         self._note_save(trainer)
         if self.control.should_save and trainer.checkpoints is not None:
@@ -113,29 +130,45 @@ class Events:
         if self.control.should_training_stop or self.control.should_epoch_stop:
             trainer.stop()
 
-    def evaluated(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def evaluated(self, metrics: Mapping[str, Any], prefix: str = "eval_") -> dict[str, float]:
         """Report an evaluation; its metrics as TRL names them."""
-        named = {f"eval_{name}": value for name, value in by_trl_names(metrics).items()}
+        named = {f"{prefix}{name}": value for name, value in by_trl_names(metrics).items()}
         self._write(named)
         self.call("on_evaluate", metrics=named)
         return named
 
-    def mean_loss(self) -> float:
-        """The mean loss of all that was logged."""
-        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
-        return sum(losses) / len(losses) if losses else math.nan
+    def log_metric(self, name: str, value: float) -> None:
+        """A number of a reward function, of which the log gets the mean."""
+        self._measured.setdefault(name, []).append(float(value))
+
+    def summary(self) -> dict[str, float]:
+        """Loss and speed of this call of `train`, by transformers' names."""
+        seconds, steps = max(time.monotonic() - self._begun, 1e-9), self.state.global_step - self._first
+        return {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(steps * self._samples / seconds, 3),
+            "train_steps_per_second": round(steps / seconds, 3),
+            "total_flos": 0.0,
+            "train_loss": sum(self._losses) / len(self._losses) if self._losses else 0.0,
+        }
+
+    def _is_due(self, every: float) -> bool:
+        """Whether a number of optimizer steps (below 1: a share of all) is over, in this step of the trainer."""
+        steps = max(1, math.ceil(every * self.state.max_steps) if every < 1 else round(every))
+        return self.state.global_step // steps > (self.state.global_step - self._updates) // steps
 
     def _count(self, steps: int) -> None:
         self.state.global_step, self.state.epoch = steps * self._updates, steps / self._epoch_steps
 
     def _log(self) -> None:
-        """The means of the steps since the last time."""
+        """The means of the steps since the last time; of what transformers reads at the end, the last."""
         if not self._since:
             return
         names = dict.fromkeys(name for record in self._since for name in record)
         values = {name: [record[name] for record in self._since if name in record] for name in names}
         self._since.clear()
-        self._write({name: sum(of) / len(of) for name, of in values.items()})
+        means = {name: sum(of) / len(of) for name, of in values.items()}
+        self._write(means | {name: values[name][-1] for name in ("grad_norm", "learning_rate") if name in values})
 
     def _write(self, logs: dict[str, float]) -> None:
         logs = {**logs, "epoch": float(self.state.epoch or 0)}

@@ -13,7 +13,10 @@ _AGGREGATION = {
     "dapo": "token-mean",
     "bnpo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
+    "luspo": "seq-mean-token-sum",
 }
+#: What TRL adds to the standard deviation of rewards.
+_STD_EPSILON = 1e-4
 #: TRL's `loss_type` of pairs -> ours.
 _PAIRS = {name: name for name in (
     "sigmoid", "sigmoid_norm", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
@@ -25,15 +28,21 @@ _OTHERS = ("ipo", "sft")
 
 def grpo_algorithm(args: Any) -> BaseAlgorithm:
     """Raises ConfigError for an unknown loss or scaling."""
-    norm = {"group": True, True: True, "none": False, False: False}.get(args.scale_rewards)
+    norm = {"group": True, True: True, "batch": "batch", "none": False, False: False}.get(args.scale_rewards)
     if norm is None:
-        raise ConfigError(f"scale_rewards='{args.scale_rewards}': rewards are scaled by 'group', or 'none'")
+        raise ConfigError(f"scale_rewards='{args.scale_rewards}': rewards are scaled by 'group', 'batch', or 'none'")
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     options: dict[str, Any] = {"norm_adv_by_std": norm, "entropy_coeff": args.entropy_coef}
+    if norm:
+        options["std_epsilon"] = _STD_EPSILON
     if args.beta:
-        options |= {"kl_in": "loss", "kl_coef": args.beta}
-    if not args.vllm_importance_sampling_correction:
-        options |= {"rollout_is": None}
+        options |= {"kl_in": "loss", "kl_coef": args.beta, "kl_by_ratio": args.use_bias_correction_kl}
+    options |= _correction(args)
+    if args.entropy_coef and args.loss_type not in ("dapo", "bnpo", "cispo"):
+        raise ConfigError(
+            f"entropy_coef with loss_type='{args.loss_type}': TRL's bonus is a mean over tokens, and ours is not: "
+            "take loss_type='dapo'"
+        )
     if args.loss_type == "cispo":
         _refuse_unread(args, "loss_type='cispo'", "epsilon", "delta", "importance_sampling_level")
         return make_algorithm("cispo", **options, clip_ratio_low=1.0, clip_ratio_high=high - 1)
@@ -49,6 +58,24 @@ def grpo_algorithm(args: Any) -> BaseAlgorithm:
     if args.importance_sampling_level != "token":
         raise ConfigError(f"importance_sampling_level='{args.importance_sampling_level}': it is token or sequence")
     return make_algorithm("grpo", **options, clip_ratio_c=args.delta)
+
+
+def _correction(args: Any) -> dict[str, Any]:
+    """Options of the weights between engine and trainer: masked ones are 0 outside of their bounds."""
+    if not args.vllm_importance_sampling_correction:
+        return {"rollout_is": None}
+    level, _, kind = str(args.vllm_importance_sampling_mode).partition("_")
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if level not in ("token", "sequence") or kind not in ("mask", "truncate"):
+        modes = [f"{level}_{kind}" for level in ("token", "sequence") for kind in ("mask", "truncate")]
+        mode = args.vllm_importance_sampling_mode
+        raise ConfigError(f"vllm_importance_sampling_mode='{mode}': {nearest(str(mode), modes)}")
+    if kind == "truncate" and low is not None:
+        raise ConfigError(
+            f"vllm_importance_sampling_clip_min={low} goes with the mode {level}_mask alone: leave it out"
+        )
+    options = {"rollout_is": level, "rollout_is_threshold": 1e9 if high is None else high}
+    return options | ({"rollout_is_lower": low or 0.0} if kind == "mask" else {})
 
 
 def dpo_algorithm(args: Any) -> BaseAlgorithm:

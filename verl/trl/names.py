@@ -24,28 +24,38 @@ NO_EFFECT = frozenset((
     "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_model_impl",
 ))  # fmt: skip
 
+#: TRL's own defaults, where they are neither None nor those of `transformers.TrainingArguments`.
+DEFAULTS: dict[str, object] = {
+    "activation_offloading": False, "ds3_gather_for_generation": True, "entropy_coef_delta": 0.005,
+    "entropy_coef_max": 1.0, "entropy_coef_min": 0.0, "entropy_target": 0.2, "log_completions": False,
+    "log_multimodal": True, "log_unique_prompts": False, "packing_strategy": "bfd", "pad_to_multiple_of": "auto",
+    "padding_free": False, "precompute_ref_log_probs": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+    "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "use_transformers_continuous_batching": False,
+    "use_transformers_paged": False, "vespo_k_neg": 3.0, "vespo_k_pos": 2.0, "vespo_lambda_neg": 2.0,
+    "vespo_lambda_pos": 3.0, "vllm_enable_sleep_mode": False, "vllm_gpu_memory_utilization": 0.3,
+    "vllm_group_port": 51216, "vllm_model_impl": "vllm", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+    "vllm_server_timeout": 240.0,
+}  # fmt: skip
+
 #: Name -> (what it is where it says nothing, what to do in the place of another value).
 OTHERWISE: dict[str, tuple[object, str]] = {
     "fp16": (False, "use bf16=True"),
     "push_to_hub": (False, "call save_model(), and upload that directory"),
     "load_best_model_at_end": (False, "checkpoints of all steps are in output_dir"),
     "resume_from_checkpoint": (None, "call train(resume_from_checkpoint=True)"),
-    "lr_scheduler_kwargs": (None, "linear and cosine end at 0"),
     "router_aux_loss_coef": (None, "there is no loss of the router"),
     "deepspeed": (None, "give the trainer strategy='deepspeed', under torchrun"),
     "fsdp": (None, "give the trainer strategy='fsdp', under torchrun"),
     "fsdp_config": (None, "give the trainer strategy='fsdp', under torchrun"),
     "label_smoothing_factor": (0.0, "DPOConfig has label_smoothing"),
     "neftune_noise_alpha": (None, "leave it out"),
-    "assistant_only_loss": (True, "the loss is of the assistant's turns alone"),
     "auto_find_batch_size": (False, "set per_device_train_batch_size"),
     "average_tokens_across_devices": (True, "a loss is a mean over the tokens of all ranks"),
     "cast_lm_head_to_fp32": (False, "log-probs are computed in fp32 or better"),
-    "data_seed": (None, "seed orders the data, too"),
     "dataloader_drop_last": (False, "rows that are left over begin the next batch"),
     "disable_dropout": (True, "dropout is off"),
     "eval_delay": (0, "evaluation begins before the first step"),
-    "f_alpha_divergence_coef": (None, "the divergence is the reverse KL"),
+    "f_alpha_divergence_coef": (0.5, "the divergence is the reverse KL"),
     "hub_always_push": (False, "nothing is uploaded"),
     "ignore_data_skip": (False, "a run goes on in the data where it was"),
     "logging_dir": (None, "logs are in output_dir"),
@@ -53,16 +63,15 @@ OTHERWISE: dict[str, tuple[object, str]] = {
     "packing": (False, "batches are counted in rows, and packed without padding"),
     "pad_token": (None, "set the tokenizer's pad_token"),
     "save_only_model": (False, "checkpoints hold all that a run goes on from"),
-    "shuffle_dataset": (True, "batches are drawn at random; GRPOConfig alone has shuffle_dataset=False"),
-    "train_sampling_strategy": ("random", "batches are drawn at random"),
+    "train_sampling_strategy": ("random", "prompts are drawn at random; shuffle_dataset=False keeps their order"),
     "tf32": (None, "set torch.backends.cuda.matmul.allow_tf32"),
-    "use_bias_correction_kl": (False, "see kl_estimator in docs/algorithms.md"),
+    "vllm_importance_sampling_cap": (None, "it is vllm_importance_sampling_clip_max"),
     "vllm_tensor_parallel_size": (1, "give the engine itself: GRPOTrainer(rollout=RolloutOptions(...))"),
     "bf16_full_eval": (False, "evaluation has the model's dtype"),
     "fp16_full_eval": (False, "evaluation has the model's dtype"),
 }
 #: What to do -> names of which any value is another one.
-OTHERWISE |= {name: (None, hint) for hint, names in {
+OTHERWISE |= {name: (DEFAULTS.get(name), hint) for hint, names in {
     "entropy_coef is fixed": "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target",
     "batches are counted in rows, and packed without padding": "eval_packing packing_strategy",
     "checkpoints of all steps are in output_dir": "greater_is_better metric_for_best_model",
@@ -71,9 +80,6 @@ OTHERWISE |= {name: (None, hint) for hint, names in {
     "the reference is the model as it was at first": "ref_model_mixup_alpha ref_model_sync_steps",
     "it is of loss_type='sapo', which is not here": "sapo_temperature_neg sapo_temperature_pos",
     "it is of loss_type='vespo', which is not here": "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
-    "see rollout_is in docs/algorithms.md: verl.Trainer has these bounds":
-        "vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-        "vllm_importance_sampling_mode",
     "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))":
         "vllm_server_base_url vllm_server_host vllm_server_port vllm_group_port vllm_server_timeout",
 }.items() for name in names.split()}  # fmt: skip

@@ -51,3 +51,38 @@ def _usual_targets(model: Any) -> list[str]:
     if kind not in USUAL:
         raise ConfigError(f"peft_config: peft knows no layers of a {kind} by itself: give target_modules")
     return list(USUAL[kind])
+
+
+def get_peft_config(model_args: Any) -> Any:
+    """`peft.LoraConfig` of a `ModelConfig`; None without `use_peft`."""
+    if not model_args.use_peft:
+        return None
+    from peft import LoraConfig
+
+    parameters = model_args.lora_target_parameters
+    return LoraConfig(
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=model_args.lora_target_modules,
+        task_type=model_args.lora_task_type,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+        modules_to_save=model_args.lora_modules_to_save,
+        **({} if parameters is None else {"target_parameters": parameters}),
+    )
+
+
+def get_quantization_config(model_args: Any) -> None:
+    """None.
+
+    Raises:
+        ConfigError: the model is to be loaded in 4 or 8 bits.
+    """
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model_args, name):
+            raise ConfigError(f"{name}: train adapters over 4 bits with verl.Actor(model, dtype='int4', lora={{...}})")
+
+
+def get_kbit_device_map() -> None:
+    """None: devices are chosen by the placement."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -13,12 +14,13 @@ from typing import Any, ClassVar, Literal
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.data.loader import PromptLoader
-from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Prefetch
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, nearest
+from verl.models.heads import SCORE_AT_EOS
 from verl.models.lora import has_adapters
+from verl.ranks import torchrun_ranks
 from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
@@ -26,8 +28,11 @@ from verl.rollout.environments import EnvironmentEpisode
 from verl.trainer.evaluation import HeldOut
 from verl.training.options import OptimConfig
 from verl.trl.arguments import Config, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+from verl.trl.attributes import Attributes
+from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, TRLLoader
 from verl.trl.events import Events, ObservedTrainer
 from verl.trl.losses import dpo_algorithm, grpo_algorithm
+from verl.trl.optim import optim_settings
 from verl.trl.peft import lora_options
 
 logger = logging.getLogger(__name__)
@@ -53,7 +58,7 @@ _OTHERWISE = {
 }
 
 
-class _Trainer(ABC):
+class _Trainer(Attributes, ABC):
     """What all of them share.
 
     Attributes:
@@ -89,14 +94,15 @@ class _Trainer(ABC):
         if train_dataset is None:
             raise ConfigError(f"{type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         optimizer, schedule = optimizers
         self.actor = self._actor(model, processing_class, optimizer, peft_config, options.get("rollout"))
         self.processing_class = self.actor.tokenizer
         self.loader, self._per_epoch = self._data(train_dataset)
         self._total = self._steps()
         if optimizer is None:
-            optim = self.args.optim_config(self._total * self.updates)
-            self.actor.train_with(optim=OptimConfig.of(optim, "args"))
+            settings = optim_settings(self.args, self._total * self.updates)
+            self.actor.train_with(**{**settings, "optim": OptimConfig.of(settings["optim"], "args")})
         elif schedule is not None:
             self.actor.train_with(scheduler=schedule)
         self._events = Events(
@@ -104,10 +110,10 @@ class _Trainer(ABC):
             callbacks or (),
             {"model": self.actor.modules, "processing_class": self.processing_class},
             updates=self.updates,
+            samples=self.args.samples(),
             epoch_steps=self._per_epoch,
             total=self._total,
         )
-        self._eval_dataset = eval_dataset
         self.trainer = self._trainer(self._source(), options)
         self._events.call("on_init_end")
 
@@ -140,18 +146,21 @@ class _Trainer(ABC):
         if self.trainer.steps < self._total:
             self.trainer.fit(self.loader, self._total - self.trainer.steps)
         self._events.end(self.trainer)
-        loss = self._events.mean_loss()
-        return TrainOutput(self.state.global_step, loss, {"train_loss": loss, "epoch": self.state.epoch})
+        metrics = self._events.summary() | {"epoch": self.state.epoch}
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Measure held-out data; the metrics, whose names begin with `eval_`.
+        """Measure held-out data; the metrics, whose names begin with `eval_`, of several by name with `eval_NAME_`.
 
         Raises:
             ConfigError: there are none.
         """
-        rows = self._eval_dataset if eval_dataset is None else eval_dataset
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if rows is None:
             raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
+        if isinstance(rows, Mapping):  # several data sets
+            parts = [self._events.evaluated(self._evaluate(rows[name]), f"eval_{name}_") for name in rows]
+            return {name: value for part in parts for name, value in part.items()}
         return self._events.evaluated(self._evaluate(rows))
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -266,8 +275,12 @@ class _Trainer(ABC):
             ),
         )
         trainer.events = self._events
-        if self._eval_dataset is not None and (often := self._every("eval")) is not None:
-            trainer.held_out = self._held_out(self._eval_dataset, often)
+        if isinstance(self.eval_dataset, Mapping) and args.eval_strategy != "no":
+            raise ConfigError(
+                f"eval_strategy='{args.eval_strategy}' is of one eval_dataset: call evaluate() for several"
+            )
+        if self.eval_dataset is not None and (often := self._every("eval")) is not None:
+            trainer.held_out = self._held_out(self.eval_dataset, often)
             trainer.held_out.on_result = self._report
         return trainer
 
@@ -341,7 +354,7 @@ class GRPOTrainer(_Trainer):
         functions = self._reward_funcs if isinstance(self._reward_funcs, list | tuple) else [self._reward_funcs]
         if not functions:
             return None
-        bound = [_with_state(function, self.state) for function in functions]
+        bound = [_with_extras(function, self._events) for function in functions]
         weights = self.args.reward_weights
         if len(bound) == 1 and weights is None:
             return Reward(bound[0])
@@ -352,6 +365,8 @@ class GRPOTrainer(_Trainer):
         args, count = self.args, self.args.prompts()
         has_length = hasattr(train_dataset, "__len__")
         data: Any = self._prompts(train_dataset) if has_length else stream_prompts(train_dataset)
+        if not has_length and args.chat_template_kwargs:
+            raise ConfigError("chat_template_kwargs with a stream: give its rows a column 'chat_template_kwargs'")
         if args.max_prompt_length is not None:
             data, _ = tokenize_prompts(
                 data, self.actor.tokenizer, max_prompt_length=args.max_prompt_length, truncation="left"
@@ -363,9 +378,16 @@ class GRPOTrainer(_Trainer):
         return Prefetch(loader), len(data) / count
 
     def _prompts(self, rows: Any) -> PromptDataset:
+        """Chats among them are written with `chat_template_kwargs`, beside those of the rows."""
         if self._episode is not None and len(rows) and "prompt" not in rows[0]:
             rows = [{**row, "prompt": _EMPTY} for row in rows]
-        return load_prompts(rows)
+        data, shared = load_prompts(rows), _options(self.args.chat_template_kwargs)
+        if not shared or "messages" not in data.batch:
+            return data
+        columns = data.batch.select([name for name in ("messages", "chat_template_kwargs") if name in data.batch])
+        merged = [json.dumps({**shared, **_options(row.get("chat_template_kwargs"))}) for row in columns.rows()]
+        batch = data.batch.drop(["chat_template_kwargs"]).add({"chat_template_kwargs": merged})
+        return PromptDataset(batch, data.name)
 
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
         return self.trainer.evaluate(self._prompts(rows).batch, **self._drawn()).metrics
@@ -402,15 +424,16 @@ class GRPOTrainer(_Trainer):
 class _Offline(_Trainer):
     """Learns from recorded responses."""
 
+    reads: ClassVar[type[TRLLoader]] = TRLLoader
+
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
         loader = self._recorded(train_dataset)
         return loader, math.ceil(len(loader) / loader.batch_size)
 
-    def _recorded(self, rows: Any) -> OfflineDatasetLoader:
+    def _recorded(self, rows: Any) -> TRLLoader:
         args = self.args
-        loader = OfflineDatasetLoader(
-            rows, self.actor.tokenizer, batch_size=args.samples(), seed=args.seed, max_length=args.max_length
-        )
+        args.check_rows()
+        loader = self.reads(rows, self.actor.tokenizer, args, args.samples())
         if lost := {what: count for what, count in loader.counts.items() if what != "longest" and count}:
             logger.info("max_length=%s: %s", args.max_length, lost)
         return loader
@@ -429,6 +452,10 @@ class SFTTrainer(_Offline):
 
     config = SFTConfig
     algorithm = "sft"
+    reads = TextLoader
+
+    def _algorithm(self) -> BaseAlgorithm:
+        return make_algorithm(self.algorithm, loss_type=self.args.loss_type)
 
 
 class RewardTrainer(_Offline):
@@ -439,6 +466,12 @@ class RewardTrainer(_Offline):
     algorithm = "reward_model"
     head = "score"
     rows = 2
+    reads = ScoredLoader
+
+    def _data(self, train_dataset: Any) -> tuple[Any, float]:
+        data = super()._data(train_dataset)
+        setattr(self.actor.modules.config, SCORE_AT_EOS, data[0].at_eos)  # which token `verl.Reward` is to read
+        return data
 
     def _algorithm(self) -> BaseAlgorithm:
         return make_algorithm(self.algorithm, center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
@@ -464,6 +497,7 @@ class DPOTrainer(_WithReference):
     config = DPOConfig
     algorithm = "dpo"
     rows = 2
+    reads = PairLoader
 
     def _algorithm(self) -> BaseAlgorithm:
         return dpo_algorithm(self.args)
@@ -474,28 +508,40 @@ class KTOTrainer(_WithReference):
 
     config = KTOConfig
     algorithm = "kto"
+    reads = LabelledLoader
 
     def _algorithm(self) -> BaseAlgorithm:
         args = self.args
+        each = {"kl_rows": args.per_device_train_batch_size * torchrun_ranks()} if args.loss_type == "kto" else {}
         return make_algorithm(
             self.algorithm,
             beta=args.beta,
             desirable_weight=args.desirable_weight,
             undesirable_weight=args.undesirable_weight,
+            loss_type=args.loss_type,
+            **each,
         )
 
 
-def _with_state(source: Any, state: Any) -> Any:
-    """A reward function that gets `trainer_state`, if it takes it, and, as there, all completions of a step at once."""
+def _options(value: Any) -> dict[str, Any]:
+    """`chat_template_kwargs`, which may be JSON or None."""
+    return dict((json.loads(value) if isinstance(value, str) else value) or {})
+
+
+def _with_extras(source: Any, events: Events) -> Any:
+    """A reward function that gets what it takes of `trainer_state`, `log_metric` and `log_extra` (whose columns nobody
+    shows here), and, as there, all completions of a step at once."""
     if not callable(source) or hasattr(source, "forward"):
         return source
     try:
         parameters = inspect.signature(source).parameters
     except (TypeError, ValueError):  # compiled code may have no signature
         return source
-    takes = "trainer_state" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "completions" not in parameters:
         return source
-    bound = partial(source, trainer_state=state) if takes else partial(source)
-    bound.whole_batch, bound.process = True, not takes  # type: ignore[attr-defined]  # a process would see an old state
+    extras = {"trainer_state": events.state, "log_metric": events.log_metric, "log_extra": lambda column, values: None}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    taken = {name: value for name, value in extras.items() if takes_all or name in parameters}
+    bound = partial(source, **taken)
+    bound.whole_batch, bound.process = True, not taken  # type: ignore[attr-defined]  # a process would see an old state
     return bound

@@ -1,0 +1,57 @@
+"""What scripts read of a trainer of transformers besides training: files of metrics, ranks, loaders."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
+
+from verl.errors import ConfigError
+from verl.ranks import torchrun_ranks
+
+
+class Attributes:
+    """Needs `args`, `state`, `loader`, `actor`, and `trainer`."""
+
+    args: Any
+    state: Any
+    loader: Any
+    actor: Any
+
+    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
+
+    @property
+    def accelerator(self) -> Any:
+        """What scripts ask Accelerate for. The process that a script runs in is the main one."""
+        return SimpleNamespace(
+            print=print,
+            is_main_process=True,
+            is_local_main_process=True,
+            process_index=0,
+            num_processes=torchrun_ranks(),
+            wait_for_everyone=lambda: None,
+            unwrap_model=lambda model: model,
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' former name of `processing_class`."""
+        return self.actor.tokenizer
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    def is_local_process_zero(self) -> bool:
+        return True
+
+    def get_train_dataloader(self) -> Any:
+        """The loader that training draws from, without end: rows as `verl.Batch`es."""
+        return self.loader
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ConfigError: nothing is uploaded."""
+        raise ConfigError("push_to_hub: nothing is uploaded here: call save_model(), and upload that directory")
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes nothing: a saved model has its report beside it."""

@@ -1,0 +1,199 @@
+"""TRL's data: its tokens of each form of rows, its order of rows, and its last batch of an epoch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, ClassVar
+
+import torch
+
+from verl.data.chat import ChatTokenizer, template_inputs
+from verl.data.loader import Cursor
+from verl.data.offline import OfflineDatasetLoader
+from verl.errors import DataError
+
+#: A prompt, the response behind it, and which of its tokens are trained.
+Encoded = tuple[list[int], list[int], list[int]]
+#: Rows that `datasets.map` works on at once, in which TRL puts the chosen responses of pairs before the rejected ones.
+_UNPAIRED = 1000
+
+
+class EpochCursor(Cursor):
+    """Ends a batch where an epoch ends; the order is that of transformers' sampler under Accelerate."""
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        rows, epoch = self._rows()[self.position : self.position + count], self.epoch
+        self.position += len(rows)
+        if self.position == self.size:
+            self.epoch, self.position = epoch + 1, 0
+        return [(epoch, row) for row in rows]
+
+    def permutation(self) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(self.size, generator=generator).tolist()
+        return order
+
+
+class TRLLoader(OfflineDatasetLoader):
+    """Rows as TRL's trainers tokenise them: prompt and reply as one text or chat, up to its end, of which the reply is
+    what the tokens of the prompt alone do not begin.
+
+    Args:
+        args: the trainer's. `max_length` None: nothing is cut.
+        batch_size: rows of a step, or pairs.
+    """
+
+    cursor: ClassVar[type[Cursor]] = EpochCursor
+
+    def __init__(self, rows: Any, tokenizer: Any, args: Any, batch_size: int) -> None:
+        self.args = args
+        self.keeps_end = getattr(args, "truncation_mode", "keep_start") == "keep_end"
+        super().__init__(
+            rows,
+            tokenizer,
+            batch_size=batch_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy == "random" or getattr(args, "shuffle_dataset", False),
+            max_length=self._limit_of_rows(),
+        )
+
+    def _limit_of_rows(self) -> int | None:
+        limit: int | None = self.args.max_length
+        return limit
+
+    def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
+        return [self._cut(self._row(chat, row)) for row in self._rows.rows()]
+
+    def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
+        prompt, whole = self._pair(chat, row)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+        return whole[:shared], whole[shared:], [1] * (len(whole) - shared)
+
+    def _pair(self, chat: ChatTokenizer, row: Any) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt alone, and of prompt and reply."""
+        if row.get("messages") is not None:
+            messages, inputs = json.loads(row["messages"]), template_inputs(row)
+            turns = json.loads(row["turns"]) if row.get("turns") else [reply_of(row)]
+            prompt = chat.render(messages, inputs)
+            return chat.encode(prompt), chat.encode(chat.render([*messages, *turns], inputs, reply=False))
+        end = chat.tokenizer.eos_token
+        if end is None:
+            raise DataError("the tokenizer has no eos_token, so that nothing ends a response: set tokenizer.eos_token")
+        prompt, reply = row.get("prompt") or "", row["response"]
+        text = prompt + reply if reply.endswith(end) else prompt + reply + end
+        return tuple(list(chat.tokenizer(part)["input_ids"]) for part in (prompt, text))  # type: ignore[return-value]
+
+    def _cut(self, row: Encoded) -> Encoded:
+        """Without the beginning, if the end is kept; and with a first token, which nothing predicts, as a prompt."""
+        prompt, reply, mask = row
+        if self.keeps_end and self.args.max_length is not None:
+            over = max(0, len(prompt) + len(reply) - self.args.max_length)
+            lost = max(0, over - len(prompt))
+            prompt, reply, mask = prompt[over:], reply[lost:], mask[lost:]
+        return (prompt, reply, mask) if prompt else (reply[:1], reply[1:], mask[1:])
+
+
+class TextLoader(TRLLoader):
+    """Of `SFTTrainer`: a completion behind its prompt is trained; of texts and chats all is, or what the assistant
+    says."""
+
+    def __init__(self, rows: Any, tokenizer: Any, args: Any, batch_size: int) -> None:
+        first = next(iter(rows), {})
+        asked = args.completion_only_loss
+        paired = "prompt" in first and "completion" in first
+        self.whole = not paired or asked is False
+        super().__init__(rows, tokenizer, args, batch_size)
+
+    def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
+        if self.args.assistant_only_loss:
+            return list(map(self._cut, OfflineDatasetLoader._encoded(self, chat)))
+        return super()._encoded(chat)
+
+    def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
+        if not self.whole:
+            return super()._row(chat, row)
+        _, whole = self._pair(chat, row)
+        return [], whole, [1] * len(whole)
+
+
+class PairLoader(TRLLoader):
+    """Of `DPOTrainer`: both responses of a pair begin behind the same tokens."""
+
+    def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
+        prompt, reply, _ = super()._row(chat, row)
+        other = super()._row(chat, self._partner(row))[0]
+        shared = min(len(prompt), len(other))
+        reply = [*prompt[shared:], *reply]
+        return prompt[:shared], reply, [1] * len(reply)
+
+    def _partner(self, row: Any) -> Any:
+        return self._partners[row["group"], 1 - row["label"]]
+
+    @cached_property
+    def _partners(self) -> dict[tuple[str, float], Any]:
+        return {(row["group"], row["label"]): row for row in self._rows.rows()}
+
+
+class ScoredLoader(TRLLoader):
+    """Of `RewardTrainer`: pairs of which one is longer than `max_length` are left out. transformers reads the score at
+    the last token that is no padding, so that an end which is the padding token, too, is left out."""
+
+    def _limit_of_rows(self) -> None:
+        return None
+
+    def tokenize(self, tokenizer: Any) -> None:
+        super().tokenize(tokenizer)
+        limit, padding = self.args.max_length, getattr(tokenizer, "pad_token_id", None)
+        lengths = zip(*map(self.batch.lengths, ("prompt_tokens", "response_tokens")), strict=True)
+        groups = self.batch["group"]
+        long = {group for group, both in zip(groups, lengths, strict=True) if limit is not None and sum(both) > limit}
+        self.counts["dropped"] += len(long)
+        #: Whether a reply is scored at the EOS behind it.
+        self.at_eos = "messages" not in self.batch and tokenizer.eos_token_id != padding
+        kept = self.batch.filter([group not in long for group in groups])
+        if not len(kept):
+            raise DataError(f"every pair has a response that ends behind max_length={limit} tokens; none is left")
+        replies = [ids[:-1] if ids[-1:] == [padding] and len(ids) > 1 else ids for ids in kept["response_tokens"]]
+        masks = [[1] * len(ids) for ids in replies]
+        names = ("response_tokens", "response_mask")
+        self.batch = kept.drop(names).add(dict(zip(names, (replies, masks), strict=True)))
+        self._begin()
+
+
+class LabelledLoader(TRLLoader):
+    """Of `KTOTrainer`: rows with a label, each with the response of the row before it, round a micro-batch of the data
+    as they come, for the KL (`kl_response_tokens`)."""
+
+    def tokenize(self, tokenizer: Any) -> None:
+        super().tokenize(tokenizer)
+        if self.kind == "pairs":
+            order = [
+                row
+                for start in range(0, len(self.batch), 2 * _UNPAIRED)
+                for first in (0, 1)
+                for row in range(start + first, min(start + 2 * _UNPAIRED, len(self.batch)), 2)
+            ]
+            rows = self.batch.take(order)
+            self.batch = rows.drop(["group"]).add({"group": rows["id"]})
+        replies, prompts = self.batch["response_tokens"], self.batch.lengths("prompt_tokens")
+        each, limit = self.args.per_device_train_batch_size, self.args.max_length
+        others = [reply for start in range(0, len(replies), each) for reply in rotated(replies[start : start + each])]
+        cut = [ids if limit is None else ids[: limit - prompt] for ids, prompt in zip(others, prompts, strict=True)]
+        self.batch = self.batch.add({"kl_response_tokens": cut})
+        self._begin()
+
+
+def rotated(values: Sequence[Any]) -> list[Any]:
+    """The last one first."""
+    return [*values[-1:], *values[:-1]]
+
+
+def reply_of(row: Any) -> dict[str, Any]:
+    """The message that answers a prompt."""
+    if row.get("reply") is None:
+        return {"role": "assistant", "content": row["response"]}
+    message: dict[str, Any] = json.loads(row["reply"])
+    return message

@@ -1,0 +1,100 @@
+"""TRL's records of a script's command line, and its parser, which reads a YAML file, too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from verl.errors import ConfigError, nearest
+
+
+@dataclass
+class ScriptArguments:
+    """Which data a script reads, by their name or path in `datasets.load_dataset`."""
+
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    dataset_streaming: bool = False
+    ignore_bias_buffers: bool = False
+
+
+@dataclass
+class ModelConfig:
+    """Which model a script trains, and its adapters."""
+
+    model_name_or_path: str | None = None
+    model_revision: str = "main"
+    dtype: str | None = "float32"
+    attn_implementation: str | None = None
+    use_peft: bool = False
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.05
+    lora_target_modules: list[str] | None = None
+    lora_target_parameters: list[str] | None = None
+    lora_modules_to_save: list[str] | None = None
+    lora_task_type: str = "CAUSAL_LM"
+    use_rslora: bool = False
+    use_dora: bool = False
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "nf4"
+    use_bnb_nested_quant: bool = False
+    bnb_4bit_quant_storage: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ConfigError("load_in_8bit and load_in_4bit are two forms of one model: give one")
+        targets = self.lora_target_modules
+        if targets is not None and len(targets) == 1:  # "all-linear", or a pattern
+            self.lora_target_modules = targets[0]  # type: ignore[assignment]
+
+
+class TrlParser(HfArgumentParser):
+    """`HfArgumentParser` of which a YAML file (`--config FILE`) gives defaults; its `env` sets the environment."""
+
+    def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
+        kinds = dataclass_types if isinstance(dataclass_types, list | tuple) else [dataclass_types]
+        super().__init__([kind for kind in kinds if kind is not None], **options)
+
+    def parse_args_and_config(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+    ) -> tuple[Any, ...]:
+        """Records, and with `return_remaining_strings` a list of what belongs to none.
+
+        Raises:
+            ConfigError: the file has a setting of no record, unless `fail_with_unknown_args` is false.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        settings: dict[str, Any] = {}
+        if "--config" in words:
+            position = words.index("--config")
+            settings = yaml.safe_load(Path(words[position + 1]).read_text()) or {}
+            del words[position : position + 2]
+        os.environ.update({name: str(value) for name, value in (settings.pop("env", None) or {}).items()})
+        known = {action.dest for action in self._actions}
+        unknown = [name for name in settings if name not in known]
+        if unknown and fail_with_unknown_args and not return_remaining_strings:
+            raise ConfigError(f"--config has '{unknown[0]}', which is of no record: {nearest(unknown[0], known)}")
+        self.set_defaults(**{name: value for name, value in settings.items() if name in known})
+        for action in self._actions:
+            action.required = action.required and action.dest not in settings
+        rest = [word for name in unknown for word in (f"--{name}", str(settings[name]))]
+        parsed = self.parse_args_into_dataclasses(
+            args=words, return_remaining_strings=return_remaining_strings or not fail_with_unknown_args
+        )
+        if return_remaining_strings:
+            return (*parsed[:-1], [*rest, *parsed[-1]])
+        return tuple(parsed) if fail_with_unknown_args else tuple(parsed[:-1])
