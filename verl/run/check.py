@@ -142,7 +142,7 @@ def _readers(
         f"{_ROLLOUT}.n",
         not config.tasks or rollout.n == 1,
         "each of the tasks has its own n",
-    )  # 1: see config.translation
+    )  # 1: see translation
     for name in (*(f"{_ROLLOUT}.{name}" for name in _SAMPLING), *_EVALUATION):
         yield name, samples, "nothing is sampled: the responses are recorded"
 
