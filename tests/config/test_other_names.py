@@ -79,7 +79,7 @@ def test_the_kl_counts_where_their_switches_say(given: list[str], key: str, valu
 def test_what_means_something_else_is_refused_with_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert "write ppo_micro_batch_size_per_gpu" in error(*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size=128")
-    assert "reward.path" in error(*BASE, "reward_model.reward_manager=dapo")
+    assert "reward.path" in error(*BASE, "reward_model.reward_manager=collabllm")
     assert "data.train: is given twice, as train_files too" in error(*BASE, "data.train=a.jsonl")
     for key in ("data.train_batch_size={}", "trainer.n_gpus_per_node=x", "algorithm.adv_estimator=[1]"):
         assert key.partition("=")[0].rpartition(".")[2] in error(*BASE, key) or key in error(*BASE, key)

@@ -156,7 +156,8 @@ def train(
 def _in_short(config: Config) -> str:
     """What a run does, before anything is loaded."""
     trainer, tasks = config.trainer, [task.type for task in config.tasks]
-    steps = f"{trainer.total_epochs} epochs" if trainer.total_epochs else f"{trainer.total_steps} steps"
+    count, unit = (trainer.total_epochs, "epoch") if trainer.total_epochs else (trainer.total_steps, "step")
+    steps = f"{count} {unit}{'s' * (count != 1)}"
     names = " and ".join(tasks) or config.algorithm.name or "the default algorithm"
     return f"{steps} of {names} on {config.actor_rollout_ref.model.path}"
 

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.document import describe, subsections
-from verl.config.other_names import translated
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
+from verl.config.translation import translated
 from verl.errors import ConfigError, nearest
 from verl.record import Record, SettingsError
 from verl.schemas import SETTINGS

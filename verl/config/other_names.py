@@ -1,8 +1,8 @@
 """Names that others have for our settings: those of volcengine/verl, and some of DeepSpeed and the articles.
 
-Each is taken where its meaning carries over, name and value alike; one that has no effect here is noted once, with the
-reason; one whose meaning differs is refused with what to write instead. What is not given has our default, but for
-`rollout.n`, which is 1 beside `data.train_batch_size`, as there.
+Each is taken where its meaning carries over, name and value alike; one that only says how the other library works
+(`unused_names`) is noted once; one whose meaning differs is refused with what to write instead. Beside
+`data.train_files` and `data.train_batch_size`, what is not given has their default, where ours would train otherwise.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.errors import ConfigError
-
 logger = logging.getLogger(__name__)
 
 Get = Callable[[str], Any]
 #: From a value, and what else is given, to our keys with their values.
 Translate = Callable[[Any, Get], Mapping[str, Any]]
-_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-_ALGORITHMS = {"gae": "ppo"}
-_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_ALGORITHMS = {"gae": "ppo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+#: Our algorithm of GRPO's advantages with that loss.
+_LOSSES = {"vanilla": "grpo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo"}
+_KL = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
+_OVERLONG = ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     """The setting is refused; the text says what to write instead."""
 
 
@@ -38,7 +39,8 @@ def _without(key: str, *nothing: Any) -> Translate:
     return lambda value, get: {key: None if value in nothing else value}
 
 
-def _no_effect(value: Any, get: Get) -> Mapping[str, Any]:
+def _nothing(value: Any, get: Get) -> Mapping[str, Any]:
+    """Read beside another key."""
     return {}
 
 
@@ -47,27 +49,55 @@ def _only(*allowed: Any, instead: str) -> Translate:
 
     def translate(value: Any, get: Get) -> Mapping[str, Any]:
         if value not in allowed:
-            raise _RefusedError(instead)
+            raise RefusedError(instead)
         return {}
 
     return translate
 
 
-def _refused(instead: str) -> Translate:
-    return _only(instead=instead)
+def _as(other: str, *allowed: Any, instead: str) -> Translate:
+    """No effect with the value of another key, or with these."""
+    return lambda value, get: {} if value == get(other) else _only(*allowed, instead=instead)(value, get)
 
 
 def _source(key: str) -> Translate:
     return lambda value, get: {key: {"path": value} if isinstance(value, list) else value}
 
 
+def is_theirs(get: Get) -> bool:
+    """Whether these are the settings of a launch script, and not a few names beside ours."""
+    return get("data.train_files") is not None and get("data.train_batch_size") is not None
+
+
 def _batch_size(value: Any, get: Get) -> Mapping[str, Any]:
     return {"data.batch_size": value, **({} if get(f"{_ROLLOUT}.n") is not None else {f"{_ROLLOUT}.n": 1})}
 
 
+def _generated(value: Any, get: Get) -> Mapping[str, Any]:
+    if value != get("data.train_batch_size") and not get("algorithm.filter_groups.enable"):
+        raise RefusedError("is the batch of a step there, whatever train_batch_size says: write data.batch_size, once")
+    return {}
+
+
 def _samples(key: str) -> Translate:
     """Prompts there, samples here."""
-    return lambda value, get: {key: value * (get(f"{_ROLLOUT}.n") or 1) if isinstance(value, int) else value}
+
+    def translate(value: Any, get: Get) -> Mapping[str, Any]:
+        if isinstance(value, int) and isinstance(prompts := get("data.train_batch_size"), int) and is_theirs(get):
+            value = min(value, prompts)
+        return {key: value * (get(f"{_ROLLOUT}.n") or 1) if isinstance(value, int) else value}
+
+    return translate
+
+
+def _of_all_gpus(key: str) -> Translate:
+    def translate(value: Any, get: Get) -> Mapping[str, Any]:
+        gpus = get("trainer.n_gpus_per_node")
+        if gpus is None or not isinstance(value, int):
+            raise RefusedError("is of all GPUs: write ppo_micro_batch_size_per_gpu")
+        return {key: max(1, value // (gpus * (get("trainer.nnodes") or 1)))}
+
+    return translate
 
 
 def _lora(key: str) -> Translate:
@@ -77,9 +107,103 @@ def _lora(key: str) -> Translate:
     return translate
 
 
+def _rank(value: Any, get: Get) -> Mapping[str, Any]:
+    usual = {} if get(f"{_MODEL}.lora_alpha") is not None else {f"{_MODEL}.lora.alpha": 16}
+    return {f"{_MODEL}.lora.r": value, **usual} if value else {}
+
+
+def _overlong(get: Get, key: str) -> Any:
+    return next((value for section in _OVERLONG if (value := get(f"{section}.{key}")) is not None), None)
+
+
+def _punishes(get: Get) -> bool:
+    return get("reward_model.reward_manager") == "dapo" and bool(_overlong(get, "enable"))
+
+
+def _name(estimator: str, get: Get) -> str:
+    """Our algorithm of an estimator of advantages and a loss.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    name, mode = _ALGORITHMS.get(estimator, estimator), str(get(f"{ACTOR}.policy_loss.loss_mode") or "vanilla")
+    is_dapo = _punishes(get) or bool(get("algorithm.filter_groups.enable"))
+    if name == "gpg" or (mode == "vanilla" and not is_dapo):
+        return name
+    if name != "grpo" or mode not in _LOSSES or (is_dapo and mode != "vanilla"):
+        what = f"{mode} with overlong_buffer or filter_groups" if is_dapo else f"loss_mode={mode}"
+        raise RefusedError(
+            f"there is no {what} for {estimator}: write one of {', '.join(_LOSSES)} beside grpo, or an algorithm of "
+            "your own (algorithm.name=FILE.py:CLASS, docs/algorithms.md)"
+        )
+    return "dapo" if is_dapo else _LOSSES[mode]
+
+
 def _algorithm(value: Any, get: Get) -> Mapping[str, Any]:
-    has_kl = get(f"{_ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward") or get("algorithm.kl_in")
-    return {"algorithm.name": _ALGORITHMS.get(str(value), value), **({} if has_kl else {"algorithm.kl_in": "none"})}
+    options: dict[str, Any] = {}
+    try:
+        name = _name(value, get) if isinstance(value, str) else value
+    except RefusedError:
+        if (get(f"{ACTOR}.policy_loss.loss_mode") or "vanilla") != "vanilla":  # which is refused
+            return {}
+        raise
+    if not (get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward") or get("algorithm.kl_in")):
+        options["kl_in"] = "none"
+    if is_theirs(get) and get("algorithm.rollout_correction.rollout_is") is None:
+        options["rollout_is"] = None
+    if name in ("dapo", "gspo", "gmpo", "cispo"):  # whose bounds are not 0.2
+        both = get(f"{ACTOR}.clip_ratio") or 0.2
+        options |= {side: both for side in _SIDES if get(f"{ACTOR}.{side}") is None}
+    if name == "dapo":
+        options["filter_groups"] = bool(get("algorithm.filter_groups.enable"))
+        if _punishes(get):
+            options |= _punishment(get)
+    return {"algorithm.name": name, **{f"algorithm.{key}": option for key, option in options.items()}}
+
+
+def _punishment(get: Get) -> dict[str, Any]:
+    length, most = get("reward_model.reward_kwargs.max_resp_len"), get("data.max_response_length")
+    if length not in (None, most):
+        raise RefusedError(
+            f"reward_kwargs.max_resp_len={length} is not data.max_response_length={most}: write it there"
+        )
+    factor = _overlong(get, "penalty_factor")
+    return {
+        "overlong_length": most,
+        "overlong_buffer": _overlong(get, "len"),
+        "overlong_penalty": 1.0 if factor is None else factor,
+    }
+
+
+def _loss_mode(value: Any, get: Get) -> Mapping[str, Any]:
+    _name(str(get("algorithm.adv_estimator")), get)
+    return {}
+
+
+_SIDES = ("clip_ratio_low", "clip_ratio_high")
+#: Algorithms whose loss has no such option there either.
+_UNREAD = {
+    "clip_ratio_c": ("gspo", "gmpo", "cispo", "gpg"),
+    "loss_agg_mode": ("gspo", "gmpo"),
+    **dict.fromkeys(("clip_ratio", *_SIDES), ("gpg",)),
+}
+
+
+def _of_loss(key: str) -> Translate:
+    """An option of the policy's loss."""
+
+    def translate(value: Any, get: Get) -> Mapping[str, Any]:
+        estimator, unread = get("algorithm.adv_estimator"), _UNREAD.get(key, ())
+        try:
+            if unread and isinstance(estimator, str) and _name(estimator, get) in unread:
+                return {}
+        except RefusedError:  # the estimator says so
+            return {}
+        if key == "clip_ratio" and all(get(f"{ACTOR}.{side}") is not None for side in _SIDES):
+            return {}
+        return {f"algorithm.{key}": value}
+
+    return translate
 
 
 def _option(key: str, usual: Any) -> Translate:
@@ -92,7 +216,12 @@ def _option(key: str, usual: Any) -> Translate:
 
 
 def _kl_in(where: str) -> Translate:
-    return lambda value, get: {"algorithm.kl_in": where} if value else {}
+    def translate(value: Any, get: Get) -> Mapping[str, Any]:
+        if value and where == "reward" and get(f"{ACTOR}.use_kl_loss"):
+            raise RefusedError("the KL counts once here: leave it or actor.use_kl_loss out")
+        return {"algorithm.kl_in": where} if value else {}
+
+    return translate
 
 
 def _kl(switch: str, key: str, names: Mapping[str, str] | None = None) -> Translate:
@@ -117,20 +246,66 @@ def _adaptive(key: str) -> Translate:
     return translate
 
 
+def _correction(key: str) -> Translate:
+    """An option of the correction that `rollout_is` or `rollout_rs` turns on."""
+    switch = "algorithm.rollout_correction." + ("rollout_rs" if "rs" in key else "rollout_is")
+    return lambda value, get: {f"algorithm.{key}": value} if get(switch) is not None else {}
+
+
+def _filter_metric(value: Any, get: Get) -> Mapping[str, Any]:
+    if value in ("seq_reward", "seq_final_reward") and _punishes(get):
+        raise RefusedError("groups are compared before the overlong punishment here: write acc")
+    return _only("acc", "score", "seq_reward", "seq_final_reward", instead="write acc: the reward")(value, get)
+
+
+def _rollouts(value: Any, get: Get) -> Mapping[str, Any]:
+    if not get("algorithm.filter_groups.enable"):
+        return {}
+    return {"trainer.max_resamples": value - 1 if value > 0 else 2**31 - 1}
+
+
 def _reward(value: Any, get: Get) -> Mapping[str, Any]:
     return {"reward.path": f"{value}:{get('custom_reward_function.name') or 'compute_score'}"} if value else {}
 
 
+def _manager(value: Any, get: Get) -> Mapping[str, Any]:
+    return _only("naive", "batch", "prime", "dapo", instead="write a reward of your own: reward.path")(value, get)
+
+
 def _reward_model(value: Any, get: Get) -> Mapping[str, Any]:
+    if get("reward_model.enable") and get("custom_reward_function.path"):
+        raise RefusedError("a function that asks a model by its server is a reward of its own: leave reward_model out")
     return {"reward.model": value} if get("reward_model.enable") else {}
 
 
 def _gpus(value: Any, get: Get) -> Mapping[str, Any]:
     """Under torchrun the ranks are there; else a run on several GPUs takes a Ray cluster."""
     if not isinstance(value, int):
-        raise _RefusedError("write a whole number")
+        raise RefusedError("write a whole number")
     count = value * (get("trainer.nnodes") or 1)
+    if (rollout := get("rollout.n_gpus_per_node")) is not None:
+        first = rollout * (get("rollout.nnodes") or 1)
+        return {"trainer.placement": {"rollout": f"cuda:0-{first - 1}", "actor": f"cuda:{first}-{first + count - 1}"}}
     return {} if count == 1 or "WORLD_SIZE" in os.environ else {"trainer.placement": f"cuda:0-{count - 1}"}
+
+
+def _strategy(role: str) -> Translate:
+    """`megatron` cuts by tensor and pipeline alone here; what cuts the sequence or the experts is FSDP."""
+
+    def translate(value: Any, get: Get) -> Mapping[str, Any]:
+        cuts = [get(f"{role}.megatron.{name}") or 1 for name in ("context_parallel_size", "expert_model_parallel_size")]
+        return {f"{role}.strategy": "fsdp" if value == "fsdp2" or (value == "megatron" and max(cuts) > 1) else value}
+
+    return translate
+
+
+def usual_strategy(role: str, get: Get) -> str | None:
+    """The strategy that a script leaves out."""
+    if any(get(f"{role}.megatron.{name}") is not None for name in _SIZES):
+        return "megatron"
+    fsdp = [get(f"{role}.fsdp_config.{name}") for name in ("param_offload", "optimizer_offload", "forward_prefetch")]
+    several = (get("trainer.n_gpus_per_node") or 1) != 1 or (get("trainer.nnodes") or 1) != 1
+    return "fsdp" if several or any(fsdp) or (get(f"{role}.fsdp_config.fsdp_size") or -1) != -1 else None
 
 
 def _greedy(value: Any, get: Get) -> Mapping[str, Any]:
@@ -148,9 +323,76 @@ def _evaluated(translate: Translate) -> Translate:
     return lambda value, get: translate(value, get) if get("data.val_files") or get("data.eval") else {}
 
 
+_TRACKERS = ("swanlab", "clearml", "vemlp_wandb", "file", "rl_logging_board")
+
+
+def _loggers(value: Any, get: Get) -> Mapping[str, Any]:
+    """Trackers that are not here write nothing."""
+    names = value if isinstance(value, list) else [value]
+    if missing := [
+        str(name) for name in names if name in ("swanlab", "clearml", "vemlp_wandb", "file", "rl_logging_board")
+    ]:
+        logger.warning("trainer.logger: %s: not here; metrics.jsonl has what they would get", ", ".join(missing))
+    return {"trainer.loggers": [name for name in names if name not in missing]}
+
+
+def _resume(value: Any, get: Get) -> Mapping[str, Any]:
+    if value == "disable":
+        logger.warning(
+            "trainer.resume_mode=disable: an unfinished run goes on all the same; verl train --fresh does not"
+        )
+    return _only("auto", "disable", instead="write verl train --fresh: the same command goes on")(value, get)
+
+
 def _has_projects(get: Get) -> bool:
     loggers = get("trainer.logger") or get("trainer.loggers") or ()
     return any(name in loggers for name in ("wandb", "trackio", "mlflow"))
+
+
+def _engine(value: Any, get: Get) -> Mapping[str, Any]:
+    """Engines draw from one distribution: which one draws is a matter of speed."""
+    if value in ("sglang", "trtllm"):
+        logger.warning("%s.name: %s is not here: auto, which is vLLM on a GPU, draws the samples", _ROLLOUT, value)
+        return {f"{_ROLLOUT}.name": "auto"}
+    return {f"{_ROLLOUT}.name": value}
+
+
+def _model_length(value: Any, get: Get) -> Mapping[str, Any]:
+    longest = (get("data.max_prompt_length") or 0) + (get("data.max_response_length") or 0)
+    if isinstance(value, int) and value < longest:
+        raise RefusedError(f"cuts responses before {longest} tokens: write a smaller data.max_response_length")
+    return {}
+
+
+def _updates(get: Get) -> int:
+    """Optimizer steps of one step: a schedule there counts steps, and here updates."""
+    prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
+    parts = max(1, prompts // mini) if isinstance(prompts, int) and isinstance(mini, int) and mini else 1
+    return parts * (get(f"{ACTOR}.ppo_epochs") or 1)
+
+
+def _steps(key: str) -> Translate:
+    """Steps there, updates here; -1 is not given."""
+    return lambda value, get: {} if value == -1 else {key: value * _updates(get)}
+
+
+def _warmup_share(optim: str) -> Translate:
+    def translate(value: Any, get: Get) -> Mapping[str, Any]:
+        total = get("trainer.total_training_steps")
+        if not value or (get(f"{optim}.lr_warmup_steps") or -1) > 0:
+            return {}
+        if not isinstance(total, int) or not isinstance(value, float):
+            raise RefusedError(f"write {optim}.warmup_steps, in steps")
+        return {f"{optim}.warmup_steps": int(value * total) * _updates(get)}
+
+    return translate
+
+
+def _decay(optim: str) -> Translate:
+    """The steps of Megatron's decay; a constant rate has none."""
+    style = f"{optim}.lr_decay_style"
+    steps = _steps(f"{optim}.total_steps")
+    return lambda value, get: steps(value, get) if (get(style) or "constant") != "constant" else {}
 
 
 def _update(section: str, optim: str) -> dict[str, Translate]:
@@ -159,52 +401,91 @@ def _update(section: str, optim: str) -> dict[str, Translate]:
         f"{section}.ppo_mini_batch_size": _samples(f"{section}.mini_batch_size"),
         f"{section}.ppo_micro_batch_size_per_gpu": _to(f"{section}.micro_batch_size"),
         f"{section}.train_micro_batch_size_per_gpu": _to(f"{section}.micro_batch_size"),
-        f"{section}.ppo_micro_batch_size": _only(None, instead="is of all GPUs: write ppo_micro_batch_size_per_gpu"),
+        f"{section}.ppo_micro_batch_size": _of_all_gpus(f"{section}.micro_batch_size"),
         f"{section}.ppo_max_token_len_per_gpu": _to(f"{section}.max_tokens_per_micro_batch"),
-        f"{section}.use_dynamic_bsz": _no_effect,
         f"{section}.ppo_epochs": _to(f"{section}.epochs"),
         f"{section}.grad_clip": _to(f"{optim}.max_grad_norm"),
-        f"{section}.shuffle": _no_effect,
-        f"{optim}.lr_warmup_steps": lambda value, get: {} if value == -1 else {f"{optim}.warmup_steps": value},
-        f"{optim}.lr_warmup_steps_ratio": _only(0, 0.0, instead=f"write {optim}.warmup_steps, in steps"),
+        f"{section}.shuffle": _only(False, instead="mini-batches keep the order of the batch: leave it out"),
+        f"{section}.strategy": _strategy(section),
+        f"{section}.megatron.tensor_model_parallel_size": _to(f"{section}.tensor_parallel_size"),
+        f"{section}.megatron.pipeline_model_parallel_size": _to(f"{section}.pipeline_parallel_size"),
+        f"{section}.megatron.context_parallel_size": _to(f"{section}.ulysses_sequence_parallel_size"),
+        f"{section}.megatron.expert_model_parallel_size": _to(f"{section}.expert_parallel_size"),
+        f"{optim}.lr_warmup_steps": _steps(f"{optim}.warmup_steps"),
+        f"{optim}.lr_warmup_steps_ratio": _warmup_share(optim),
         f"{optim}.warmup_style": _to(f"{optim}.schedule"),
         f"{optim}.lr_scheduler_type": _to(f"{optim}.schedule"),
-        f"{optim}.total_training_steps": _without(f"{optim}.total_steps", -1),
+        f"{optim}.lr_decay_style": _to(f"{optim}.schedule"),
+        f"{optim}.lr_decay_steps": _decay(optim),
+        f"{optim}.total_training_steps": _steps(f"{optim}.total_steps"),
+        f"{optim}.optimizer": _only("AdamW", "adam", instead="the optimizer is AdamW: leave it out"),
+        f"{optim}.optimizer_impl": _only("torch.optim", instead="the optimizer is AdamW: leave it out"),
+        f"{optim}.min_lr_ratio": _only(0, 0.0, instead="schedules end at 0: leave it out"),
+        f"{optim}.min_lr": _only(0, 0.0, instead="schedules end at 0: leave it out"),
+        f"{optim}.num_cycles": _only(0.5, instead="a cosine is half a period: leave it out"),
+        f"{optim}.clip_grad": _clip_grad(section, optim),
     }
 
 
+def _clip_grad(section: str, optim: str) -> Translate:
+    """Megatron's name; beside `grad_clip` it says nothing there either."""
+    return lambda value, get: {} if get(f"{section}.grad_clip") is not None else {f"{optim}.max_grad_norm": value}
+
+
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"
+)  # fmt: skip
 #: Settings of the actor that are the algorithm's here.
-_OF_ALGORITHMS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "loss_agg_mode")
+_OF_ALGORITHMS = (
+    "clip_ratio", *_SIDES, "clip_ratio_c", "entropy_coeff", "loss_agg_mode", "loss_scale_factor",
+)  # fmt: skip
 NAMES: dict[str, Translate] = {
     "data.rollout_batch_size": _to("data.batch_size"),
     "data.train_files": _source("data.train"),
     "data.val_files": _source("data.eval"),
     "data.train_batch_size": _batch_size,
+    "data.gen_batch_size": _generated,
     "data.max_response_length": _to(f"{_ROLLOUT}.max_new_tokens"),
     "data.filter_overlong_prompts": lambda value, get: {"data.truncation": "drop"} if value else {},
     "data.truncation": lambda value, get: {} if get("data.filter_overlong_prompts") else {"data.truncation": value},
     "data.prompt_key": _to("data.prompt_column"),
     "data.reward_fn_key": _only("data_source", instead="a reward reads any column by its name"),
-    f"{_MODEL}.lora_rank": lambda value, get: {f"{_MODEL}.lora.r": value} if value else {},
+    "data.trust_remote_code": lambda value, get: (
+        {f"{_MODEL}.trust_remote_code": True} if value and not get(f"{_MODEL}.trust_remote_code") else {}
+    ),
+    f"{_MODEL}.tokenizer_path": _to(f"{_MODEL}.tokenizer"),
+    f"{_MODEL}.torch_dtype": _to(f"{_MODEL}.dtype"),
+    f"{_MODEL}.fused_kernel_options.impl_backend": lambda value, get: (
+        {} if get(f"{_MODEL}.use_fused_kernels") is False else {f"{_MODEL}.fused_kernel_options.impl_backend": value}
+    ),
+    f"{_MODEL}.lora_rank": _rank,
     f"{_MODEL}.lora_alpha": _lora("alpha"),
     f"{_MODEL}.target_modules": _lora("targets"),
-    **_update(_ACTOR, f"{_ACTOR}.optim"),
-    f"{_ACTOR}.strategy": lambda value, get: {f"{_ACTOR}.strategy": "fsdp" if value == "fsdp2" else value},
-    **{f"{_ACTOR}.{name}": _to(f"algorithm.{name}") for name in _OF_ALGORITHMS},
-    f"{_ACTOR}.use_kl_loss": _kl_in("loss"),
-    f"{_ACTOR}.kl_loss_coef": _kl(f"{_ACTOR}.use_kl_loss", "kl_coef"),
-    f"{_ACTOR}.kl_loss_type": _kl(f"{_ACTOR}.use_kl_loss", "kl_estimator", _KL),
-    f"{_ACTOR}.fsdp_config.grad_offload": lambda value, get: (
-        {f"{_ACTOR}.fsdp_config.optimizer_offload": True} if value else {}
+    **_update(ACTOR, f"{ACTOR}.optim"),
+    **{f"{ACTOR}.{name}": _of_loss(name) for name in _OF_ALGORITHMS},
+    f"{ACTOR}.policy_loss.loss_mode": _loss_mode,
+    f"{ACTOR}.use_kl_loss": _kl_in("loss"),
+    f"{ACTOR}.kl_loss_coef": _kl(f"{ACTOR}.use_kl_loss", "kl_coef"),
+    f"{ACTOR}.kl_loss_type": _kl(f"{ACTOR}.use_kl_loss", "kl_estimator", _KL),
+    f"{ACTOR}.fsdp_config.grad_offload": lambda value, get: (
+        {f"{ACTOR}.fsdp_config.optimizer_offload": True} if value else {}
     ),
+    f"{ACTOR}.fsdp_config.model_dtype": _to(f"{_MODEL}.dtype"),
+    f"{_ROLLOUT}.name": _engine,
     f"{_ROLLOUT}.rollout_per_device_batch_size": _to(f"{_ROLLOUT}.max_num_seqs"),
     f"{_ROLLOUT}.top_k": lambda value, get: {f"{_ROLLOUT}.top_k": 0 if value == -1 else value},
     f"{_ROLLOUT}.do_sample": _only(True, instead="training samples: write temperature"),
+    f"{_ROLLOUT}.max_model_len": _model_length,
+    f"{_ROLLOUT}.prompt_length": _as("data.max_prompt_length", instead="write data.max_prompt_length"),
+    f"{_ROLLOUT}.response_length": _as("data.max_response_length", instead="write data.max_response_length"),
     f"{_ROLLOUT}.val_kwargs.n": _evaluated(_to("trainer.eval_n")),
     f"{_ROLLOUT}.val_kwargs.do_sample": _evaluated(_greedy),
     f"{_ROLLOUT}.val_kwargs.temperature": _evaluated(_eval_temperature),
+    f"{_ROLLOUT}.val_kwargs.top_p": _evaluated(_to("trainer.eval_top_p")),
+    f"{_ROLLOUT}.val_kwargs.top_k": _evaluated(lambda value, get: {"trainer.eval_top_k": 0 if value == -1 else value}),
     **_update("critic", "critic.optim"),
     "critic.cliprange_value": _option("cliprange_value", 0.5),
+    "critic.loss_agg_mode": _as(f"{ACTOR}.loss_agg_mode", "token-mean", instead="is the actor's: leave it out"),
     "algorithm.adv_estimator": _algorithm,
     "algorithm.gamma": _option("gamma", 1.0),
     "algorithm.lam": _option("lam", 1.0),
@@ -215,122 +496,50 @@ NAMES: dict[str, Translate] = {
     "algorithm.kl_ctrl.kl_coef": _kl("algorithm.use_kl_in_reward", "kl_coef"),
     "algorithm.kl_ctrl.horizon": _adaptive("kl_horizon"),
     "algorithm.kl_ctrl.target_kl": _adaptive("kl_target"),
+    "algorithm.filter_groups.enable": _nothing,
+    "algorithm.filter_groups.metric": _filter_metric,
+    "algorithm.filter_groups.max_num_gen_batches": _rollouts,
+    "algorithm.rollout_correction.rollout_is": _to("algorithm.rollout_is"),
+    "algorithm.rollout_correction.rollout_is_threshold": _correction("rollout_is_threshold"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": _correction("rollout_is_normalize"),
+    "algorithm.rollout_correction.rollout_rs": _to("algorithm.rollout_rs"),
+    "algorithm.rollout_correction.rollout_rs_threshold": _correction("rollout_rs_threshold"),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": _correction("rollout_rs_lower"),
+    "algorithm.rollout_correction.loss_type": _only(
+        "ppo_clip", instead="write algorithm.name of such a loss, or leave it out"
+    ),
+    "algorithm.rollout_correction.bypass_mode": _only(
+        False, instead="the trainer's log-probs are the old ones: leave it out"
+    ),
     "custom_reward_function.path": _reward,
+    "custom_reward_function.name": _nothing,
+    "reward_model.enable": _nothing,
     "reward_model.model.path": _reward_model,
-    "reward_model.reward_manager": _only("naive", "batch", "prime", instead="write a reward of your own: reward.path"),
+    "reward_model.reward_manager": _manager,
+    "reward_model.reward_kwargs.max_resp_len": _nothing,
+    **{f"{section}.{key}": _nothing for section in _OVERLONG for key in ("enable", "len", "penalty_factor")},
     "trainer.total_training_steps": _to("trainer.total_steps"),
-    "trainer.save_freq": _without("trainer.save_every", -1),
-    "trainer.test_freq": _without("trainer.eval_every", -1),
-    "trainer.logger": _to("trainer.loggers"),
+    "trainer.total_epochs": lambda value, get: (
+        {} if get("trainer.total_training_steps") is not None and is_theirs(get) else {"trainer.total_epochs": value}
+    ),
+    "trainer.save_freq": _without("trainer.save_every", -1, 0),
+    "trainer.test_freq": _evaluated(_without("trainer.eval_every", -1, 0)),
+    "trainer.val_before_train": _evaluated(lambda value, get: {} if value else {"trainer.eval_before": False}),
+    "trainer.val_only": lambda value, get: {"trainer.total_steps": 0} if value else {},
+    "trainer.logger": _loggers,
     "trainer.project_name": lambda value, get: {"trainer.project": value} if _has_projects(get) else {},
     "trainer.experiment_name": _to("trainer.run_name"),
     "trainer.default_local_dir": _to("trainer.output_dir"),
     "trainer.max_actor_ckpt_to_keep": _to("trainer.keep_checkpoints"),
+    "trainer.max_ckpt_to_keep": _to("trainer.keep_checkpoints"),
+    f"{_ROLLOUT}.tensor_model_parallel_size": _to(f"{_ROLLOUT}.tensor_model_parallel_size"),
     "trainer.n_gpus_per_node": _gpus,
     "trainer.critic_warmup": _only(0, instead="there is no such phase here: leave it out"),
-    "trainer.resume_mode": _only("auto", instead="write verl train --fresh: the same command goes on"),
+    "trainer.resume_mode": _resume,
 }
-#: Those that say how the other library works, not what is learned.
-NAMES |= {f"{section}.{name}": _no_effect for section, names in {
-    "data": "val_batch_size return_raw_chat",
-    _MODEL: "use_shm",
-    _ROLLOUT:
-        "gpu_memory_utilization log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
-        "log_prob_max_token_len_per_gpu max_num_batched_tokens enforce_eager free_cache_engine load_format "
-        "layered_summon enable_chunked_prefill",
-    "actor_rollout_ref.ref":
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
-        "log_prob_max_token_len_per_gpu fsdp_config.param_offload",
-    "critic.model.fsdp_config": "param_offload grad_offload optimizer_offload",
-    "custom_reward_function": "name",
-    "reward_model":
-        "enable model.use_remove_padding model.fsdp_config.param_offload micro_batch_size micro_batch_size_per_gpu "
-        "use_dynamic_bsz forward_max_token_len_per_gpu",
-    "trainer":
-        "max_critic_ckpt_to_keep nnodes val_before_train balance_batch device use_legacy_worker_impl",
-}.items() for name in names.split()}  # fmt: skip
 #: Their names that are ours, too, and mean the same.
-_OWN = frozenset((
-    "data.max_response_length", "data.truncation", f"{_ROLLOUT}.top_k", f"{_ACTOR}.strategy", "algorithm.gamma",
-    "algorithm.lam",
+OWN = frozenset((
+    "data.max_response_length", "data.truncation", f"{_ROLLOUT}.top_k", f"{_ROLLOUT}.name", f"{ACTOR}.strategy",
+    "critic.strategy", f"{_ROLLOUT}.tensor_model_parallel_size", "algorithm.gamma", "algorithm.lam",
+    "trainer.total_epochs", f"{_MODEL}.fused_kernel_options.impl_backend",
 ))  # fmt: skip
-
-
-def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], origin: str) -> dict[str, Any]:
-    """The settings under our names, and `locations` likewise. `content` is changed.
-
-    Raises:
-        ConfigError: a key is given under two names, or has a value that means something else here.
-    """
-    theirs = {name: value for name in NAMES if (value := _get(content, name, _MISSING)) is not _MISSING}
-    if not theirs.keys() - _OWN:
-        return content
-    if "data.train_files" not in theirs:  # ours then, which is about recorded responses
-        theirs.pop("data.max_response_length", None)
-
-    def get(name: str) -> Any:
-        return theirs.get(name, _get(content, name, None))
-
-    for name in theirs:
-        _take(content, name)
-    unused = []
-    renamed: dict[str, tuple[str, Any]] = {}
-    for name, value in theirs.items():
-        try:
-            ours = NAMES[name](value, get)
-        except _RefusedError as refusal:
-            raise ConfigError(f"{origin}: {name}{_where(name, locations)}: {value!r} is not taken: {refusal}") from None
-        if not ours and NAMES[name] is _no_effect:
-            unused.append(name)
-        for key, item in ours.items():
-            if key in renamed or _get(content, key, _MISSING) is not _MISSING:
-                other = name.rpartition(".")[2] if name.rpartition(".")[0] == key.rpartition(".")[0] else name
-                raise ConfigError(
-                    f"{origin}: {key}: is given twice, as {other} too{_where(name, locations)}: leave one out"
-                )
-            renamed[key] = (name, item)
-    for key, (name, item) in renamed.items():
-        _put(content, key, item)
-        if where := locations.get(tuple(name.split("."))):
-            locations[tuple(key.split("."))] = where
-    if unused:
-        logger.warning("of no effect here: %s", ", ".join(unused))
-    return content
-
-
-_MISSING = object()
-
-
-def _get(content: Mapping[str, Any], name: str, default: Any) -> Any:
-    section: Any = content
-    for part in name.split("."):
-        if not isinstance(section, dict) or part not in section:
-            return default
-        section = section[part]
-    return section
-
-
-def _take(content: dict[str, Any], name: str) -> None:
-    """Remove a key, and the sections that it leaves empty."""
-    *path, last = name.split(".")
-    sections = [content]
-    for part in path:
-        sections.append(sections[-1][part])
-    del sections[-1][last]
-    for part, section, inner in zip(reversed(path), reversed(sections[:-1]), reversed(sections[1:]), strict=True):
-        if inner:
-            break
-        del section[part]
-
-
-def _put(content: dict[str, Any], name: str, value: Any) -> None:
-    *path, last = name.split(".")
-    section = content
-    for part in path:
-        section = section.setdefault(part, {})
-    section[last] = value
-
-
-def _where(name: str, locations: Mapping[tuple[str, ...], str]) -> str:
-    where = locations.get(tuple(name.split(".")))
-    return f" ({where})" if where else ""

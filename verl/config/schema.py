@@ -383,6 +383,13 @@ class TrainerConfig(Record):
     )
     eval_n: Count = output(default=1, description="samples per held-out problem")
     eval_temperature: Temperature = output(default=0.0, description="temperature of evaluation (0: greedy)")
+    eval_top_p: Annotated[float, Field(gt=0, le=1)] | None = added(
+        "output", None, "probability mass that evaluation samples within (null: rollout.top_p)"
+    )
+    eval_top_k: Natural | None = added(
+        "output", None, "evaluation samples among the k likeliest tokens (0: all; null: rollout.top_k)"
+    )
+    eval_before: bool = added("output", True, "evaluate before the first step, too")
     eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = output(
         default=(),
         description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
@@ -484,7 +491,8 @@ class Config(Record):
             if stray := self.trainer.task_scheduler.initial_weights.keys() - {*names}:
                 stray_name = min(stray)
                 raise wrong("trainer.task_scheduler", f"weighs task '{stray_name}': {nearest(stray_name, names)}")
-        for name in ("eval_every", "eval_n", "eval_temperature", "eval_metrics", "log_completions"):
+        of_evaluation = ("every", "n", "temperature", "top_p", "top_k", "before", "metrics")
+        for name in (*(f"eval_{name}" for name in of_evaluation), "log_completions"):
             if self.data.eval is None and getattr(self.trainer, name) != TrainerConfig.model_fields[name].default:
                 raise wrong(f"trainer.{name}", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:

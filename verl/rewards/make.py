@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.errors import ConfigError, nearest
 from verl.keywords import takes
+from verl.rewards.by_source import score_by_source
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import OnFailure
 from verl.rewards.registry import REWARDS, registered
@@ -65,6 +66,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("reasoning_gym", "TaskReward", options)
     if isinstance(source, str) and source == "math":
         return _build("maths", "MathReward", options)
+    if isinstance(source, str) and source == "data_source":
+        return _build("functions", "FunctionReward", options, score_by_source)
     if isinstance(source, str) and source == "rm_hf":
         if "model_name" not in options:
             raise ConfigError(

@@ -11,7 +11,7 @@ from verl.names import give_name
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
 _REGISTERED: dict[str, Any] = {}
 #: Names of rewards: the built-in ones, and those of users that are registered.
-REWARDS = {"task", "code", "code_evaluator", "math", "reasoning_gym", "rm_hf"}
+REWARDS = {"task", "code", "code_evaluator", "data_source", "math", "reasoning_gym", "rm_hf"}
 
 
 def register_reward(name: str) -> Callable[[RewardT], RewardT]:

@@ -27,7 +27,9 @@ from verl.user_functions import load_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SAMPLING = ("episode", "environment", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
-_EVALUATION = ("trainer.eval_n", "trainer.eval_temperature", "trainer.log_completions")
+_EVALUATION = (
+    "trainer.eval_n", "trainer.eval_temperature", "trainer.eval_top_p", "trainer.eval_top_k", "trainer.log_completions"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,11 @@ def _readers(
     yield "data.pools", any("reward" in each.roles for each in drawn), "they go by the rewards of sampled responses"
     yield "trainer.max_resamples", rejects, f"{of} no samples that are rejected"
     yield "trainer.max_resamples", trainer.max_staleness is None, "asynchronous training samples nothing again"
-    yield f"{_ROLLOUT}.n", not config.tasks or rollout.n == 1, "each of the tasks has its own n"  # 1: see other_names
+    yield (
+        f"{_ROLLOUT}.n",
+        not config.tasks or rollout.n == 1,
+        "each of the tasks has its own n",
+    )  # 1: see translation
     for name in (*(f"{_ROLLOUT}.{name}" for name in _SAMPLING), *_EVALUATION):
         yield name, samples, "nothing is sampled: the responses are recorded"
 

@@ -108,7 +108,7 @@ class ActiveTask:
             check_reads({"the prompts": rows}, [reward.source for reward in self.sources.values()])
         self._is_checked = True
 
-    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, temperature: float = 0.0) -> Evaluation:
+    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, **sampling: float | None) -> Evaluation:
         """See `Trainer.evaluate`."""
         if not any("reward" in node.writes for node in self.task.nodes):
             raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
@@ -116,7 +116,7 @@ class ActiveTask:
         problems = self.actor.prompts(tokenized, key="eval")
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
-        params = replace(self.sampling, temperature=temperature)
+        params = replace(self.sampling, **{name: value for name, value in sampling.items() if value is not None})
         rollout = RolloutNode(self.actor, n=n, params=params, algorithm=self.algorithm, task=self.name)
         graph = Graph([rollout.as_node("rollout"), *self.task.nodes])
         with ExitStack() as stack:

@@ -69,7 +69,8 @@ class HeldOut:
     Attributes:
         rows: problems to sample and score, or recorded rows whose loss is measured.
         every: steps from one evaluation to the next; None: only before the first step and after the last.
-        metrics, n, temperature: see `Trainer.evaluate`; for problems.
+        metrics, n, temperature, top_p, top_k: see `Trainer.evaluate`; for problems.
+        before: evaluate before the first step, too.
         kl: also log `kl/eval`, the KL to the reference policy (`kl_to_reference`); for problems. The reference is the
             actor as it is when the trainer is made, unless `Actor.make_reference` was called before.
         name: what an error calls these data.
@@ -83,6 +84,9 @@ class HeldOut:
     metrics: Mapping[str, MetricFn] = field(default_factory=dict)
     n: Count = 1
     temperature: Temperature = 0.0
+    top_p: float | None = None
+    top_k: Natural | None = None
+    before: bool = True
     kl: bool = False
     name: str = "the held-out data"
     on_result: Callable[[dict[str, Any], Evaluation | None], None] | None = None
@@ -96,6 +100,11 @@ class HeldOut:
                 f"{self.name} are recorded responses, and kl/eval is of sampled ones: leave it out of "
                 "trainer.eval_metrics (kl of HeldOut), or give problems"
             )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How problems are sampled."""
+        return {name: getattr(self, name) for name in ("n", "temperature", "top_p", "top_k")}
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
@@ -147,7 +156,7 @@ class HeldOut:
     def summary(self, seed: int = 0) -> dict[str, Any]:
         """The headline metric before and after; of samples also the gain with its 95 % interval, None without pairs."""
         first, last = self.first, self.last
-        if first is None or last is None:
+        if first is None or last is None or not self.before:
             return {}
         name = last["headline"]
         summary = {"headline": name, f"{name}_before": first["metrics"][name], f"{name}_after": last["metrics"][name]}

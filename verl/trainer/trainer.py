@@ -507,7 +507,7 @@ class Trainer:
         self._goal = self.steps + steps
         try:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
-                if self.held_out is not None and self.held_out.first is None:
+                if self.held_out is not None and self.held_out.before and self.held_out.first is None:
                     self.evaluate_held_out()
                 self.guards.begin(self)
                 while self.steps < self._goal and not (stop and stop.requested):
@@ -609,7 +609,7 @@ class Trainer:
             evaluation = self.evaluate_loss(rows)
         else:
             options = self.held_out
-            evaluation = self.evaluate(rows.batch, options.metrics, n=options.n, temperature=options.temperature)
+            evaluation = self.evaluate(rows.batch, options.metrics, **options.sampling)
             if options.kl:
                 measured["kl/eval"] = self._kl_to_reference(evaluation.samples, greedy=options.temperature == 0)
         result = self.held_out.note(self.steps, evaluation)
@@ -665,7 +665,7 @@ class Trainer:
 
     @checked
     def evaluate(
-        self, prompts: Any, metrics: Metrics = None, *, n: Count = 1, temperature: Temperature = 0.0
+        self, prompts: Any, metrics: Metrics = None, *, n: Count = 1, temperature: Temperature = 0.0, **nucleus: Any
     ) -> Evaluation:
         """Sample and score held-out prompts; nothing is learned.
 
@@ -675,15 +675,17 @@ class Trainer:
                 functions.
             n: samples a prompt.
             temperature: 0 is greedy.
+            **nucleus: top_p and top_k, where they are not those of training (None: they are).
 
         Returns:
             Of several tasks, all together; the metrics of each are there under `task/<name>/`.
         """
         if len(self.tasks) == 1:
-            return self.task.evaluate(prompts, metrics, n=n, temperature=temperature)
+            return self.task.evaluate(prompts, metrics, n=n, temperature=temperature, **nucleus)
         parts, users = by_task(numbered(prompts), [*self.tasks]), named_metrics(metrics)
         evaluations = {
-            name: self.tasks[name].evaluate(rows, users, n=n, temperature=temperature) for name, rows in parts.items()
+            name: self.tasks[name].evaluate(rows, users, n=n, temperature=temperature, **nucleus)
+            for name, rows in parts.items()
         }
         return together(evaluations, users)
 

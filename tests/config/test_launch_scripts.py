@@ -1,0 +1,221 @@
+"""Launch scripts of volcengine/verl: their keys, with how many of 203 scripts have each (release 0.6.1), and what they
+mean here."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from verl.config import load_config, to_yaml
+from verl.config.document import describe
+from verl.config.load import build_config
+from verl.config.other_names import NAMES
+from verl.config.unused_names import UNUSED, reason_of, refusal
+from verl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from launch_scripts import Launch, check, launches, make_local_names  # noqa: E402
+
+KEYS = {
+    line.partition(" ")[0]: int(line.partition(" ")[2])
+    for line in (Path(__file__).parent / "verl_launch_keys.txt").read_text().splitlines()
+}
+#: What their source reads in data, sampling, rewards, advantages, losses, the optimizer or its schedule.
+LEARNS = """
+    data.*_files data.*_batch_size data.max_* data.truncation data.filter_* data.shuffle data.seed data.*_key
+    data.sampler.* data.custom_cls.* data.*_max_samples data.apply_chat_template_kwargs* data.accuracy_*
+    data.oversample_factor *.rollout.n *.rollout.temperature *.rollout.top_* *.rollout.do_sample
+    *.rollout.val_kwargs.* *.rollout.max_model_len *.rollout.*_length *.rollout.multi_turn.*
+    *.rollout.over_sample_rate *.rollout.quantization *.rollout.ignore_eos *.agent.default_agent_loop
+    *.agent.agent_loop_config_path *.rollout.logprobs_mode *.rollout.dtype custom_reward_function.*
+    reward_model.enable reward_model.model.path reward_model.reward_manager *.overlong_buffer*.len
+    *.overlong_buffer*.enable *.overlong_buffer*.penalty_factor reward_model.reward_kwargs.max_resp_len
+    reward_model.sandbox_fusion.url reward_model.model.update algorithm.* *.actor.clip_* *.actor.*entropy_coeff
+    *.policy_loss.* *.actor.loss_* *.use_kl_loss *.kl_loss_* *.ppo_epochs *.ppo_mini_batch_size *.grad_clip
+    *.clip_grad *.shuffle *.tau_* *.optim.lr* *.optim.*warmup* *.optim.weight_decay *.optim.betas
+    *.optim.total_training_steps *.optim.optimizer *.optim.min_lr* *.optim.num_cycles *.model.path
+    *.model.lora_* *.model.target_modules *.model.override_config* *.model.lora* *.fsdp_config.model_dtype
+    *.mixed_precision.* critic.cliprange_value trainer.total_* trainer.critic_warmup trainer.val_*
+    trainer.resume_* trainer.ref_update_freq async_training.* *.mtp.* *.router_replay.* *.freeze_vision_tower
+    *.moe_router_dtype *.moe_aux_loss_coeff *.attention_dropout
+""".split()  # noqa: SIM905
+SPEED_THERE = {"data.val_batch_size", "data.filter_overlong_prompts_workers"}
+#: A script in their manner.
+SCRIPT = r"""
+set -xeuo pipefail
+export NODES=${NODES:-2}
+HOME_DIR=$HOME/somewhere
+prompts=32; mini=$((prompts / 4))
+actor_args="
+    actor_rollout_ref.actor.policy_loss.loss_mode=${1:-gspo} actor_rollout_ref.actor.clip_ratio_low=3e-4"
+rollout=(
+    actor_rollout_ref.rollout.n=4
+    actor_rollout_ref.rollout.name=sglang
+)
+rm -rf "$HOME_DIR" ; touch /tmp/launch-script-was-here ; curl http://localhost/ > /tmp/launch-script-was-here
+[ "$NODES" -gt 1 ] && length=64
+python3 -m verl.trainer.main_ppo --config-name=ppo_trainer algorithm.adv_estimator=grpo \
+    data.train_files="['$HOME_DIR/train.parquet']" data.val_files=$HOME_DIR/test.parquet \
+    data.train_batch_size=${prompts} \
+    data.max_response_length=${length} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B \
+    actor_rollout_ref.actor.ppo_mini_batch_size=${mini} $actor_args "${rollout[@]}" \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 trainer.nnodes=$NODES trainer.n_gpus_per_node=8 \
+    trainer.logger='["console","wandb"]' trainer.total_training_steps=100 trainer.total_epochs=2 "$@" 2>&1 | tee log.txt
+"""
+BASE = [
+    "algorithm.adv_estimator=grpo", "data.train_files=train.parquet", "data.train_batch_size=32",
+    "actor_rollout_ref.model.path=MODEL", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("names")
+    make_local_names(folder)
+    return folder
+
+
+def test_a_script_is_read_and_reaches_nothing(tmp_path: Path, names: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    (launch,) = launches(tmp_path / "run.sh")
+    assert launch.module == "verl.trainer.main_ppo"
+    assert {"data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=8"} <= {*launch.settings}
+    assert "actor_rollout_ref.actor.policy_loss.loss_mode=gspo" in launch.settings
+    assert check(launch, names).refusals == ()
+    assert not Path("/tmp/launch-script-was-here").exists() and {*tmp_path.iterdir()} == {tmp_path / "run.sh"}
+
+
+def test_a_refusal_names_the_key(names: Path) -> None:
+    bad = Launch(Path("x.sh"), "verl.trainer.main_ppo", (*BASE, "trainer.critic_warmup=5", "data.image_key=pictures"))
+    said = "\n".join(check(bad, names).refusals)
+    assert "trainer.critic_warmup" in said and "data.image_key" in said and "leave it out" in said
+
+
+def test_every_key_has_an_answer() -> None:
+    ours = {key.path for key in describe()}
+    answered = {
+        key for key in KEYS
+        if key in NAMES or key in ours or reason_of(key) or refusal(key, "x") is not None
+    }  # fmt: skip
+    share = sum(KEYS[key] for key in answered) / sum(KEYS.values())
+    print(f"keys with an answer: {len(answered)} of {len(KEYS)}; {share:.4f} of their uses")
+    assert share > 0.995 and {key for key in KEYS if KEYS[key] >= 5} <= answered
+
+
+def test_what_teaches_is_never_of_no_effect() -> None:
+    assert set(UNUSED) == {"logging", "speed", "memory", "placement"}
+    resolved = [*KEYS, *(name.strip("*") for names in UNUSED.values() for name in names.split())]
+    stray = {
+        key for key in resolved
+        if reason_of(key) and any(fnmatchcase(key, pattern) for pattern in LEARNS) and key not in SPEED_THERE
+    }  # fmt: skip
+    assert stray == set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], {"name": "grpo", "kl_in": "none", "rollout_is": None}),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean"], {"name": "gmpo", "clip_ratio_low": 0.2}),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.clip_ratio_high=4e-4"],
+         {"name": "gspo", "clip_ratio_low": 0.2, "clip_ratio_high": 4e-4}),
+        (["actor_rollout_ref.actor.use_kl_loss=True"], {"kl_in": "loss", "kl_coef": 0.001, "kl_estimator": "k3"}),
+        (["reward_model.reward_manager=dapo", "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+          "+reward_model.reward_kwargs.overlong_buffer_cfg.len=16", "data.max_response_length=64",
+          "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"],
+         {"name": "dapo", "filter_groups": False, "overlong_length": 64, "overlong_buffer": 16,
+          "overlong_penalty": 0.5, "clip_ratio_high": 0.2}),
+        (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=3.0"],
+         {"rollout_is": "token", "rollout_is_threshold": 3.0}),
+    ],
+)  # fmt: skip
+def test_the_loss_they_mean(settings: list[str], expected: dict[str, object]) -> None:
+    algorithm = load_config(None, [*BASE, *settings]).algorithm
+    assert expected.items() <= {"name": algorithm.name, **algorithm.options}.items()
+
+
+def test_the_batch_and_schedule_they_mean() -> None:
+    config = load_config(None, [
+        *BASE, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50",
+        "trainer.total_epochs=3", "data.val_files=test.parquet", "trainer.val_before_train=False",
+        "actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "data.gen_batch_size=null", "actor_rollout_ref.actor.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=8",
+    ])  # fmt: skip
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    assert (config.data.batch_size, config.data.max_prompt_length, actor.mini_batch_size) == (32, 512, 32)
+    assert (config.actor_rollout_ref.rollout.max_new_tokens, actor.micro_batch_size, actor.strategy) == (512, 8, "fsdp")
+    assert (actor.optim.warmup_steps, actor.optim.weight_decay, actor.optim.adam_eps) == (
+        20,
+        0.01,
+        1e-8,
+    )
+    assert (trainer.total_steps, trainer.total_epochs, trainer.eval_every, trainer.save_every) == (50, None, None, None)
+    assert (trainer.eval_top_p, trainer.eval_temperature, trainer.eval_before) == (0.7, 1.0, False)
+    assert (config.reward.name, trainer.placement) == ("data_source", "cuda:0-7")
+
+
+def test_sizes_of_megatron() -> None:
+    megatron = "actor_rollout_ref.actor.megatron"
+    sizes = [f"{megatron}.tensor_model_parallel_size=2", f"{megatron}.pipeline_model_parallel_size=4"]
+    actor = load_config(None, [*BASE, *sizes, "trainer.n_gpus_per_node=8"]).actor_rollout_ref.actor
+    assert (actor.strategy, actor.tensor_parallel_size, actor.pipeline_parallel_size) == ("megatron", 2, 4)
+    more = [*sizes, f"{megatron}.context_parallel_size=2", "actor_rollout_ref.actor.strategy=megatron"]
+    actor = load_config(None, [*BASE, *more]).actor_rollout_ref.actor
+    assert (actor.strategy, actor.ulysses_sequence_parallel_size) == ("fsdp", 2)
+
+
+def test_their_resolved_settings(caplog: pytest.LogCaptureFixture) -> None:
+    """A file with every key in it, most of them null or as they are by default."""
+    optim = {"_target_": "x.Optim", "lr": 1e-6, "optimizer": "AdamW", "lr_warmup_steps": -1,
+             "lr_warmup_steps_ratio": 0.0,
+             "total_training_steps": -1, "betas": [0.9, 0.999], "clip_grad": 1.0, "min_lr_ratio": 0.0,
+             "num_cycles": 0.5, "lr_scheduler_type": "constant", "warmup_style": None, "weight_decay": 0.01,
+             "override_optimizer_config": None}  # fmt: skip
+    profiler = {"_target_": "x.Profiler", "enable": False, "ranks": [], "tool_config": {"nsys": {"discrete": False}}}
+    content = {
+        "actor_rollout_ref": {
+            "hybrid_engine": True, "nccl_timeout": 600,
+            "model": {"path": "MODEL", "lora_rank": 0, "lora_alpha": 16, "exclude_modules": None, "override_config": {},
+                      "mtp": {"_target_": "x.Mtp", "enable": False}, "use_shm": False},
+            "actor": {"strategy": "fsdp", "ppo_mini_batch_size": 256, "ppo_micro_batch_size": None, "clip_ratio": 0.2,
+                      "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "tau_pos": 1.0, "tau_neg": 1.05,
+                      "optim": dict(optim),
+                      "policy_loss": {"_target_": "x.Loss", "loss_mode": "vanilla", "kl_cov_ratio": 0.0002},
+                      "profiler": copy.deepcopy(profiler), "router_replay": {"mode": "disabled"},
+                      "loss_scale_factor": None},
+            "ref": {"strategy": "fsdp", "use_torch_compile": True, "profiler": copy.deepcopy(profiler),
+                    "fsdp_config": {"seed": 42}},
+            "rollout": {"name": "vllm", "top_k": -1, "n": 5, "prompt_length": 512, "response_length": 512,
+                        "over_sample_rate": 0,
+                        "engine_kwargs": {"vllm": {}, "sglang": {}}, "val_kwargs": {"top_k": -1, "top_p": 1.0, "n": 1,
+                        "temperature": 0, "do_sample": False},
+                        "multi_turn": {"enable": False, "tool_config_path": None},
+                        "agent": {"num_workers": 8, "default_agent_loop": "single_turn_agent"}, "max_model_len": None},
+        },
+        "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"_target_": "x", "type": "fixed"},
+                      "use_pf_ppo": False, "pf_ppo": {"reweight_method": "pow", "weight_pow": 2.0},
+                      "rollout_correction": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False}},
+        "critic": {"strategy": "fsdp", "optim": dict(optim), "cliprange_value": 0.5},
+        "data": {"train_files": "train.parquet", "val_files": "test.parquet", "train_batch_size": 1024, "seed": None,
+                 "max_prompt_length": 512, "max_response_length": 512, "custom_cls": {"path": None, "name": None},
+                 "image_key": "images", "apply_chat_template_kwargs": {}, "reward_fn_key": "data_source"},
+        "reward_model": {"enable": False, "model": {"path": "RM", "input_tokenizer": None}, "reward_manager": "naive"},
+        "custom_reward_function": {"path": None, "name": "compute_score"},
+        "trainer": {"total_epochs": 15, "total_training_steps": None, "save_freq": -1, "test_freq": 5,
+                    "logger": ["console"],
+                    "resume_mode": "auto", "resume_from_path": None, "n_gpus_per_node": 8, "nnodes": 1},
+        "transfer_queue": {"enable": False}, "ray_kwargs": {"ray_init": {"num_cpus": None}},
+    }  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        config = build_config(content)
+    assert (config.algorithm.name, config.trainer.total_epochs, config.trainer.eval_every) == ("grpo", 15, 5)
+    assert "of no effect here" in caplog.text and "total_epochs: 15" in to_yaml(config)
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.actor.policy_loss.loss_mode \(.*clip_cov"):
+        load_config(None, [*BASE, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"])

@@ -1,0 +1,170 @@
+"""Settings under names of others become settings under ours: see `other_names` and `unused_names`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from verl.config.document import describe
+from verl.config.other_names import ACTOR, NAMES, OWN, Get, RefusedError, is_theirs, usual_strategy
+from verl.config.unused_names import reason_of, refusal
+from verl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+#: What a script of theirs leaves out, where our default would train otherwise.
+_DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.optim.weight_decay": 0.01,
+    f"{ACTOR}.optim.adam_eps": 1e-8,
+    f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.kl_loss_type": "low_var_kl",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.weight_decay": 0.01,
+    "critic.optim.adam_eps": 1e-8,
+}
+
+
+def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], origin: str) -> dict[str, Any]:
+    """The settings under our names, and `locations` likewise. `content` is changed.
+
+    Raises:
+        ConfigError: a key is given under two names, or has a value that means something else here.
+    """
+    values = {name: value for name in NAMES if (value := _get(content, name, _MISSING)) is not _MISSING}
+    reasons = {name: reason for name in _foreign(content) if (reason := reason_of(name))}
+    if not values.keys() - OWN and not reasons:
+        return content
+    for name in (*values, *reasons):
+        _take(content, name)
+    refusals = [] if "data.train_files" not in values else list(_take_refused(content, locations))
+    if "data.train_files" not in values and (recorded := values.pop("data.max_response_length", None)) is not None:
+        _put(content, "data.max_response_length", recorded)  # ours then, which is about recorded responses
+    values = {name: value for name, value in values.items() if value is not None}
+
+    def get(name: str) -> Any:
+        return values.get(name, _get(content, name, None))
+
+    values = _with_defaults(values, content, get)
+    renamed: dict[str, tuple[str, Any]] = {}
+    for name, value in values.items():
+        try:
+            ours = NAMES[name](value, get) if name in NAMES else {name: value}
+        except RefusedError as error:
+            refusals.append(f"{name}{_where(name, locations)}: {value!r} is not taken: {error}")
+            continue
+        for key, item in ours.items():
+            if key in renamed or _get(content, key, _MISSING) is not _MISSING:
+                other = name.rpartition(".")[2] if name.rpartition(".")[0] == key.rpartition(".")[0] else name
+                raise ConfigError(
+                    f"{origin}: {key}: is given twice, as {other} too{_where(name, locations)}: leave one out"
+                )
+            renamed[key] = (name, item)
+    if refusals:
+        raise ConfigError(f"{origin}: " + "\n  ".join(refusals))
+    for key, (name, item) in renamed.items():
+        _put(content, key, item)
+        if where := locations.get(tuple(name.split("."))):
+            locations[tuple(key.split("."))] = where
+    if reasons:
+        logger.warning("of no effect here: %s", ", ".join(reasons))
+    return content
+
+
+def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) -> dict[str, Any]:
+    """The settings of a launch script with what it leaves out, and without its critic where there is none."""
+    if not is_theirs(get) or get("algorithm.name") is not None:
+        return values
+    if (estimator := get("algorithm.adv_estimator") or "gae") != "gae":
+        values = {name: value for name, value in values.items() if not name.startswith("critic.")}
+        content.pop("critic", None)
+    roles = (ACTOR, "critic") if estimator == "gae" else (ACTOR,)
+    usual = {name: value for name, value in _DEFAULTS.items() if estimator == "gae" or not name.startswith("critic.")}
+    usual |= {f"{role}.strategy": strategy for role in roles if (strategy := usual_strategy(role, get))}
+    if estimator == "gae":
+        shared = ("ppo_mini_batch_size", "ppo_epochs")
+        usual |= {f"critic.{name}": of for name in shared if (of := get(f"{ACTOR}.{name}")) is not None}
+        usual |= {"critic.ppo_mini_batch_size": get(f"{ACTOR}.ppo_mini_batch_size") or 256}
+    if get("trainer.total_training_steps") is None and get("trainer.total_steps") is None:
+        usual["trainer.total_epochs"] = 30
+    if get("actor_rollout_ref.hybrid_engine") is False:
+        usual["trainer.max_staleness"] = 1
+    rewards = ("custom_reward_function.path", "reward", "tasks", "actor_rollout_ref.rollout.episode")
+    if not get("reward_model.enable") and not any(get(name) for name in rewards):
+        usual["reward.name"] = "data_source"
+    return values | {name: value for name, value in usual.items() if get(name) is None}
+
+
+def _take_refused(content: dict[str, Any], locations: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    """Take out what there is no such thing of here: a line for each that says more than that."""
+    for name in list(_foreign(content)):
+        value = _get(content, name, None)
+        if (answer := refusal(name, value)) is not None:
+            _take(content, name)
+            if answer:
+                yield f"{name}{_where(name, locations)}: {value!r} is not taken: {answer}"
+
+
+@cache
+def _ours() -> set[str]:
+    return {key.path for key in describe()} | NAMES.keys()
+
+
+def _foreign(content: Mapping[str, Any]) -> Iterator[str]:
+    """The keys that neither are ours nor have a name here."""
+    return (name for name in _leaves(content) if name not in _ours())
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys of all values that are no mappings, or empty ones."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+_MISSING = object()
+
+
+def _get(content: Mapping[str, Any], name: str, default: Any) -> Any:
+    section: Any = content
+    for part in name.split("."):
+        if not isinstance(section, dict) or part not in section:
+            return default
+        section = section[part]
+    return section
+
+
+def _take(content: dict[str, Any], name: str) -> None:
+    """Remove a key, and the sections that it leaves empty."""
+    *path, last = name.split(".")
+    sections = [content]
+    for part in path:
+        sections.append(sections[-1][part])
+    del sections[-1][last]
+    for part, section, inner in zip(reversed(path), reversed(sections[:-1]), reversed(sections[1:]), strict=True):
+        if inner:
+            break
+        del section[part]
+
+
+def _put(content: dict[str, Any], name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    section = content
+    for part in path:
+        section = section.setdefault(part, {})
+    section[last] = value
+
+
+def _where(name: str, locations: Mapping[tuple[str, ...], str]) -> str:
+    where = locations.get(tuple(name.split(".")))
+    return f" ({where})" if where else ""
