@@ -194,6 +194,11 @@ def long_runs(tree: ast.AST, least: int = 10) -> Iterator[list[ast.stmt]]:
 _DECLARATIONS = (ast.Import, ast.ImportFrom, ast.AnnAssign, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+def is_list_of_names(statement: ast.stmt) -> bool:
+    """`__all__`: two that have as many names are no code twice."""
+    return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__"
+
+
 def clones(trees: dict[str, ast.Module]) -> list[str]:
     """Pairs of places whose code is the same but for names and constants."""
     numbers: dict[object, int] = {}  # of the shapes of statements
@@ -206,6 +211,8 @@ def clones(trees: dict[str, ast.Module]) -> list[str]:
             if isinstance(statement, ast.stmt) and not isinstance(statement, _DECLARATIONS)
         }
         for run in long_runs(tree):
+            if all(map(is_list_of_names, run)):
+                continue
             here = (place, run[0].lineno, run[-1].end_lineno or 0)
             there = known.setdefault(tuple(number_of[statement] for statement in run), here)
             if there[0] != place or there[2] < here[1]:

@@ -87,8 +87,8 @@ def answer(name: str, algorithm: BaseAlgorithm, number: int) -> dict[str, Any]:
     batch = algorithm.extend(batch)
     if "mismatched" in batch:
         tokens = batch.lengths("response_tokens")
-        for column in ("log_probs", "ref_log_probs"):
-            batch = batch.drop([column]).add({column: (random(sum(tokens), number, -2, 0), tokens)})
+        for seed, column in enumerate(("log_probs", "ref_log_probs"), start=number):
+            batch = batch.drop([column]).add({column: (random(sum(tokens), seed, -2, 0), tokens)})
     prepared, metrics = algorithm.prepare(batch)
     learned += [list(prepared["id"]) if "id" in prepared else len(prepared)]
     learned += [list(algorithm.prompt_prefixes(prepared) or ())]

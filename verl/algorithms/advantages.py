@@ -82,7 +82,7 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(group_equal(rewards, groups), 0.0, rewards - baseline)
 
 
-def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True) -> Tensor:
+def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True, epsilon: float = STD_EPSILON) -> Tensor:
     """Pass@k (arXiv:2503.19595): the best row of each group gets its lead over the second best, the others 0.
 
     A group of one has no second best: its advantage is 0.
@@ -93,7 +93,7 @@ def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True) -> Tens
         if len(rows) > 1:
             best, second = rewards[rows].topk(2).values
             advantages[rows[rewards[rows].argmax()]] = best - second
-    return advantages / (_group_std(rewards, groups) + STD_EPSILON) if norm_adv_by_std else advantages
+    return advantages / (_group_std(rewards, groups) + epsilon) if norm_adv_by_std else advantages
 
 
 def gpg(rewards: Tensor, groups: Tensor, f_norm: float = 1.0, raw_rewards: Tensor | None = None) -> Tensor:

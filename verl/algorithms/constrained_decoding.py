@@ -32,7 +32,9 @@ class ConstrainedDecoding(SFT):
 
     @property
     def unread_options(self) -> dict[str, str]:
-        unread = dict.fromkeys(("loss_agg_mode", "loss_scale_factor"), "nothing is learned with learn=False")
+        unread = dict.fromkeys(
+            ("loss_type", "loss_agg_mode", "loss_scale_factor"), "nothing is learned with learn=False"
+        )
         return super().unread_options if self.learn else unread
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -31,6 +31,13 @@ class GRPO(PolicyGradient):
     norm_adv_by_std: bool | Literal["batch"] = True
     std_epsilon: Positive = STD_EPSILON
 
+    @property
+    def unread_options(self) -> dict[str, str]:
+        unread = super().unread_options
+        if not self.norm_adv_by_std:
+            unread["std_epsilon"] = "nothing is divided: set norm_adv_by_std, or leave it out"
+        return unread
+
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         advantages = grpo(e.outcome, e.responses.groups, self.norm_adv_by_std, self.std_epsilon)
         return {"advantages": e.responses.spread(advantages)}

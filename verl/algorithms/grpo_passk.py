@@ -21,5 +21,8 @@ class GRPOPassK(GRPO):
     zero_where_alike = True
     unread = dict.fromkeys(("clip_ratio_low", "clip_ratio_c"), "it clips negative advantages, and there are none")
 
+    norm_adv_by_std: bool = True
+
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        return {"advantages": e.responses.spread(passk(e.outcome, e.responses.groups, self.norm_adv_by_std))}
+        advantages = passk(e.outcome, e.responses.groups, self.norm_adv_by_std, self.std_epsilon)
+        return {"advantages": e.responses.spread(advantages)}

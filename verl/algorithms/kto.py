@@ -111,6 +111,8 @@ class KTO(BaseAlgorithm):
 
     def _kl(self, ratios: Tensor) -> Tensor:
         """`[S]`: the reference point of each row, from the log-ratio `[S]` of its prompt with another response."""
+        if self.loss_type != "kto":
+            return torch.zeros_like(ratios)
         parts = ratios.split(self.kl_rows or max(len(ratios), 1))
         return torch.cat([part.mean().clamp(min=0.0).expand(len(part)) for part in parts])
 

@@ -336,14 +336,6 @@ def _loggers(value: Any, get: Get) -> Mapping[str, Any]:
     return {"trainer.loggers": [name for name in names if name not in missing]}
 
 
-def _resume(value: Any, get: Get) -> Mapping[str, Any]:
-    if value == "disable":
-        logger.warning(
-            "trainer.resume_mode=disable: an unfinished run goes on all the same; verl train --fresh does not"
-        )
-    return _only("auto", "disable", instead="write verl train --fresh: the same command goes on")(value, get)
-
-
 def _has_projects(get: Get) -> bool:
     loggers = get("trainer.logger") or get("trainer.loggers") or ()
     return any(name in loggers for name in ("wandb", "trackio", "mlflow"))
@@ -535,7 +527,7 @@ NAMES: dict[str, Translate] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": _to(f"{_ROLLOUT}.tensor_model_parallel_size"),
     "trainer.n_gpus_per_node": _gpus,
     "trainer.critic_warmup": _only(0, instead="there is no such phase here: leave it out"),
-    "trainer.resume_mode": _resume,
+    "trainer.resume_mode": _only("auto", instead="write verl train --fresh: the same command goes on"),
 }
 #: Their names that are ours, too, and mean the same.
 OWN = frozenset((

@@ -108,7 +108,7 @@ class ActiveTask:
             check_reads({"the prompts": rows}, [reward.source for reward in self.sources.values()])
         self._is_checked = True
 
-    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, **sampling: float | None) -> Evaluation:
+    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, **sampling: Any) -> Evaluation:
         """See `Trainer.evaluate`."""
         if not any("reward" in node.writes for node in self.task.nodes):
             raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")

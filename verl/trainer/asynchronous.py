@@ -34,7 +34,7 @@ from verl.dataflow.result import Result
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
-from verl.record import Count, Processes, Staleness
+from verl.record import Count, Natural, Portion, Processes, Staleness
 from verl.report.timeline import Span
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
@@ -177,11 +177,18 @@ class AsyncTrainer(Trainer):
 
     @checked
     def evaluate(
-        self, prompts: Any, metrics: Metrics = None, *, n: Count = 1, temperature: Temperature = 0.0
+        self,
+        prompts: Any,
+        metrics: Metrics = None,
+        *,
+        n: Count = 1,
+        temperature: Temperature = 0.0,
+        top_p: Portion | None = None,
+        top_k: Natural | None = None,
     ) -> Evaluation:
         """See `Trainer.evaluate`. It begins once no sample of a step is being scored: failures are counted apart."""
         wait(self._scores.values())
-        return super().evaluate(prompts, metrics, n=n, temperature=temperature)
+        return super().evaluate(prompts, metrics, n=n, temperature=temperature, top_p=top_p, top_k=top_k)
 
     def close(self) -> None:
         for scores in self._scores.values():

@@ -33,7 +33,7 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
-from verl.record import Count, Natural
+from verl.record import Count, Natural, Portion
 from verl.report.completions import completions
 from verl.report.metrics import Metric, MetricFn, add_metrics
 from verl.report.samples import kl_to_reference
@@ -665,7 +665,14 @@ class Trainer:
 
     @checked
     def evaluate(
-        self, prompts: Any, metrics: Metrics = None, *, n: Count = 1, temperature: Temperature = 0.0, **nucleus: Any
+        self,
+        prompts: Any,
+        metrics: Metrics = None,
+        *,
+        n: Count = 1,
+        temperature: Temperature = 0.0,
+        top_p: Portion | None = None,
+        top_k: Natural | None = None,
     ) -> Evaluation:
         """Sample and score held-out prompts; nothing is learned.
 
@@ -675,18 +682,16 @@ class Trainer:
                 functions.
             n: samples a prompt.
             temperature: 0 is greedy.
-            **nucleus: top_p and top_k, where they are not those of training (None: they are).
+            top_p, top_k: None: as in training.
 
         Returns:
             Of several tasks, all together; the metrics of each are there under `task/<name>/`.
         """
+        sampling: dict[str, Any] = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         if len(self.tasks) == 1:
-            return self.task.evaluate(prompts, metrics, n=n, temperature=temperature, **nucleus)
+            return self.task.evaluate(prompts, metrics, **sampling)
         parts, users = by_task(numbered(prompts), [*self.tasks]), named_metrics(metrics)
-        evaluations = {
-            name: self.tasks[name].evaluate(rows, users, n=n, temperature=temperature, **nucleus)
-            for name, rows in parts.items()
-        }
+        evaluations = {name: self.tasks[name].evaluate(rows, users, **sampling) for name, rows in parts.items()}
         return together(evaluations, users)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:

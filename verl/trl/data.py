@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, ClassVar
@@ -101,7 +101,7 @@ class TextLoader(TRLLoader):
     says."""
 
     def __init__(self, rows: Any, tokenizer: Any, args: Any, batch_size: int) -> None:
-        first = next(iter(rows), {})
+        first: Mapping[str, Any] = next(iter(rows), {})
         asked = args.completion_only_loss
         paired = "prompt" in first and "completion" in first
         self.whole = not paired or asked is False
