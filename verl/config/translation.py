@@ -40,7 +40,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
         ConfigError: a key is given under two names, or has a value that means something else here.
     """
     values = {name: value for name in NAMES if (value := _get(content, name, _MISSING)) is not _MISSING}
-    reasons = {name: reason for name in _foreign(content) if (reason := reason_of(name))}
+    reasons = {name: reason for name in _leaves(content) if (reason := reason_of(name)) and name not in _ours()}
     if not values.keys() - OWN and not reasons:
         return content
     for name in (*values, *reasons):
