@@ -192,6 +192,7 @@ def targets(folder: Path, server: str) -> Iterator[Target]:
     yield Target(ToolEpisode, {"tools": [count]})
     yield Target(tool, {"function": count})
     yield Target(verl.Gateway, {"agent": count})
+    yield Target(verl.EnvironmentEpisode, {"tools": [count]})
     yield Target(GuardModel, {"model_name": path}, lambda guard: guard.judge("a", "b"))
     for name in (*ONLINE, *OFFLINE):
         further = tuple(field for field in vars(make_algorithm(name)) if not field.startswith("_"))

@@ -323,7 +323,7 @@ def test_a_checkpoint_with_samples_on_their_way_is_not_taken_where_they_would_be
     synchronous = verl.Trainer(actor, reward_fn=low_bytes, algorithm="grpo", n=2, log_dir=False)
     with pytest.raises(CheckpointError, match="asynchronous training, with prompts and samples on their way"):
         synchronous.load_checkpoint(tmp_path / "checkpoint")
-    with pytest.raises(ConfigError, match="2 groups on their way, fewer than a step of 3"):
+    with pytest.raises(ConfigError, match=r"2 (finished and 0 unfinished )?groups (are )?on their way"):
         make(tiny, batch_size=3, max_staleness=0).load_checkpoint(tmp_path / "checkpoint")
 
 

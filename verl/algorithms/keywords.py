@@ -30,9 +30,11 @@ class AlgorithmKeywords(TypedDict, total=False):
     filter_groups: bool
     filter_metric: str
     gamma: float
+    kl_by_ratio: bool
     kl_coef: float
     kl_estimator: str | None
     kl_horizon: int
+    kl_rows: int | None
     kl_in: str
     kl_target: float | None
     label_smoothing: float
@@ -49,7 +51,7 @@ class AlgorithmKeywords(TypedDict, total=False):
     loss_scale_factor: float | None
     loss_type: str
     max_log_ratio: float | None
-    norm_adv_by_std: bool
+    norm_adv_by_std: bool | str
     overlong_buffer: int
     overlong_length: int | None
     overlong_penalty: float
@@ -61,4 +63,5 @@ class AlgorithmKeywords(TypedDict, total=False):
     rollout_rs: str | None
     rollout_rs_lower: float | None
     rollout_rs_threshold: float
+    std_epsilon: float
     undesirable_weight: float

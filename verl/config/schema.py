@@ -491,7 +491,7 @@ class Config(Record):
             if stray := self.trainer.task_scheduler.initial_weights.keys() - {*names}:
                 stray_name = min(stray)
                 raise wrong("trainer.task_scheduler", f"weighs task '{stray_name}': {nearest(stray_name, names)}")
-        of_evaluation = ("every", "n", "temperature", "top_p", "top_k", "before", "metrics")
+        of_evaluation = ("every", "n", "top_p", "top_k", "temperature", "before", "metrics")
         for name in (*(f"eval_{name}" for name in of_evaluation), "log_completions"):
             if self.data.eval is None and getattr(self.trainer, name) != TrainerConfig.model_fields[name].default:
                 raise wrong(f"trainer.{name}", "is set, but data.eval names no problems to evaluate on")

@@ -78,6 +78,7 @@ class CriticKeywords(TypedDict, total=False):
 class ActorKeywords(CriticKeywords, total=False):
     """The settings that an actor takes as keywords: those of a critic, and fields of `RolloutOptions`."""
 
+    environment: str | None
     max_new_tokens: int
     min_new_tokens: int
     temperature: float

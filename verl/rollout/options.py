@@ -17,6 +17,7 @@ from verl.record import (
     Processes,
     Record,
     Strings,
+    added,
     cost,
     free,
     function_path,
@@ -55,9 +56,10 @@ class RolloutOptions(Record):
     episode: FunctionPath | None = result(
         default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
     )
-    environment: FunctionPath | None = result(
-        default=None,
-        description="a class of TRL's form, whose public methods are tools, as FILE.py:CLASS; in the place of episode",
+    environment: FunctionPath | None = added(
+        "result",
+        None,
+        "a class of TRL's form, whose public methods are tools, as FILE.py:CLASS; in the place of episode",
     )
     n: Count = result(default=8, description="samples per prompt")
     max_new_tokens: Count = result(default=128, description="longest response, in tokens")

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from verl.combinations import check, named
 from verl.errors import ConfigError, nearest
 from verl.models.options import full_name
-from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, cost, free, result, wrong
+from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, added, cost, free, result, wrong
 from verl.weights.layout import PARALLEL, Layout, ModelShape
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -29,9 +29,8 @@ class OptimConfig(Record):
     )
     adam_eps: float = result(default=1e-6, gt=0, description="added to the root of the second moment")
     weight_decay: float = result(default=0.0, ge=0, description="decoupled; acts on what weight_decay_on says")
-    weight_decay_on: Literal["all", "matrices"] = result(
-        default="all",
-        description="trained weights that decay: all, or those of two dimensions and more (not biases, norms)",
+    weight_decay_on: Literal["all", "matrices"] = added(
+        "result", "all", "trained weights that decay: all, or those of two dimensions and more (not biases, norms)"
     )
     moments: Literal["bfloat16", "float32"] | None = result(
         default=None, description="dtype of the moments of bf16 weights (null: bfloat16, rounded at random)"
@@ -47,6 +46,8 @@ class OptimConfig(Record):
 
     @model_validator(mode="after")
     def _check_length(self) -> OptimConfig:
+        if self.weight_decay_on != "all" and not self.weight_decay:
+            raise wrong("weight_decay_on", "is of weight_decay, which is 0: set that, or leave it out")
         if self.schedule not in ("constant", "linear", "cosine") and (self.warmup_steps or self.total_steps):
             raise wrong("schedule", "is a function of all steps: leave warmup_steps and total_steps out")
         if self.total_steps is None:

@@ -62,7 +62,7 @@ def optim_settings(args: Any, total: int) -> dict[str, Any]:
         "betas": (args.adam_beta1, args.adam_beta2),
         "adam_eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
-        "weight_decay_on": "matrices",
+        "weight_decay_on": "matrices" if args.weight_decay else "all",
         "max_grad_norm": args.max_grad_norm or None,
         "schedule": factor,
     }

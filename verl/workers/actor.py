@@ -350,8 +350,14 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
 
 
 def load_episode(episode: Episode | str | None) -> Episode | None:
-    """The episode, out of its file if it is in one; of what makes environments, theirs."""
+    """The episode, out of its file if it is in one; of what makes environments, theirs.
+
+    Raises:
+        ConfigError: it cannot be called.
+    """
     played: Episode | None = as_episode(load_function(episode) if isinstance(episode, str) else episode)
+    if played is not None and not callable(played):
+        raise ConfigError(f"episode: must be a function `async episode(client, row)`, not {played!r:.60}")
     return played
 
 
