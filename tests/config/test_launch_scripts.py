@@ -171,6 +171,15 @@ def test_sizes_of_megatron() -> None:
     assert (actor.strategy, actor.ulysses_sequence_parallel_size) == ("fsdp", 2)
 
 
+def test_what_is_of_no_effect_may_decide_another_setting() -> None:
+    """Where things stand says how they are trained: engines apart are a step behind, several machines share a model."""
+    settings = load_config(None, [*BASE, "actor_rollout_ref.hybrid_engine=false"])
+    assert settings.trainer.max_staleness == 1
+    assert load_config(None, [*BASE, "actor_rollout_ref.hybrid_engine=true"]).trainer.max_staleness is None
+    several = load_config(None, [*BASE, "trainer.nnodes=2", "trainer.n_gpus_per_node=1"])
+    assert several.actor_rollout_ref.actor.strategy == "fsdp"
+
+
 def test_their_resolved_settings(caplog: pytest.LogCaptureFixture) -> None:
     """A file with every key in it, most of them null or as they are by default."""
     optim = {"_target_": "x.Optim", "lr": 1e-6, "optimizer": "AdamW", "lr_warmup_steps": -1,

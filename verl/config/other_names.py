@@ -329,9 +329,7 @@ _TRACKERS = ("swanlab", "clearml", "vemlp_wandb", "file", "rl_logging_board")
 def _loggers(value: Any, get: Get) -> Mapping[str, Any]:
     """Trackers that are not here write nothing."""
     names = value if isinstance(value, list) else [value]
-    if missing := [
-        str(name) for name in names if name in ("swanlab", "clearml", "vemlp_wandb", "file", "rl_logging_board")
-    ]:
+    if missing := [str(name) for name in names if name in _TRACKERS]:
         logger.warning("trainer.logger: %s: not here; metrics.jsonl has what they would get", ", ".join(missing))
     return {"trainer.loggers": [name for name in names if name not in missing]}
 
@@ -463,6 +461,7 @@ NAMES: dict[str, Translate] = {
         {f"{ACTOR}.fsdp_config.optimizer_offload": True} if value else {}
     ),
     f"{ACTOR}.fsdp_config.model_dtype": _to(f"{_MODEL}.dtype"),
+    "actor_rollout_ref.hybrid_engine": lambda value, get: {"trainer.max_staleness": 1} if value is False else {},
     f"{_ROLLOUT}.name": _engine,
     f"{_ROLLOUT}.rollout_per_device_batch_size": _to(f"{_ROLLOUT}.max_num_seqs"),
     f"{_ROLLOUT}.top_k": lambda value, get: {f"{_ROLLOUT}.top_k": 0 if value == -1 else value},

@@ -43,6 +43,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
     reasons = {name: reason for name in _leaves(content) if (reason := reason_of(name)) and name not in _ours()}
     if not values.keys() - OWN and not reasons:
         return content
+    ignored = {name: _get(content, name, None) for name in reasons}  # which others may go by all the same
     for name in (*values, *reasons):
         _take(content, name)
     refusals = [] if "data.train_files" not in values else list(_take_refused(content, locations))
@@ -51,7 +52,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
     values = {name: value for name, value in values.items() if value is not None}
 
     def get(name: str) -> Any:
-        return values.get(name, _get(content, name, None))
+        return values[name] if name in values else ignored.get(name, _get(content, name, None))
 
     values = _with_defaults(values, content, get)
     renamed: dict[str, tuple[str, Any]] = {}
@@ -95,8 +96,6 @@ def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) ->
         usual |= {"critic.ppo_mini_batch_size": get(f"{ACTOR}.ppo_mini_batch_size") or 256}
     if get("trainer.total_training_steps") is None and get("trainer.total_steps") is None:
         usual["trainer.total_epochs"] = 30
-    if get("actor_rollout_ref.hybrid_engine") is False:
-        usual["trainer.max_staleness"] = 1
     rewards = ("custom_reward_function.path", "reward", "tasks", "actor_rollout_ref.rollout.episode")
     if not get("reward_model.enable") and not any(get(name) for name in rewards):
         usual["reward.name"] = "data_source"

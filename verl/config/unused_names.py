@@ -67,7 +67,7 @@ UNUSED = {
         reward_model.param_offload reward_model.sandbox_fusion.memory_limit_mb
     """,
     "placement": """
-        trainer.nnodes trainer.device actor_rollout_ref.hybrid_engine rollout.nnodes rollout.n_gpus_per_node
+        trainer.nnodes trainer.device rollout.nnodes rollout.n_gpus_per_node
         actor_rollout_ref.ref.strategy reward_model.strategy reward_model.n_gpus_per_node reward_model.nnodes
         reward_model.enable_resource_pool reward_model.rollout.* reward_model.megatron.*
         actor_rollout_ref.ref.megatron.* <role>.megatron.virtual_pipeline_model_parallel_size

@@ -61,9 +61,9 @@ function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
+  return ticks;
 }
 
 // The exponential mean, corrected for its start (as Adam's moments are), so that a curve begins at its first value.
@@ -220,18 +220,18 @@ class Chart {
 
   point(place) {
     if (!this.drawn) return;
-    const at = this.drawn.map((line) => line.raw[place === null ? line.raw.length - 1 : nearestIndex(line.raw, place)]);
-    const step = at.length && place !== null ? `step ${format(at[0].at(-1))}` : "";
+    const nearest = this.drawn.map((line) => line.raw[place === null ? line.raw.length - 1 : nearestIndex(line.raw, place)]);
+    const step = nearest.length && place !== null ? `step ${format(nearest[0].at(-1))}` : "";
     const several = this.lines.length > 1;
-    this.value.textContent = several || !at.length ? step : (step && `${step}: `) + format(at[0][1]);
-    this.legend.replaceChildren(...(several ? this.drawn.map((line, i) => entry(line, format(at[i][1]))) : []));
+    this.value.textContent = several || !nearest.length ? step : (step && `${step}: `) + format(nearest[0][1]);
+    this.legend.replaceChildren(...(several ? this.drawn.map((line, i) => entry(line, format(nearest[i][1]))) : []));
     this.drawn.forEach((line, i) => {
       line.dot.setAttribute("visibility", place === null ? "hidden" : "visible");
-      line.dot.setAttribute("cx", this.scale.x(at[i][0]));
-      line.dot.setAttribute("cy", this.scale.y(line.smoothed[line.raw.indexOf(at[i])][1]));
+      line.dot.setAttribute("cx", this.scale.x(nearest[i][0]));
+      line.dot.setAttribute("cy", this.scale.y(line.smoothed[line.raw.indexOf(nearest[i])][1]));
     });
-    this.cursor.setAttribute("visibility", at.length && place !== null ? "visible" : "hidden");
-    for (const end of at.length ? ["x1", "x2"] : []) this.cursor.setAttribute(end, this.scale.x(at[0][0]));
+    this.cursor.setAttribute("visibility", nearest.length && place !== null ? "visible" : "hidden");
+    for (const end of nearest.length ? ["x1", "x2"] : []) this.cursor.setAttribute(end, this.scale.x(nearest[0][0]));
   }
 }
 
