@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 SERIAL := $(if $(TURN),--turn $(TURN)) $(if $(HALF),--half $(HALF)) $(TEST_ARGS)
-SLOW := $(TEST_ENV) $(BIN)/python -m pytest -m "slow and not gpu and not peer" $(SERIAL)
+SLOW := $(TEST_ENV) $(BIN)/python -m pytest -m "slow and not gpu and not peer"
 
 .PHONY: help install model train test test-slow test-all vllm test-vllm style lint docs environments gpu clean
 
@@ -55,11 +55,12 @@ lint: style ## style, words and types
 test: style ## style, types and the fast tests
 	@$(BIN)/mypy & types=$$!; $(PYTEST) -m "not slow and not gpu"; tests=$$?; wait $$types || { echo "mypy has errors: see above"; exit 1; }; exit $$tests
 
-# They start processes of their own, and have deadlines: what fails beside another test is run again alone. Exit status
-# 1 is that of tests that failed; where something was left behind, or the run was interrupted, it stays as it is.
+# They start processes of their own, and have deadlines: what fails beside another test is run again alone (without TURN,
+# which deals out what is collected). Exit status 1 is that of tests that failed; where something was left behind, or the
+# run was interrupted, it stays as it is.
 test-slow: model ## the slow tests, two at a time; TURN=0 to TURN=5: a sixth of them; HALF=0, HALF=1: half of that
-	@$(SLOW) -n 2 --dist worksteal || { rc=$$?; test $$rc = 1 && $(SLOW) --last-failed --last-failed-no-failures none || \
-		exit $$rc; }
+	@$(SLOW) $(SERIAL) -n 2 --dist worksteal || { rc=$$?; test $$rc = 1 && \
+		$(SLOW) $(TEST_ARGS) --last-failed --last-failed-no-failures none || exit $$rc; }
 
 test-all: lint model ## the slow tests too
 	$(PYTEST) -m "not gpu and not peer"

@@ -132,6 +132,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smol() -> Path:
+    """SmolLM2-135M-Instruct, which `make test-slow` fetches and `make test` does not."""
+    path = Path(__file__).resolve().parents[1] / "models" / "SmolLM2-135M-Instruct"
+    if not path.is_dir():
+        pytest.skip("`make model` gets SmolLM2-135M-Instruct")
+    return path
+
+
+@pytest.fixture(scope="session")
 def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Tiny model directories: `make_tiny(kind, dtype, seed)`."""
     models: dict[Any, Path] = {}

@@ -17,7 +17,6 @@ from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.replies import ReplyParser
 from verl.rollout.gateway.template import ChatTemplate
 
-SMOL = Path(__file__).resolve().parents[2] / "models" / "SmolLM2-135M-Instruct"
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}}
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -183,9 +182,9 @@ def test_a_template_by_name_or_file(tmp_path: Path) -> None:
         ChatTemplate(FAMILIES["none"].make())
 
 
-@pytest.mark.skipif(not SMOL.is_dir(), reason="`make model` gets it")
-def test_smollm2_needs_hermes() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SMOL)
+@pytest.mark.slow
+def test_smollm2_needs_hermes(smol: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smol)
     with pytest.raises(ConfigError, match="chat_template='hermes'"):
         ChatTemplate(tokenizer).check()
     template = ChatTemplate(tokenizer, "hermes")

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.rollout.test_gateway_bounds import head, port_of
 from tests.rollout.test_gateway_dialects import streamed
-from tests.rollout.test_gateway_replies import SMOL, WEATHER, WRITTEN
+from tests.rollout.test_gateway_replies import WEATHER, WRITTEN
 from tests.rollout.test_gateway_server import ADD, CALL, HELLO, Run, asking
 from tests.rollout.test_tools import Scripted
 from tests.templates import FAMILIES, TOOL_FAMILIES
@@ -327,8 +328,9 @@ def test_engines_tell_each_token_once(kind: str, packed64: PackedModel, tokenize
     assert len(samples) >= 6 and all(told.values())
 
 
-def test_a_real_tokenizer_streams_what_it_says() -> None:
-    template = ChatTemplate(AutoTokenizer.from_pretrained(SMOL), "hermes")
+@pytest.mark.slow
+def test_a_real_tokenizer_streams_what_it_says(smol: Path) -> None:
+    template = ChatTemplate(AutoTokenizer.from_pretrained(smol), "hermes")
     text = 'Grüße, 日本語 🙂!\n<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|im_end|>'
     tokens = template.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
     told: list[tuple[str, str]] = []

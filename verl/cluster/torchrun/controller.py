@@ -207,6 +207,8 @@ class TorchrunJob:
             self._signalled(int(message.tree))
         elif message.do == "gone":
             self._gone[rank] = str(message.tree)
+            if not self.has_ended:  # torchrun may end this process before it has raised the error
+                logger.error("%s died: %s", self.who(rank), message.tree)
             for serial, inbox in [*self._inboxes.items()]:
                 inbox.put((rank, message))
                 self._free_later(serial)
