@@ -97,8 +97,8 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def names_of(name: str) -> tuple[str, ...]:
-    """What a message may call a weight of the files: a backbone has the name without its own prefix, and of a weight that
-    is not there only the model knows a name."""
+    """What a message may call a weight of the files: a backbone has the name without its own prefix, and of one that is
+    not there only the model knows a name."""
     return (name, name.partition(".")[2], name.replace("block_sparse_moe", "mlp").partition(".")[2])
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import byte_tokenizer
+from tests.data.test_templates import BROKEN, FAMILIES, says, user
 from verl.errors import ConfigError, DataError
-from verl.trl import KTOConfig, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from verl.trl import DPOConfig, KTOConfig, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from verl.trl.data import LabelledLoader, ScoredLoader, TextLoader, TRLLoader
 
 ROWS = [{"prompt": f"Say {i}: ", "completion": "a" * (1 + i)} for i in range(5)]
@@ -88,3 +90,24 @@ def test_which_token_is_scored_is_saved(tiny: Path, tmp_path: Path, padding: str
 def test_orders_that_are_not_here(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="train_sampling_strategy='group_by_length': "):
         SFTTrainer(str(tiny), SFTConfig(train_sampling_strategy="group_by_length"), train_dataset=ROWS)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_replies_of_a_broken_template_are_warned_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    reader = FAMILIES["chatml"].make()
+    reader.chat_template, expected = BROKEN[kind]
+    chat = [user("two?"), says("four is it and not five nor six, as all can see"), user("three?"), says("five")]
+    rows = [{"messages": chat[:1] + chat[1:2]}, {"messages": chat}]
+    try:
+        TextLoader(rows, reader, SFTConfig(), 2)
+        told = caplog.text
+    except DataError as error:  # TRL's tokens cannot be made either
+        told = str(error)
+    assert re.search(expected, told, re.DOTALL)
+
+
+def test_replies_that_generation_can_follow_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for rows in (CHAT, ROWS):
+        TextLoader(rows, byte_tokenizer(), SFTConfig(), 2)
+    TRLLoader(PAIRS, byte_tokenizer(), DPOConfig(), 2)
+    assert not caplog.text

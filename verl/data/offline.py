@@ -129,18 +129,7 @@ class OfflineDatasetLoader:
         names = ("group", "prompt", "messages", "prompt_tokens", "turns", "response", "reply", *TEMPLATE_COLUMNS)
         for row in self._rows.select(names).rows():
             with naming(f"{self.name}, row {row['group']}"):
-                if row.get("messages") is not None:
-                    turns = json.loads(row["turns"]) if row.get("turns") else [_reply(row)]
-                    encoded.append(encode_chat(chat, json.loads(row["messages"]), turns, template_inputs(row)))
-                    continue
-                if row.get("prompt") is not None:
-                    prompt, response = encode_pair(chat, row["prompt"], row["response"])
-                elif row.get("prompt_tokens") is not None:
-                    prompt = row["prompt_tokens"]
-                    response = encode_behind(chat, prompt, row["response"], end=True)
-                else:
-                    prompt, response = encode_text(chat, row["response"])
-                encoded.append((prompt, response, [1] * len(response)))
+                encoded.append(encode_row(chat, row))
         return encoded
 
     def _limit(self, prompt: int) -> int | None:
@@ -245,6 +234,21 @@ class _Reader:
             return {**prompted, **_response(messages[first:], prompted, where)}
         turns = chat_json(messages[first:], where)
         return {**prompted, "turns": turns, "response": content_text(messages[-1])}
+
+
+def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """A row's prompt and response as tokens, and which of the response are trained (see `encode_chat`)."""
+    if row.get("messages") is not None:
+        turns = json.loads(row["turns"]) if row.get("turns") else [_reply(row)]
+        return encode_chat(chat, json.loads(row["messages"]), turns, template_inputs(row))
+    if row.get("prompt") is not None:
+        prompt, response = encode_pair(chat, row["prompt"], row["response"])
+    elif row.get("prompt_tokens") is not None:
+        prompt = row["prompt_tokens"]
+        response = encode_behind(chat, prompt, row["response"], end=True)
+    else:
+        prompt, response = encode_text(chat, row["response"])
+    return prompt, response, [1] * len(response)
 
 
 def _reply(row: Mapping[str, Any]) -> Any:

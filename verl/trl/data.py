@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -12,8 +13,10 @@ import torch
 
 from verl.data.chat import ChatTokenizer, template_inputs
 from verl.data.loader import Cursor
-from verl.data.offline import OfflineDatasetLoader
+from verl.data.offline import OfflineDatasetLoader, encode_row
 from verl.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 #: A prompt, the response behind it, and which of its tokens are trained.
 Encoded = tuple[list[int], list[int], list[int]]
@@ -65,7 +68,25 @@ class TRLLoader(OfflineDatasetLoader):
         return limit
 
     def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
+        self._warn_of_replies(chat)
         return [self._cut(self._row(chat, row)) for row in self._rows.rows()]
+
+    def _warn_of_replies(self, chat: ChatTokenizer) -> None:
+        """This package's own loaders refuse replies that a policy could not end, or not write behind their prompt."""
+        reasons = []
+        for row in self._rows.rows():
+            try:
+                encode_row(chat, row)
+            except DataError as error:
+                reasons.append(f"row {row['group']}: {error}")
+        if reasons:
+            logger.warning(
+                "%s: %d of %d replies are trained as TRL trains them, though generation will not follow them (%s)",
+                self.name,
+                len(reasons),
+                len(self._rows),
+                reasons[0],
+            )
 
     def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
         prompt, whole = self._pair(chat, row)
