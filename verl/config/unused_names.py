@@ -71,8 +71,7 @@ UNUSED = {
         actor_rollout_ref.ref.strategy reward_model.strategy reward_model.n_gpus_per_node reward_model.nnodes
         reward_model.enable_resource_pool reward_model.rollout.* reward_model.megatron.*
         actor_rollout_ref.ref.megatron.* <role>.megatron.virtual_pipeline_model_parallel_size
-        <role>.megatron.expert_tensor_parallel_size <role>.megatron.use_dist_checkpointing
-        <role>.megatron.dist_checkpointing_path <role>.megatron.override_transformer_config.account_for_*
+        <role>.megatron.expert_tensor_parallel_size <role>.megatron.override_transformer_config.account_for_*
         <role>.megatron.override_transformer_config.num_layers_in_*_pipeline_stage
         actor_rollout_ref.rollout.data_parallel_size actor_rollout_ref.rollout.expert_parallel_size
         actor_rollout_ref.rollout.pipeline_model_parallel_size ray_kwargs.ray_init.* *.rollout_n
@@ -105,6 +104,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ({}, 0.0, 0), "write it into the model's config.json: a model is loaded as its files say"),
     "*.model.hf_config_path *.model.external_lib *.model.custom_chat_template": (
         (), "write it into the model's directory: a model is loaded as its files say"),
+    "*.megatron.use_dist_checkpointing *.megatron.dist_checkpointing_path": (
+        (False,), "leave it out: weights are read from model.path, in the form that transformers saves"),
     "*.model.lora_adapter_path": ((), "merge the adapters into the model first: peft's merge_and_unload()"),
     "*.model.exclude_modules": ((), "write the layers that get adapters: model.lora={targets: [q_proj, v_proj]}"),
     "*.model.lora.rank *.model.lora.target_modules *.model.lora.merge *.model.lora.lora_A_init_method": (
