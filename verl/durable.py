@@ -15,6 +15,7 @@ import shutil
 import socket
 import stat
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,21 @@ class RecordFile(LineFile[bytes]):
             self._end = _append_at(file, min(self._end, file.seek(0, os.SEEK_END)), b"".join(lines))
 
 
+#: Locked files. A fork would share their locks, and keep them for as long as it lives.
+_locked: weakref.WeakSet[IO[Any]] = weakref.WeakSet()
+
+
+def _leave_locks() -> None:
+    with open(os.devnull, "wb") as nothing:
+        for file in [*_locked]:
+            if not file.closed:
+                os.dup2(nothing.fileno(), file.fileno(), inheritable=False)
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_leave_locks)
+
+
 def try_lock(file: IO[Any]) -> bool:
     """Lock an open file for this process until it is closed; False: another one has it. Windows has no such lock.
 
@@ -198,6 +214,7 @@ def try_lock(file: IO[Any]) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        _locked.add(file)
     return True
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -156,6 +157,26 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     DiskBuffer(tmp_path, 5).close()
     with pytest.raises(DataError, match="has been closed"):
         first.add(samples(0, 1))
+
+
+def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A reward's process may outlive the run for a moment, in which the run is begun again."""
+    first = DiskBuffer(tmp_path, 5)
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        theirs.send(b"x")
+        theirs.recv(1)  # until the parent lets it go
+        os._exit(0)
+    theirs.close()
+    ours.recv(1)
+    with pytest.raises(DataError, match="open already"):
+        DiskBuffer(tmp_path, 5)
+    first.close()
+    DiskBuffer(tmp_path, 5).close()
+    ours.close()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_buffer_that_is_gone_leaves_its_directory_to_the_next(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +21,7 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.data.buffer import Buffer, Capacity, check_saved, no_room
 from verl.data.distributed_buffer import DistributedBuffer
-from verl.durable import clear_staging, read_json, write_atomic
+from verl.durable import clear_staging, read_json, try_lock, write_atomic
 from verl.errors import ConfigError, DataError, nearest
 
 __all__ = ["Buffer", "DiskBuffer", "MemoryBuffer", "make_buffer"]
@@ -100,10 +99,10 @@ class DiskBuffer:
         self.path, self.capacity = Path(path), capacity
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = _lock(self.path)
+            lock = _lock(self.path)
         except OSError as error:
             raise ConfigError(f"the buffer cannot lie in {path}: {error}. Name another directory") from error
-        self._unlock = weakref.finalize(self, os.close, handle)
+        self._unlock = weakref.finalize(self, lock.close)
         clear_staging(self.path)
         self._first, self._offset = self._read_cursor()
         self._sizes: dict[int, int] = {}
@@ -213,16 +212,12 @@ def _parquet_bytes(batch: Batch) -> bytes:
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def _lock(path: Path) -> int:
-    import fcntl  # not on Windows, where only this buffer is missing
-
-    handle = os.open(path / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
+def _lock(path: Path) -> IO[bytes]:
+    file = (path / "lock").open("ab")
+    if not try_lock(file):
+        file.close()
         raise DataError(
             f"the buffer in {path} is open already, in another process or in this one: end that process, close() that "
             "buffer (of a trainer: trainer.buffer.close()), or use another path"
-        ) from error
-    return handle
+        )
+    return file
