@@ -97,12 +97,17 @@ WHOLE_BATCH = {
 }
 
 
+def limit_of(reason: str) -> float:
+    """A time-out that what does not wait keeps on a busy machine, too."""
+    return 0.3 if "0.3 s" in reason else 10.0
+
+
 @pytest.mark.parametrize("name", WHOLE_BATCH)
 def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
     function, reason = WHOLE_BATCH[name]
     start = time.monotonic()
-    result = run_reward(make_reward(function, timeout=0.3), SAMPLES)
-    assert time.monotonic() - start < 3
+    result = run_reward(make_reward(function, timeout=limit_of(reason)), SAMPLES)
+    assert time.monotonic() - start < 5
     assert result.reward == [None] * 3
     for text in result.reasons:
         assert text is not None

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests import forked
-from tests.rewards.test_failures import WHOLE_BATCH, alive
+from tests.rewards.test_failures import WHOLE_BATCH, alive, limit_of
 from verl.batch import Batch
 from verl.errors import ConfigError
 from verl.rewards.calls import ThreadCaller
@@ -74,7 +74,7 @@ def test_what_holds_the_interpreter_abstains(function: Any, reason: str) -> None
 @pytest.mark.parametrize("name", [name for name in WHOLE_BATCH if name not in ("spins", "blocks its loop")])
 def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
     function, reason = WHOLE_BATCH[name]
-    reward = Reward(function, timeout=0.3)
+    reward = Reward(function, timeout=limit_of(reason))
     result = run_reward(reward.source, texts("a", "b", "c"))
     assert result.reward == [None] * 3
     assert all(re.search(reason, str(text)) for text in result.reasons)
