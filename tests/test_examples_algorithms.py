@@ -50,6 +50,7 @@ def test_every_algorithm_has_an_example() -> None:
     assert ours == NAMES
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(ROOT)
@@ -143,6 +144,7 @@ def test_settings_that_contradict_the_algorithm_are_refused(
     assert "nothing would run" in told("ppo", "trainer.total_steps=0", "data.eval=null")
 
 
+@pytest.mark.slow
 def test_a_schedule_over_recorded_pairs_has_one_update_a_step(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_rows_that_are_left_out_are_not_learned(tiny: Path, name: str) -> None:
     assert found["grad_norm/actor"] == pytest.approx(expected["grad_norm/actor"], rel=1e-5)
 
 
+@pytest.mark.quick("reward_model")
 @pytest.mark.parametrize("name", ["kto", "reward_model"])
 def test_a_resume_is_exact(tiny: Path, tmp_path: Path, name: str) -> None:
     data = loader(tiny, name)
