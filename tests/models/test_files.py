@@ -107,7 +107,6 @@ def readings(path: Path, kind: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.slow
 @examples(150)
 @given(
     st.sampled_from(KINDS),
