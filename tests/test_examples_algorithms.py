@@ -50,7 +50,7 @@ def test_every_algorithm_has_an_example() -> None:
     assert ours == NAMES
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(ROOT)
@@ -90,6 +90,7 @@ def test_the_data_are_what_their_script_writes(tmp_path: Path) -> None:
     assert made == {file.name: file.read_text() for file in (EXAMPLES / "data").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_over_recorded_data_goes_on_where_it_was(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,6 +309,7 @@ def test_a_stream_that_waits_is_kept_alive_and_its_failure_is_told(
     assert "[DONE]" not in seen[0]
 
 
+@pytest.mark.quick("embedded")
 @pytest.mark.parametrize("kind", ["embedded", "torch", "hf"])
 def test_engines_tell_each_token_once(kind: str, packed64: PackedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     if kind == "hf":

@@ -29,6 +29,7 @@ def offline_trainer(model: Path, name: str, **options: Any) -> verl.Trainer:
     return verl.Trainer(actor, algorithm=name, log_dir=False)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward_model"])
 def test_recorded_responses_are_learned(tiny: Path, name: str) -> None:
     trainer, data = offline_trainer(tiny, name), loader(tiny, name)

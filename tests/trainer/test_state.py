@@ -116,6 +116,7 @@ def test_wrong_types_in_json_are_damage_or_harmless(saved: tuple[verl.Trainer, P
     assert not [about for about in passed if about.startswith((" =", ".steps", ".skipped", ".roles =", ".outputs ="))]
 
 
+@pytest.mark.slow
 def test_json_that_is_none_is_damage(saved: tuple[verl.Trainer, Path], caplog: pytest.LogCaptureFixture) -> None:
     trainer, directory = saved
     for name in ("trainer.json", "actor/probe.json", "actor/config.json"):
