@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leaks)
     session.pytest_configure(config)
     if count := config.getoption("numprocesses", None):
-        forked.start()
+        forked.start(config.args)
         config.option.tx = [f"popen//python={shlex.join([sys.executable, setup_worker.__file__])}"] * count
 
 

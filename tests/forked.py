@@ -32,18 +32,23 @@ from tests import setup_worker
 from tests.setup_worker import ADDRESS, exit_code, fork
 
 #: The parent of all of them. It has no thread.
-_SERVE = f"import sys; sys.path[:] = {sys.path!r}; from tests import forked; forked.serve()"
+_SERVE = "import sys; sys.path[:] = {!r}; from tests import forked; forked.serve({!r})"
 _server: subprocess.Popen[bytes] | None = None
 
 
-def start() -> None:
-    """Start their parent, unless a process that started this one has done so. It imports the libraries meanwhile."""
+def start(tests: Sequence[str] = ()) -> None:
+    """Start their parent, unless a process that started this one has done so. It imports the libraries meanwhile.
+
+    Args:
+        tests: arguments of pytest: the modules of these tests are imported, too, once for all who run them.
+    """
     global _server
     if ADDRESS in os.environ:
         return
     os.environ[ADDRESS] = str(Path(tempfile.mkdtemp(prefix="forked-", dir="/tmp"), "socket"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    _server = subprocess.Popen([sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, env=environment)
+    command = [sys.executable, "-c", _SERVE.format(sys.path, list(tests))]
+    _server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     atexit.register(stop)
 
 
@@ -141,10 +146,12 @@ def run(
     return done
 
 
-def serve() -> NoReturn:
+def serve(tests: Sequence[str]) -> NoReturn:
     """Fork the processes that are asked for, until the process that started this one is gone."""
     with contextlib.suppress(ImportError):  # an environment that lacks a library has the others
-        import tests.preloaded  # noqa: F401
+        from tests import preloaded
+
+        preloaded.load(tests)
 
     woken, wake = socket.socketpair()
     for end in (woken, wake):

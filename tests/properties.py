@@ -1,4 +1,4 @@
-"""How many examples property tests try: a fifth in `make test`, all in the slow tests (`test_properties.py`)."""
+"""How many examples property tests try: a tenth in `make test`, all in the slow tests (`test_properties.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import settings
 
-settings.register_profile("quick", max_examples=20, deadline=None)
+settings.register_profile("quick", max_examples=10, deadline=None)
 settings.register_profile("full", max_examples=100, deadline=None)
 settings.load_profile("quick")  # unless --hypothesis-profile says otherwise
 

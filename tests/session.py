@@ -18,6 +18,8 @@ RECORD = Path(__file__).with_name("slow_seconds.json")
 #: What a test without a record counts as.
 UNKNOWN_SECONDS = 20.0
 SLOW = pytest.StashKey[list[str]]()
+#: Cases that a mark `quick` names and that are not there.
+UNKNOWN_CASES = pytest.StashKey[list[str]]()
 CLOCK = pytest.StashKey["CpuClock"]()
 MEASURED = pytest.StashKey[dict[str, float]]()
 
@@ -91,8 +93,27 @@ def is_slow(item: pytest.Item) -> bool:
     return {"slow"} == {mark.name for mark in item.iter_markers()} & {"slow", "gpu", "peer"}
 
 
+def thin(items: Iterable[pytest.Item]) -> list[str]:
+    """Mark the cases slow that their test's mark `quick` leaves out. Returns those it names that are not there.
+
+    The mark has names of cases, or with `every=N` one in N stays. Where several parametrisations meet, an N that has no
+    factor in common with their sizes lets values of each stay.
+    """
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("quick")) is None or not isinstance(item, pytest.Function):
+            continue
+        test, _, case = item.nodeid.partition("[")
+        missing.setdefault(test, {*mark.args}).discard(case[:-1])
+        every = mark.kwargs.get("every")
+        if max(item.callspec.indices.values()) % every if every else case[:-1] not in mark.args:
+            item.add_marker(pytest.mark.slow)
+    return [f"{test}[{case}]" for test, cases in missing.items() for case in sorted(cases)]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[UNKNOWN_CASES] = thin(items)
     config.stash[SLOW] = [item.nodeid for item in items if is_slow(item)]
     if (turn := config.getoption("--turn")) is None:
         return

@@ -205,6 +205,7 @@ def test_the_calculator_is_called_from_yaml(tmp_path: Path, tiny: Path) -> None:
     assert not any(record.get("rollout/failed_episodes") for record in records)
 
 
+@pytest.mark.slow
 def test_three_tasks_from_yaml(tmp_path: Path, tiny: Path) -> None:
     """Two steps with a model that knows nothing; what it learns takes a real one and minutes."""
     command = [sys.executable, "-m", "verl", "train", "examples/multi_task/tasks.yaml"]

@@ -50,6 +50,7 @@ def test_every_algorithm_has_an_example() -> None:
     assert ours == NAMES
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(ROOT)
@@ -89,6 +90,7 @@ def test_the_data_are_what_their_script_writes(tmp_path: Path) -> None:
     assert made == {file.name: file.read_text() for file in (EXAMPLES / "data").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_over_recorded_data_goes_on_where_it_was(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_settings_that_contradict_the_algorithm_are_refused(
     assert "nothing would run" in told("ppo", "trainer.total_steps=0", "data.eval=null")
 
 
+@pytest.mark.slow
 def test_a_schedule_over_recorded_pairs_has_one_update_a_step(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "name",
     ["run.json", "summary.json", "environment.json", "metrics.jsonl", "eval.jsonl", "config.yaml", "logs/001.log",

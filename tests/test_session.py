@@ -16,6 +16,7 @@ from tests.session import (
     RECORD,
     SLOW,
     TURNS,
+    UNKNOWN_CASES,
     UNKNOWN_SECONDS,
     CpuClock,
     gone,
@@ -33,7 +34,7 @@ ci = sys.modules["ci"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(ci)
 
 #: Of 2,700 s, half is in reserve; the fast tests, the documentation and the installations take the rest of the other.
-SHARE_SECONDS = 680.0
+SHARE_SECONDS = 820.0
 CONFTEST = """
 import pathlib, tests.session
 from tests.session import *
@@ -62,13 +63,27 @@ def test_quick():
 def test_device():
     pass
 """
+CASES = """
+import pytest
+
+@pytest.mark.quick("b")
+@pytest.mark.parametrize("case", ["a", "b"])
+def test_named(case):
+    pass
+
+@pytest.mark.quick(every=4)
+@pytest.mark.parametrize("one", range(3))
+@pytest.mark.parametrize("other", range(2))
+def test_every(one, other):
+    pass
+"""
 
 
-def session(folder: Path, *options: str) -> tuple[int, set[str], str]:
+def session(folder: Path, *options: str, tests: str = TESTS) -> tuple[int, set[str], str]:
     """Exit status, the tests that ran, and the output."""
     (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "test_numbers.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n slow\n gpu\n")
+    (folder / "test_numbers.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n slow\n gpu\n quick\n")
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--rootdir", str(folder), *options]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
@@ -83,6 +98,12 @@ def test_six_turns_run_every_slow_test_once(request: pytest.FixtureRequest) -> N
     dealt = shares(tests, record)
     assert sorted(test for share in dealt for test in share) == tests
     assert [sorted(share) for share in shares(reversed(tests), record)] == [sorted(share) for share in dealt]
+
+
+def test_every_case_that_is_quick_is_there(request: pytest.FixtureRequest) -> None:
+    single = {argument.partition("[")[0] for argument in request.config.args if "[" in argument}
+    unknown = [case for case in request.config.stash[UNKNOWN_CASES] if case.partition("[")[0] not in single]
+    assert unknown == []
 
 
 def test_the_record_names_no_test_that_is_gone(request: pytest.FixtureRequest) -> None:
@@ -139,6 +160,13 @@ def test_a_turn_runs_its_share_and_lists_the_others(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(json.dumps(record | {"test_numbers.py::test_old": 1.0}))
     status, ran, output = session(tmp_path, "--turn", "2")
     assert status == pytest.ExitCode.USAGE_ERROR and not ran and "take out test_numbers.py::test_old" in output
+
+
+def test_cases_that_are_named_or_one_in_n_stay_quick(tmp_path: Path) -> None:
+    for words, cases in (("not slow", ["named[b]", "every[0-0]", "every[1-1]"]),
+                         ("slow", ["named[a]", "every[0-1]", "every[0-2]", "every[1-0]", "every[1-2]"])):  # fmt: skip
+        status, ran, _ = session(tmp_path, "-m", words, tests=CASES)
+        assert status == 0 and ran == {f"test_numbers.py::test_{case}" for case in cases}
 
 
 def test_seconds_are_recorded_beside_what_was_known(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_a_log_ratio_is_bounded() -> None:
         make_algorithm("distillation").prepare(Batch.from_columns(columns).drop(["ref_log_probs"]))
 
 
+@pytest.mark.slow
 def test_a_policy_comes_nearer_to_its_teacher(tiny: Path, tmp_path: Path) -> None:
     taught = verl.Actor(str(tiny), optim={"lr": 1e-2})
     rows = [{"prompt": prompt, "completion": " said the fox"} for prompt in PROMPTS]

@@ -27,6 +27,7 @@ def test_the_tables_are_complete() -> None:
     assert named[1:] == [set(OFFLINE), {*ONLINE, *OFFLINE}]
 
 
+@pytest.mark.slow
 def test_the_example_trains(
     make_tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

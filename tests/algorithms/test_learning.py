@@ -117,6 +117,7 @@ def train_online(name: str, lr: float, steps: int = 40, **options: Any) -> tuple
     return rewards, costs
 
 
+@pytest.mark.quick("grpo", "ppo", "rloo", "constrained_decoding")
 @pytest.mark.parametrize("name", ONLINE)
 def test_online_algorithms_raise_the_reward(name: str) -> None:
     options = {"cost_limit": 2.0} if name == "safe_rlhf" else {}  # a limit that never binds
@@ -126,9 +127,8 @@ def test_online_algorithms_raise_the_reward(name: str) -> None:
     assert sum(idle[-4:]) / 4 < 0.3
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"baseline": "critics"}, marks=pytest.mark.slow)], ids=["group", "critics"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"baseline": "critics"}], ids=["group", "critics"])
 def test_safe_rlhf_keeps_the_cost_below_its_limit(options: dict[str, Any]) -> None:
     free_rewards, free_costs = train_online("safe_rlhf", 0.1, 120, lambda_init=0.0, lambda_lr=0.0, **options)
     rewards, costs = train_online("safe_rlhf", 0.1, 120, cost_limit=0.3, **options)

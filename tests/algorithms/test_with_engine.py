@@ -44,6 +44,7 @@ def update(
     return metrics, torch.cat(moved).detach()
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

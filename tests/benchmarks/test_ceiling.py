@@ -106,6 +106,7 @@ def test_few_sizes_are_timed(benchmark: Benchmark) -> None:
     assert benchmark("ceiling")._interpolated({0: 5}, seconds) == 0.0
 
 
+@pytest.mark.slow
 def test_a_process_times_them_and_ends(benchmark: Benchmark, tiny: Path) -> None:
     ceiling = benchmark("ceiling")
     shape = ceiling.Shape(64, 64, True)

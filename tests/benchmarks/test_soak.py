@@ -42,6 +42,7 @@ for step in range(1, 31):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="reads /proc")
 def test_what_grows_is_seen(benchmark: Benchmark, tmp_path: Path) -> None:
     soak = benchmark("soak")

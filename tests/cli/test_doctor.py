@@ -27,6 +27,7 @@ from verl.cli.doctor import (
 )
 
 
+@pytest.mark.slow
 def test_two_ranks_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     found = check_collective(timeout=120)

@@ -85,6 +85,7 @@ def test_options_that_contradict_each_other_are_refused(tiny, prompts, tmp_path)
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(tiny, tmp_path, cut_after):
     text = "".join(f"prompt number {i}\n\n" for i in range(20))
     whole, cut, part = (tmp_path / name for name in ("whole.parquet", "cut.parquet", "cut.parquet.part"))

@@ -51,6 +51,7 @@ def test_every_help_teaches_by_example(command):
     assert f"$ verl {command}" in result.stdout
 
 
+@pytest.mark.slow
 def test_dry_run_prints_settings_and_plan_and_loads_no_model(tmp_path):
     code = (
         "import sys\nfrom verl.cli.main import app\n"

@@ -28,9 +28,10 @@ LAYOUTS = {
 APART = {"actor": "cpu:0-1", "rollout": "cpu:2-3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(2, [*LAYOUTS][:1]), pytest.param(4, [*LAYOUTS], marks=pytest.mark.slow)],
+    [(2, [*LAYOUTS][:1]), (4, [*LAYOUTS])],
     ids=["one", "all"],
 )
 def test_generation_in_another_layout_equals_one_process(

@@ -271,6 +271,7 @@ def test_a_map_that_cannot_be_met_fails_with_the_numbers(cluster: None, placemen
         Controller(placement)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_this_process_is_refused_before_ranks_start(
     cluster: None, make_tiny: Callable[..., Path]
 ) -> None:

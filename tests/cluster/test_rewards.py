@@ -61,6 +61,7 @@ def test_samples_are_scored_one_by_one_and_in_order(make: Callable[..., Reward])
     ] == [2.0, 2.0, 1.0]
 
 
+@pytest.mark.slow
 def test_what_raises_hangs_or_dies_is_tried_elsewhere_and_counted(make: Callable[..., Reward], tmp_path: Path) -> None:
     once = [tmp_path / trouble for trouble in ("raise", "hang", "die")]
     for file in once:
@@ -173,6 +174,7 @@ def dies_first(tmp_path: Path) -> Callable[[int], str]:
     return make
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_starts_is_replaced_twice(
     make: Callable[..., Reward], dies_first: Callable[[int], str]
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_third_death_while_it_starts_ends_the_run(
         make(dies_first(3), workers=1).get_reward(texts_of("a"))
 
 
+@pytest.mark.slow
 def test_workers_that_die_together_are_one_death(
     make: Callable[..., Reward], dies_first: Callable[[int], str], tmp_path: Path
 ) -> None:
@@ -252,6 +255,7 @@ def test_a_stall_dumps_every_worker(make: Callable[..., Reward], capfd: pytest.C
         assert f"reward worker {worker} (pid " in caplog.text and os.uname().nodename in caplog.text
 
 
+@pytest.mark.slow
 def test_close_ends_them_and_the_next_sample_starts_them(make: Callable[..., Reward]) -> None:
     reward = make()
     reward.get_reward(texts_of("a"))
@@ -273,6 +277,7 @@ def test_close_ends_them_and_the_next_sample_starts_them(make: Callable[..., Rew
     assert reward.get_reward(texts_of("a"))["reward"] == [1.0] and not set(at_first) & set(reward.group.pids)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_edited_ends_the_run_where_it_would_be_read_again(
     make: Callable[..., Reward], tmp_path: Path
 ) -> None:
@@ -352,6 +357,7 @@ def test_a_reward_model_that_cannot_be_made_ends_the_run(make: Callable[..., Rew
         make(None, model=str(tmp_path / "no such model"), workers=1).get_reward(texts_of("a"))
 
 
+@pytest.mark.slow
 def test_services_and_judges_are_asked_by_workers(make: Callable[..., Reward], serve: Callable[..., Plain]) -> None:
     url = serve(1).url
     texts = texts_of("a", "bb", "mumble")

@@ -126,6 +126,7 @@ def scored(alone: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     return folder, out
 
 
+@pytest.mark.slow
 def test_one_map_places_actor_critic_and_reward(
     alone: tuple[Path, Path], scored: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def settings_of(path: str, case: Shown, *more: Mapping[str, Any]) -> dict[str, A
     return with_changes({}, changes)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("path", [*cases()])
 def test_two_values_differ_in_what_the_setting_changes(see: See, path: str) -> None:
     """Inputs are generated, one after the other, until the values differ: prompts, samples of a policy near the trained

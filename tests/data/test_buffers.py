@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests import forked
 from tests.properties import examples
 from verl.batch import Batch
 from verl.data.buffers import Buffer, DiskBuffer, MemoryBuffer, make_buffer
@@ -219,9 +220,8 @@ while True:
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_kill_at_any_moment(tmp_path: Path, attempt: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    process = forked.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     lines = [process.stdout.readline()]
     time.sleep(0.11 + 0.07 * attempt)

@@ -35,6 +35,7 @@ def weights(of: verl.Actor | verl.Critic) -> dict[str, torch.Tensor]:
     return {shard.name: shard.tensor.detach().clone() for shard in of.shards()}
 
 
+@pytest.mark.quick("grpo")
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "remax"])
 def test_two_runs_are_two_steps_of_the_trainer_bit_for_bit(tiny: Path, algorithm: str) -> None:
     actor = actor_of(tiny, algorithm)

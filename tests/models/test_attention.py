@@ -45,6 +45,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible(window), float("-inf")).softmax(-1), value)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("piece", [1, 30, attention.PIECE])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])

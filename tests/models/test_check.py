@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -16,6 +17,7 @@ def make_tokenizer(size: int = 61) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
+@pytest.mark.quick(every=3)
 def test_a_sound_model(model: PreTrainedModel) -> None:
     report = check_model(model, make_tokenizer())
     assert report.ok, report.problems

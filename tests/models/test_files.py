@@ -180,6 +180,7 @@ def test_every_entrance_refuses_files_that_lack_a_weight(tmp_path: Path) -> None
             assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_message_says_how_many_and_what_is_likely(tmp_path: Path) -> None:
     weights = stored("llama")
     likely = {
@@ -277,6 +278,7 @@ def test_what_is_no_fault_has_its_cases() -> None:
     assert {*HARMLESS} == harmless().keys()
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("what", HARMLESS)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_is_no_fault_is_loaded_whole_and_by_parts(what: str, shards: int, tmp_path: Path) -> None:

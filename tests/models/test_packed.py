@@ -59,6 +59,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.quick(every=3)
 def test_log_probs_and_gradients_equal_a_plain_forward(model: PreTrainedModel) -> None:
     expected = plain_log_probs(model, PROMPTS, RESPONSES)
     expected_gradient = gradients(model, expected)

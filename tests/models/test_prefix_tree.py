@@ -86,6 +86,7 @@ def test_rows_cost_what_they_have_when_packed(rows: Rows, least: int, order: lis
     assert len(pack_rows(prompts, responses, tree=tree.take(deep)).tokens) == tree.tokens(some)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "phi3", "mistral"])
 @pytest.mark.parametrize("way", ["steps", "sdpa", "varlen"])
 def test_log_probs_and_gradients_are_those_of_flat_rows(monkeypatch: pytest.MonkeyPatch, kind: str, way: str) -> None:

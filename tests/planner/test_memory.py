@@ -33,21 +33,22 @@ def batch_of(rows: int, length: int) -> Batch:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "checkpointing"),
     [
         (torch.float32, False),
         (torch.bfloat16, True),
-        pytest.param(torch.float32, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        (torch.float32, True),
+        (torch.bfloat16, False),
     ],
 )
 @pytest.mark.parametrize(
     ("hidden", "layers", "rows", "length"),
     [
         (128, 4, 2, 64),
-        pytest.param(256, 4, 4, 256, marks=pytest.mark.slow),
-        pytest.param(256, 8, 8, 256, marks=pytest.mark.slow),
+        (256, 4, 4, 256),
+        (256, 8, 8, 256),
     ],
 )
 def test_predicted_training_memory_is_that_of_one_process(

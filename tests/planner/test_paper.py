@@ -108,6 +108,7 @@ def test_strong_scaling() -> None:
     assert mean(found) == pytest.approx(0.668, rel=0.25)
 
 
+@pytest.mark.slow
 def test_speed_ups_over_openrlhf() -> None:
     """The paper: 3.25 times on average, 1.68 for 7B on 128 GPUs. The largest, 5.93, is a miss."""
     found = speed_ups(openrlhf)
@@ -115,6 +116,7 @@ def test_speed_ups_over_openrlhf() -> None:
     assert found["7B", 128] == pytest.approx(1.68, rel=0.25)
 
 
+@pytest.mark.slow
 def test_other_systems_are_slower_where_the_paper_compares_most() -> None:
     """How much slower is a miss: 1.5 times for 3.67 (DeepSpeed-Chat), 3.8 for 12.5 (NeMo-Aligner)."""
     assert mean(speed_ups(deepspeed_chat).values()) > 1.4

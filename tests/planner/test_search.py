@@ -73,6 +73,7 @@ def test_the_choice_is_within_a_tenth_of_brute_force(cluster: str, response: int
     assert best <= search(problem)[0].seconds <= 1.1 * best
 
 
+@pytest.mark.slow
 def test_four_models_on_a_thousand_gpus_in_under_a_minute() -> None:
     begun = time.process_time()
     plan = search(evaluation("70B", 1024))[0]

@@ -85,6 +85,7 @@ def test_a_reference_apart_from_the_actor_is_cut_as_the_actor_is(recipe: Path) -
     assert placement(plan)["reference"] != placement(plan)["actor"]
 
 
+@pytest.mark.slow
 def test_a_prediction_of_the_whole_is_shown(recipe: Path) -> None:
     cluster = Cluster.parse("4x8xA100", 200)
     printed = "\n".join(plan_placement(load_config(recipe), cluster, scaling=True))

@@ -204,6 +204,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("what", ANSWERS)
 def test_what_a_solution_gives_answers_as_it_does_there(what: str) -> None:
     solution, test = ANSWERS[what]
@@ -211,6 +212,7 @@ def test_what_a_solution_gives_answers_as_it_does_there(what: str) -> None:
     assert result.components["passed"] == [0.5]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "test",
     [

@@ -313,7 +313,8 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("sleep", "segv"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("sleep", "segv")])
 def test_processes_are_killed_and_replaced(tmp_path: Path, more: tuple[str, ...]) -> None:
     (tmp_path / "heavy.py").write_text(PROCESS)
     source = Reward(f"{tmp_path / 'heavy.py'}:f", workers=1, timeout=1.0).source

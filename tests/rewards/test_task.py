@@ -62,6 +62,7 @@ def test_accuracy_is_exact_and_gives_no_credit_for_parts() -> None:
 
 
 # Verifiers that look at more than the answer: tuples, ranges, a grid, an expression.
+@pytest.mark.quick("arc_agi", "rearc")
 @pytest.mark.parametrize(
     "task", ["arc_agi", "rearc", "countdown", "sokoban", "maze", "letter_counting", "base_conversion"]
 )

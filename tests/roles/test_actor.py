@@ -110,6 +110,7 @@ def test_engines_serve_the_weights_that_are_trained(tiny: Path, engine: str) -> 
         actor.update(sequences, [float(i % 2) for i in range(8)])
 
 
+@pytest.mark.quick("embedded")
 @pytest.mark.parametrize("engine", ["embedded", "hf"])
 def test_a_bf16_engine_is_as_near_after_updates_as_a_fresh_one(
     make_tiny: Callable[..., Path], tmp_path: Path, engine: str

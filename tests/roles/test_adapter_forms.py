@@ -160,6 +160,7 @@ QUICK = ["lora", "bias=all", "modules_to_save=embed_tokens", "pissa", "ia3"]
 SLOW = [form for form in ACCEPTED if form not in QUICK]
 
 
+@pytest.mark.quick("lora", "ia3")
 @pytest.mark.parametrize("form", QUICK)
 def test_an_accepted_form_is_exact_at_every_edge(form: str, tmp_path: Path) -> None:
     check_form(base_of(tmp_path / "base", tied=QUICK.index(form) % 3 != 0), ACCEPTED[form](), tmp_path)

@@ -194,7 +194,8 @@ def walk(size: int, cells: list[Cell], folder: Path) -> dict[Cell, Ended]:
     return walked
 
 
-@pytest.mark.parametrize("cells", ["megatron", pytest.param("zero", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cells", ["megatron", "zero"])
 def test_a_cell_is_one_process_or_refused(tmp_path: Path, cells: str) -> None:
     for cell, ended in walk(2, OF_TWO[cells], tmp_path).items():
         is_refused = cell == ("zero 3", "tied", "same", True)

@@ -87,6 +87,7 @@ def test_every_token_gets_a_value_whatever_the_text() -> None:
     assert [len(row) for row in found] == sequences.lengths("response_tokens")
 
 
+@pytest.mark.quick("qwen2")
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_a_critic_of_another_architecture_and_tokenizer_learns(
     tiny: Path, make_tiny: Callable[..., Path], kind: str, tmp_path: Path

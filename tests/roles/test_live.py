@@ -25,13 +25,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ways"),
-    [
-        ("llama", ["fsdp", "pipeline"]),
-        pytest.param("qwen2", [*WAYS], marks=pytest.mark.slow),
-        pytest.param("gpt2", [*WAYS], marks=pytest.mark.slow),
-    ],
+    [("llama", ["fsdp", "pipeline"]), ("qwen2", [*WAYS]), ("gpt2", [*WAYS])],
 )
 def test_a_live_model_that_ranks_have_cut_is_read_and_exported_whole(
     make_tiny: Callable[..., Path], tmp_path: Path, kind: str, ways: list[str]

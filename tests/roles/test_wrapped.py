@@ -91,6 +91,7 @@ def test_a_wrapped_model_is_trained_as_the_bare_one(tiny: Path) -> None:
         assert "the optimizer holds" in found["refusal"], how
 
 
+@pytest.mark.slow
 def test_a_model_wrapped_over_two_ranks_is_trained_on_both(tiny: Path) -> None:
     ways = ["fsdp1-orig", "fsdp1-flat", "fsdp2"]
     for how, found in zip(ways, run(tiny, ways, ranks=2), strict=True):
@@ -115,6 +116,7 @@ if __name__ == "__main__":
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_the_model(tiny: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny)
     trainer = verl.PPOTrainer(

@@ -51,6 +51,7 @@ def is_sum(text: str) -> bool:
     return re.fullmatch(r"\d\d?( \+ \d\d?)*=\d\d?", text) is not None
 
 
+@pytest.mark.quick("embedded-json", "hf-regex", "embedded-ebnf")
 @pytest.mark.parametrize(
     ("grammar", "holds"),
     [(Grammar.regex(DATE), is_date), (Grammar.json_schema(SCHEMA), is_person), (Grammar.ebnf(SUM), is_sum)],

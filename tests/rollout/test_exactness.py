@@ -46,6 +46,7 @@ def plain_log_probs(model: PreTrainedModel, request: Request, sample: Sample) ->
     return logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt_tokens) :, None])[:, 0]
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "compiled"),
     [
@@ -90,6 +91,7 @@ def test_the_cache_has_the_shape_that_layers_give_it(make_model: MakeModel, comp
         torch.testing.assert_close(torch.tensor(sample.log_probs, dtype=torch.float64), expected, atol=1e-9, rtol=0)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(make_model: MakeModel, kind: str) -> None:
     model = make_model(kind, torch.float32)
@@ -210,6 +212,7 @@ def test_the_hf_engine_generates_across_a_change_of_rotary_embeddings(make_model
         run(EmbeddedEngine(PackedModel(model), eos_token_ids=(), seed=9, kv_memory=4 << 20), requests)
 
 
+@pytest.mark.quick("llama-fp32")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

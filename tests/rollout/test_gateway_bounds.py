@@ -213,6 +213,7 @@ ENDS = {
 }
 
 
+@pytest.mark.quick("are killed")
 @pytest.mark.parametrize("kind", ENDS)
 def test_sixteen_commands_that(kind: str, tmp_path: Path) -> None:
     """Beside them the seventeenth does its work."""
@@ -225,6 +226,7 @@ def test_sixteen_commands_that(kind: str, tmp_path: Path) -> None:
     assert done[16].error is None or "longer than 2 s" in done[16].error  # where the machine is slow
 
 
+@pytest.mark.slow
 def test_agents_that_never_answer_a_tool_call() -> None:
     """They ask, get a call, and do nothing more; async ones end by themselves."""
 

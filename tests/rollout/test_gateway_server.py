@@ -643,6 +643,7 @@ print("working")
 """
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("end", "reward", "error"),
     [

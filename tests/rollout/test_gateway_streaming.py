@@ -44,6 +44,7 @@ PIECES = [
 KINDS = {**TOOL_FAMILIES, "qwen3": FAMILIES["qwen3"], "r1": FAMILIES["r1"], "chatml": FAMILIES["chatml"]}
 
 
+@pytest.mark.quick("qwen2.5", "mistral 11", "deepseek", "llama3")
 @pytest.mark.parametrize("family", KINDS)
 def test_what_a_stream_shows_is_what_the_reply_says(family: str) -> None:
     template = ChatTemplate(KINDS[family].make())
@@ -179,6 +180,7 @@ def test_a_streamed_reply_equals_an_unstreamed_one(dialect: str) -> None:
     assert deltas and (dialect != "chat" or not texts)  # in parts, of whole characters
 
 
+@pytest.mark.quick("chat")
 @pytest.mark.parametrize("dialect", ASKING)
 def test_tokens_come_as_they_are_sampled(dialect: str) -> None:
     """The first part is there while most steps are still to come."""
@@ -307,6 +309,7 @@ def test_a_stream_that_waits_is_kept_alive_and_its_failure_is_told(
     assert "[DONE]" not in seen[0]
 
 
+@pytest.mark.quick("embedded")
 @pytest.mark.parametrize("kind", ["embedded", "torch", "hf"])
 def test_engines_tell_each_token_once(kind: str, packed64: PackedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     if kind == "hf":

@@ -159,6 +159,7 @@ def test_a_processor_that_gives_what_is_no_logit_is_told(
         answers(make_engine(), [Request("x", PROMPT, params, processors=(force,))])
 
 
+@pytest.mark.quick("embedded-3", "hf-0")
 @pytest.mark.parametrize("when", [0, 3])
 def test_a_processor_that_fails_once_changes_nothing(make_engine: MakeEngine, when: int) -> None:
     failed: list[int] = []

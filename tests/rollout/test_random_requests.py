@@ -111,6 +111,7 @@ def disturb(rng: random.Random, engine: EmbeddedEngine, waiting: dict[str, Reque
         engine.wake()
 
 
+@pytest.mark.quick("roomy", "tight")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("count", "blocks", "ahead"),

@@ -248,6 +248,7 @@ def test_weights_go_to_every_server_and_one_without_them_is_not_used(
         fixed.load_shards(model_shards(model), 1)
 
 
+@pytest.mark.quick("between two rollouts")
 @pytest.mark.parametrize("when", ["between two rollouts", "while it serves"])
 def test_a_server_that_was_restarted_gets_the_weights_and_goes_on(
     serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel], when: str

@@ -35,6 +35,7 @@ def draw(row: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor, comp
     return sample(row.repeat(len(uniforms), 1), uniforms, table, compiled)
 
 
+@pytest.mark.quick("1.0-dtype0-torch", "0.6-dtype1-torch", "0.6-dtype0-kernel", "1.0-dtype2-kernel")
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -44,6 +44,7 @@ def compare(together: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None
         assert one["log_probs"] == pytest.approx(other["log_probs"], rel=0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_episodes_guards_grammars_and_stop_strings_are_those_of_one_process(make_tiny: Callable[..., Path]) -> None:
     script, model = SCRIPT.with_name("rank_controls.py"), make_tiny("gpt2", torch.float64)
     runs = [ranks.alone(script, model, 1), ranks.job(2, script, model, 2)]

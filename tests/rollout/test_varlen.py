@@ -71,6 +71,7 @@ def take(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor])
     monkeypatch.setattr(varlen, "flash_attention", flash_attention)
 
 
+@pytest.mark.quick("ahead-gpt2-1", "in turn-mistral-1")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("ahead", [None, False], ids=["ahead", "in turn"])
@@ -102,6 +103,7 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(
         assert samples[name].log_probs == pytest.approx(sample.log_probs, abs=1e-10)
 
 
+@pytest.mark.quick("-mistral", "batch-invariant-llama")
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "batch-invariant"])
 def test_pages_are_as_large_and_keys_as_whole_as_the_kernel_wants_them(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.code_lines import count, cpp_lines, python_lines, table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,6 +73,7 @@ def test_docstrings_comments_and_blank_lines_are_no_code(tmp_path: Path) -> None
     assert table(counts).splitlines()[-1].split() == ["total", "15", "9"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each_package() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "code_lines.py"), str(ROOT / "verl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -58,9 +58,8 @@ def timed(folder: Path, rollout: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("async", "fsdp_tp") else []) for name in SMALL]
-)
+@pytest.mark.quick("grpo", "dpo")
+@pytest.mark.parametrize("name", SMALL)
 def test_the_numbers_on_record_have_not_moved(tmp_path: Path, name: str) -> None:
     ranks_of = {run: count for names, count in PROCESSES.items() for run in names}
     if ranks_of[name] == 1:

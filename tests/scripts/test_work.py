@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from scripts import work
+from tests import forked
 
 
 # Longer than a fast test should be, most of it imports; but work that grows is to be seen at the commit that makes it.
@@ -42,9 +42,7 @@ print(json.dumps(counts))
 
 
 def test_all_threads_are_counted_and_no_more_than_was_asked() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(work.ROOT)}
-    command = [sys.executable, "-c", KNOWN]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    done = forked.run([sys.executable, "-c", KNOWN], timeout=200, check=True)
     counts = json.loads(done.stdout)
     product = 2 * 4 * 8 * 16
     assert (counts["products"], counts["flops"]) == (2, 2 * product)  # the weight wants no gradient

@@ -275,6 +275,7 @@ def running(tiny: Path) -> Iterator[Recorder]:
         trainer.close()
 
 
+@pytest.mark.slow
 def test_a_rollout_worker_that_dies_between_two_steps_is_replaced(running: Recorder) -> None:
     before = len(running.trained)
     kill(running.group.pids[0])

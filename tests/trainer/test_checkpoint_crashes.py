@@ -109,6 +109,7 @@ CRASHER = """
 """
 
 
+@pytest.mark.slow
 def test_crash_before_each_single_file_operation_of_a_save(tmp_path: Path) -> None:
     """Ends the process before the k-th operation on the store's files, for every k, over a replacement of a checkpoint
     and a new one that drives out the old."""
@@ -163,6 +164,7 @@ ROLLER = """
 """
 
 
+@pytest.mark.slow
 def test_crash_before_each_file_operation_of_a_rollback(tmp_path: Path) -> None:
     codes, lasts = [], []
     with process(ROLLER, tmp_path) as roller:

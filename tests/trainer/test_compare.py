@@ -134,6 +134,7 @@ def test_results_have_intervals_and_links(runs: list[Path], tmp_path: Path) -> N
     assert links == ["../a/report.html", "../b/report.html"]
 
 
+@pytest.mark.slow
 def test_many_runs_stay_a_small_page(tmp_path: Path) -> None:
     values = [step * 0.001234567 for step in range(2000)]
     runs = [make_run(tmp_path, f"run-{n}", lr=n * 1e-6, seed=0, rewards=values) for n in range(120)]

@@ -124,6 +124,7 @@ def test_a_model_that_does_not_answer_as_it_did_is_not_exported(tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_newest_checkpoint_with_malformed_content_is_passed_over(tmp_path: Path, tiny: Path) -> None:
     run = finished(tmp_path, tiny)
     newest = run / "checkpoints" / "step-000002"
@@ -157,6 +158,7 @@ def test_a_checkpoint_given_as_a_model_names_the_command(tmp_path: Path, tiny: P
         assert f"verl export {named} OUT" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_trainer_goes_on_from_a_checkpoint_of_the_command(tmp_path: Path, tiny: Path) -> None:
     run = finished(tmp_path, tiny)
     trainer = verl.Trainer(str(tiny), reward_fn=len, algorithm="grpo", n=4, log_dir=False)

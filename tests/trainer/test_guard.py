@@ -35,6 +35,7 @@ def alarm(values: Iterable[float], **options: Any) -> int | None:
     return None
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_growth_and_a_small_drift_are_no_fall(seed: int) -> None:
     rng = random.Random(seed)
@@ -191,6 +192,7 @@ def test_a_sabotaged_reward_is_noticed_and_training_goes_back_and_on_with_other_
     assert again.guards.state_dict()[0]["rollbacks"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_right_after_a_rollback_skips_the_data_too(tiny: Path, tmp_path: Path) -> None:
     alerts: list[Alert] = []
     trainer, loader = guarded(tiny, tmp_path, Sabotaged(range(FIRST_BAD, FIRST_BAD + 1)), alerts)
@@ -208,6 +210,7 @@ def test_a_run_that_is_resumed_right_after_a_rollback_skips_the_data_too(tiny: P
     assert fresh.state_dict()["position"] == 2 * (FIRST_BAD + 1)
 
 
+@pytest.mark.slow
 def test_a_fall_that_comes_again_ends_the_run_by_name(tiny: Path, tmp_path: Path) -> None:
     trainer, loader = guarded(tiny, tmp_path, Sabotaged(range(FIRST_BAD, 99)), [], max_rollbacks=0)
     with pytest.raises(TrainingError, match=r"gone back 0 times, as often as it may .*'reward' is"):
@@ -225,6 +228,7 @@ def test_a_metric_that_nobody_logs_is_named_once(tiny: Path, tmp_path: Path, cap
     ]
 
 
+@pytest.mark.slow
 def test_a_guard_in_the_articles_words_saves_checkpoints_where_the_run_is(tiny: Path, tmp_path: Path) -> None:
     """The constructor's arguments, `add_guard`, and a plain loop of steps; nothing about checkpoints."""
     alerts: list[Alert] = []

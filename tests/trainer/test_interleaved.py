@@ -62,6 +62,7 @@ def test_interleaved_tasks_learn_and_a_control_does_not(tiny: Path) -> None:
     assert abs(finals["low", 0.0]) < 0.15 and abs(finals["high", 0.0]) < 0.15
 
 
+@pytest.mark.slow
 def test_what_was_on_its_way_is_drawn_again_after_a_stop(tiny: Path, tmp_path: Path) -> None:
     seen: list[list[str]] = []
 

@@ -59,6 +59,7 @@ def next_tokens(path: Path, samples: Batch, temperature: float) -> list[torch.Te
     return found
 
 
+@pytest.mark.quick("greedy-adapters", "greedy-weights")
 @pytest.mark.parametrize("lora", [None, {"r": 4, "targets": "all-linear"}], ids=["weights", "adapters"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "drawn"])
 def test_it_is_what_transformers_gives(
@@ -112,6 +113,7 @@ def test_it_is_not_there_unless_asked_for(tiny: Path) -> None:
     assert trainer.actor.reference_model is None
 
 
+@pytest.mark.slow
 def test_a_run_measures_it_and_learns_as_without(tmp_path: Path, tiny: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
@@ -132,12 +134,11 @@ def test_a_run_measures_it_and_learns_as_without(tmp_path: Path, tiny: Path) -> 
     assert curves_of(a)["kl/eval"] == [[step, value] for step, value in measured]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            {"trainer.placement": {"rollout": "cpu:0", "actor": "cpu:1", "reference": "cpu:0"}}, marks=pytest.mark.slow
-        ),
+        {"trainer.placement": {"rollout": "cpu:0", "actor": "cpu:1", "reference": "cpu:0"}},
         {"trainer.placement": "cpu:0-1", "actor_rollout_ref.actor.strategy": "fsdp"},
     ],
     ids=["apart", "fsdp"],

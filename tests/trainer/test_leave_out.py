@@ -60,6 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("one step", "tasks", "another engine")
 @pytest.mark.parametrize("case", CASES)
 def test_training_learns_the_same(exact: Path, case: str) -> None:
     training, options = CASES[case]

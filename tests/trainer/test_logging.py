@@ -434,6 +434,7 @@ actor.update(sequences, verl.Reward(reward_fn=lambda texts: [1.0] * len(texts)).
 """
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("script", "level", "is_shown", "lines"),
     [

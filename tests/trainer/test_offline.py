@@ -29,6 +29,7 @@ def offline_trainer(model: Path, name: str, **options: Any) -> verl.Trainer:
     return verl.Trainer(actor, algorithm=name, log_dir=False)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward_model"])
 def test_recorded_responses_are_learned(tiny: Path, name: str) -> None:
     trainer, data = offline_trainer(tiny, name), loader(tiny, name)
@@ -55,6 +56,7 @@ def test_rows_that_are_left_out_are_not_learned(tiny: Path, name: str) -> None:
     assert found["grad_norm/actor"] == pytest.approx(expected["grad_norm/actor"], rel=1e-5)
 
 
+@pytest.mark.quick("reward_model")
 @pytest.mark.parametrize("name", ["kto", "reward_model"])
 def test_a_resume_is_exact(tiny: Path, tmp_path: Path, name: str) -> None:
     data = loader(tiny, name)

@@ -147,6 +147,7 @@ KINDS: dict[str, tuple[Callable[[Path], verl.Trainer], Callable[[Path, Callable[
 }
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_batch_is_read_while_a_step_goes_on(kind: str, tiny: Path) -> None:
     """The log record of the first step, which is a part of it, waits until rows of the next one have been read."""
@@ -172,6 +173,7 @@ def test_asynchronous_training_reads_ahead_too(tiny: Path) -> None:
     assert waited == [True, True]
 
 
+@pytest.mark.quick("interleaved")
 @pytest.mark.parametrize("kind", ["a scheduler", "interleaved", "data sets by shares"])
 def test_what_was_read_ahead_is_not_lost_on_a_checkpoint(kind: str, tiny: Path, tmp_path: Path) -> None:
     """A run that is cut in two learns from the same prompts as a whole one; so does a `fit` after another."""

@@ -36,6 +36,7 @@ from verl.run.train import train
 PPO = {"algorithm.name": "ppo", "actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.actor.mini_batch_size": 2}
 
 
+@pytest.mark.quick("grpo")
 @pytest.mark.parametrize("algorithm", [{}, PPO], ids=["grpo", "ppo"])
 def test_steps_equal_steps_before_and_after_a_resume(tmp_path: Path, tiny: Path, algorithm: dict[str, Any]) -> None:
     (tmp_path / "a").mkdir()
@@ -54,6 +55,7 @@ def test_steps_equal_steps_before_and_after_a_resume(tmp_path: Path, tiny: Path,
         assert (a / name).exists(), name
 
 
+@pytest.mark.slow
 def test_files_are_mixed_by_their_weights_and_a_resume_goes_on(tmp_path: Path, tiny: Path) -> None:
     def source(folder: Path) -> dict[str, Any]:
         files = [folder / "few.jsonl", folder / "many.jsonl"]
@@ -143,6 +145,7 @@ def test_a_finished_run_is_followed_by_a_new_one(tmp_path: Path, tiny: Path) -> 
     assert len(rows(run_dir(tmp_path))) == len(rows(first.with_name(first.name + ".1")))
 
 
+@pytest.mark.quick("zero_lr")
 @pytest.mark.parametrize("control", ["zero_lr", "permute_rewards"])
 def test_controls(tmp_path: Path, tiny: Path, control: str) -> None:
     train(build_config(settings(tmp_path, tiny, **{"trainer.control": control, "trainer.total_steps": 2})))
@@ -155,6 +158,7 @@ def test_controls(tmp_path: Path, tiny: Path, control: str) -> None:
     assert same == (control == "zero_lr")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, tiny: Path) -> None:
     train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 4})))
     newest = run_dir(tmp_path) / "checkpoints" / "step-000004"
@@ -192,6 +196,7 @@ def test_an_algorithm_of_the_users_own_file(tmp_path: Path, tiny: Path, monkeypa
             check_settings(build_config(settings(tmp_path, tiny, **changes, **{"algorithm.name": f"{file}:{name}"})))
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_neither_training_nor_the_last_checkpoint(tmp_path: Path, tiny: Path) -> None:
     short = {"trainer.total_steps": 2, "trainer.eval_every": None}
     train(build_config(settings(tmp_path, tiny, **short)))
@@ -236,11 +241,12 @@ def test_a_run_of_nothing_but_failures_is_an_error_and_not_taken_for_trained(tmp
     assert not list((run_dir(tmp_path) / "checkpoints").iterdir())
 
 
+@pytest.mark.quick("broken-reward 'broken' failed on every sample")
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
         ("nothing", "reward 'nothing' gave no finite number"),
-        pytest.param("huge", "reward 'huge' failed on every sample", marks=pytest.mark.slow),
+        ("huge", "reward 'huge' failed on every sample"),
         ("broken", "reward 'broken' failed on every sample"),
         ("high", "no token had a gradient other than 0: reward 'high' gave the samples of a prompt one number"),
     ],
@@ -305,6 +311,7 @@ def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> No
     assert [row["step"] for row in evals(run_dir(tmp_path))] == [0, 1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_made_again_is_one_row_of_the_metrics(tmp_path: Path, tiny: Path) -> None:
     for total, evaluated in ((2, [0, 2]), (4, [0, 2, 4])):
         short = {"trainer.total_steps": total, "trainer.eval_every": None}
@@ -316,6 +323,7 @@ def test_an_evaluation_that_is_made_again_is_one_row_of_the_metrics(tmp_path: Pa
         assert [row["step"] for row in rows(run_dir(tmp_path)) if "reward" in row] == [*range(1, total + 1)]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_not_finished(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 2})))
     longer = build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 3}))
@@ -349,6 +357,7 @@ def test_a_component_called_accuracy_is_one_if_it_is_a_share(
     )
 
 
+@pytest.mark.slow
 def test_pairs_that_are_all_right_are_a_share_however_they_are_cut(tmp_path: Path, tiny: Path) -> None:
     pair = {"chosen": "aaaa", "rejected": "zzzz zz"}
     pairs = {

@@ -41,7 +41,8 @@ def elements(folder: Path, stem: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("order", [ORDER[:3], pytest.param(ORDER, marks=pytest.mark.slow)], ids=["three", "all"])
+@pytest.mark.quick("three")
+@pytest.mark.parametrize("order", [ORDER[:3], ORDER], ids=["three", "all"])
 def test_a_checkpoint_of_any_layout_goes_on_at_any_other_with_the_same_losses(tmp_path: Path, order: list[str]) -> None:
     found = [json.loads(line) for line in job(4, JOB, tmp_path, *order).stdout.splitlines()]
     assert [run["kind"] for run in found] == [*MODELS]

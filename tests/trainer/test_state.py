@@ -84,6 +84,7 @@ def saved(trained: verl.Trainer, tmp_path: Path) -> tuple[verl.Trainer, Path]:
     return trained, tmp_path
 
 
+@pytest.mark.quick("actor/probe.json-3")
 @pytest.mark.parametrize(
     ("name", "every"),
     # An odd number, so that each kind of wrong value is among those that are tried.
@@ -115,6 +116,7 @@ def test_wrong_types_in_json_are_damage_or_harmless(saved: tuple[verl.Trainer, P
     assert not [about for about in passed if about.startswith((" =", ".steps", ".skipped", ".roles =", ".outputs ="))]
 
 
+@pytest.mark.slow
 def test_json_that_is_none_is_damage(saved: tuple[verl.Trainer, Path], caplog: pytest.LogCaptureFixture) -> None:
     trainer, directory = saved
     for name in ("trainer.json", "actor/probe.json", "actor/config.json"):
@@ -230,6 +232,7 @@ def put(name: str, tensor: torch.Tensor) -> Change:
 FIRST = "model.embed_tokens.weight"
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "change",
     [
@@ -278,6 +281,7 @@ def test_generators_that_cannot_be_are_damage(saved: tuple[verl.Trainer, Path], 
     assert "random.numpy" in str(state.verify(directory / "step-000002"))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("wrong", ["7", None, True, 0.5, -1, 10**6, 2**70])
 @pytest.mark.parametrize("key", ["epoch", "position"])
 def test_a_position_that_is_none_is_damage_and_one_of_other_data_is_refused(

@@ -56,6 +56,7 @@ TASKS = """
     """
 
 
+@pytest.mark.slow
 def test_a_script_of_two_tasks_trains_one_actor(tiny: Path, tmp_path: Path) -> None:
     data, file = write(tmp_path, TASKS)
     actor, critic = get_actor_critic(model_name=str(tiny), use_vllm=False, device_map="auto")

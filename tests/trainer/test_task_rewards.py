@@ -67,6 +67,7 @@ def write(tmp_path: Path, kind: str, given: dict[str, Any]) -> Path:
     return file
 
 
+@pytest.mark.quick("judge", "sum", "service", "own")
 @pytest.mark.parametrize("kind", ["math", "problems", "tests", "service", "services", "judge", "sum", "own"])
 def test_a_reward_of_each_kind_is_trained_with(
     tiny: Path, tmp_path: Path, serve: Callable[..., Plain], kind: str

@@ -44,6 +44,7 @@ def mixed(tmp_path: Path, model: Path, **changes: Any) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.slow
 def test_a_run_of_two_tasks_goes_on_where_it_ended(tmp_path: Path, tiny: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -63,6 +64,7 @@ def test_a_run_of_two_tasks_goes_on_where_it_ended(tmp_path: Path, tiny: Path) -
         assert f'"{name}"' in page
 
 
+@pytest.mark.slow
 def test_a_guard_and_a_scheduler_are_settings(tmp_path: Path, tiny: Path) -> None:
     guards = [{"monitor_metrics": ["task/sum/reward/mean", "truth"], "rollback_steps": 2, "baseline": 4, "window": 2}]
     scheduler = {"initial_weights": {"chat": 3.0, "sum": 1.0}, "patience": 2}
@@ -103,6 +105,7 @@ def test_tasks_survive_sigkill_at_random_moments(tmp_path: Path, tiny: Path) -> 
     assert_same_run(run_dir(tmp_path / "a"), run_dir(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_tasks_that_do_not_wait_for_each_other(tmp_path: Path, tiny: Path) -> None:
     corrected = {"options": {"rollout_is": "token"}}
     given = mixed(tmp_path, tiny, **{"trainer.max_staleness": 1, "actor_rollout_ref.actor.optim.lr": 1e-4})

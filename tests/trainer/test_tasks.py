@@ -146,6 +146,7 @@ def test_the_rollout_of_one_task_goes_on_while_anothers_reward_is_waited_for(tin
     assert record["reward/abstained"] == 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_mixture_and_weights(tiny: Path, tmp_path: Path) -> None:
     def run(steps: int, directory: Path, resume: bool) -> tuple[verl.Trainer, list[dict[str, Any]]]:
         records: list[dict[str, Any]] = []

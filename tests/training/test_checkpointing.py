@@ -69,6 +69,7 @@ def saved_bytes(engine: TorchEngine, batch: Batch) -> int:
     return peak
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_checkpointing_keeps_at_least_30_percent_fewer_activations(kind: str) -> None:
     batch = ragged_batch([(7, 60)] * 6)

@@ -23,14 +23,15 @@ from verl.weights.shard import run_blocks
 SCRIPT = Path(__file__).with_name("rank_zero.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "metrics", "weights", "resumed"),
     [
         ("fast", 1e-5, 1e-3, 1e-5),
-        pytest.param("llama", 1e-5, 1e-3, 1e-5, marks=pytest.mark.slow),
-        pytest.param("gpt2", 1e-5, 1e-3, 1e-5, marks=pytest.mark.slow),
+        ("llama", 1e-5, 1e-3, 1e-5),
+        ("gpt2", 1e-5, 1e-3, 1e-5),
         # Masters that were rounded otherwise are a rounding of 16 bits apart.
-        pytest.param("bf16", 1e-3, 1e-2, 1e-3, marks=pytest.mark.slow),
+        ("bf16", 1e-3, 1e-2, 1e-3),
     ],
 )
 def test_zero_equals_one_process_and_resumes_elsewhere(

@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.training.options import EngineOptions, FSDPConfig, TrainOptions
 
 
+@pytest.mark.slow
 def test_options_of_fsdp_do_what_they_say_and_change_no_number() -> None:
     done = job(2, Path(__file__).with_name("rank_fsdp.py"))
     found = {line["case"]: line for line in map(json.loads, filter(lambda t: t[:1] == "{", done.stdout.splitlines()))}

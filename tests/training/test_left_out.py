@@ -53,6 +53,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(Forward, "pack", pack)
 
 
+@pytest.mark.quick("grpo-options0", "sft-options3")
 @pytest.mark.parametrize(("name", "options"), FAST)
 def test_weights_are_the_same_with_and_without_the_rows(name: str, options: dict[str, Any]) -> None:
     check_weights(name, options)
@@ -209,10 +210,8 @@ def test_of_several_tasks_one_may_have_nothing_to_compute() -> None:
     assert all(metrics["grad_norm"] > 0 for metrics in one.metrics)
 
 
-@pytest.mark.parametrize(
-    "cases",
-    ["fast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layouts", "several", "megatron", "zero"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["fast", "layouts", "several", "megatron", "zero"])
 def test_ranks_learn_the_same_with_and_without_the_rows(cases: str) -> None:
     """0, 1, 2 and 3 groups are left on four ranks, in each layout; and all, on some."""
     if cases in ("megatron", "zero"):

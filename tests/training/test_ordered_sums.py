@@ -40,6 +40,7 @@ class Ordered(TorchDispatchMode):
         return name == "scatter_add" and args[2].dim() == 2 and args[1] == 1 and args[2].shape[1] == 1
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
 def test_a_micro_batch_on_an_accelerator_adds_in_order(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(varlen, "flash_attention", lambda value: unwatched(varlen_attn))

@@ -210,7 +210,8 @@ def test_every_row_once_within_the_limits_and_trees_whole(
             assert len(homes) == len({rank_of[row] for row in members})
 
 
-@pytest.mark.parametrize("cases", ["fast", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["fast", "all"])
 def test_every_layout_of_four_ranks_gives_the_gradients_of_flat_rows(cases: str) -> None:
     done = job(4, SCRIPT, cases)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -36,7 +36,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+@pytest.mark.quick("some")
+@pytest.mark.parametrize("cases", [QUICK, OTHERS], ids=["some", "others"])
 def test_ranks_read_their_own_parts_and_hold_no_more(tmp_path: Path, cases: list[tuple[str, ...]]) -> None:
     for kind in ("llama", "gpt2", "mixtral"):
         tiny_model(kind, layers=8).save_pretrained(tmp_path / kind)

@@ -21,6 +21,7 @@ from verl.training.torch_engine import TorchEngine
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
 def test_forward_and_backward_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(varlen, "flash_attention", lambda value: unwatched(varlen_attn))

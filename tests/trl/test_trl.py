@@ -145,6 +145,7 @@ LOSSES = (
 )  # fmt: skip
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_of_pairs_are_learned(tiny: Path, tmp_path: Path, loss: str) -> None:
     smoothing = {"label_smoothing": 0.01} if loss in ("exo_pair", "robust") else {}
@@ -346,6 +347,7 @@ def test_a_live_model_and_an_optimizer_of_the_callers(tiny: Path, tmp_path: Path
     assert not torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.peer
 @pytest.mark.skipif(not PEER.exists(), reason="needs TRL: benchmarks/peer_env.sh trl")
 def test_every_argument_of_trl_is_known(tmp_path: Path) -> None:

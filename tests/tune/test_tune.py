@@ -147,6 +147,7 @@ def lrs(search: Search, anew: bool) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_study_that_was_cut_off_proposes_what_it_would_have_proposed(recipe: Path) -> None:
     search = search_of(recipe, f"{LR}=1e-5..1e-1:log", trials=16)
     first = lrs(search, anew=False)

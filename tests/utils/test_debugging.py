@@ -33,6 +33,7 @@ def test_memory_is_told_by_role(tiny: Path) -> None:
     assert found["again"] == {}  # nothing is counted twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_memory_of_ranks_is_that_of_their_parts(tiny: Path, tmp_path: Path, strategy: str) -> None:
     ranks.job(2, Path(__file__).with_name("rank_memory.py"), tiny, tmp_path / "found.json", strategy)

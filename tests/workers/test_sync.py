@@ -79,6 +79,7 @@ def test_an_engine_that_begins_with_other_weights_is_seen_before_the_first_updat
     assert run.actor.policy_version == 0
 
 
+@pytest.mark.quick("dtype0-embedded")
 @pytest.mark.parametrize("rollout", ["embedded", "hf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_after_updates_an_engine_is_as_near_as_a_fresh_one(
