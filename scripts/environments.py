@@ -4,9 +4,11 @@
 
 The environments: python3.10 to python3.13 with the newest dependencies (what pyenv has, or PATH; one that is not there
 is named), lower-bounds (each dependency of pyproject.toml as old as it says), no-compiler and read-only-home (these two
-in the environment that runs this script). Each runs the README's quick start, `verl init` with a step of
-`verl train`, and `verl doctor`, on a tiny model of random weights, offline. trl is the environment of that peer, and
-runs the tests that compare with it. The exit code is 1 if one failed, 77 if one that was named cannot be made here.
+in the environment that runs this script), wheel (an empty environment with the wheel, built from an sdist of tracked
+files, and links to the core dependencies of the one that runs this script; no compiler). Each runs the README's quick
+start, `verl init` with two steps of `verl train`, and `verl doctor`, on a tiny model of random weights, offline. trl is
+the environment of that peer, and runs the tests that compare with it. The exit code is 1 if one failed, 77 if one that
+was named cannot be made here.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,9 +40,13 @@ _UNAVAILABLE = re.compile(
 )
 _NOT_MADE = 77
 _SETTINGS = (
-    "trainer.total_steps=1", "data.batch_size=2", "actor_rollout_ref.rollout.n=2",
+    "reward.path=letters.py:letters", "trainer.total_steps=2", "data.batch_size=2", "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.rollout.max_new_tokens=8", "trainer.output_dir=runs",
 )  # fmt: skip
+
+
+#: That even a model of random weights can learn from.
+_REWARD = "def letters(responses):\n    return [float(len(set(response))) for response in responses]\n"
 
 
 class FailedError(Exception):
@@ -59,6 +66,7 @@ class Environment:
         requirements: what is installed beside the package.
         before: what a command begins with.
         env: changes of the variables; None removes one.
+        is_wheel: the wheel, with the core dependencies alone.
         peer: whose environment (benchmarks/peer_env.sh) is made for the tests that compare with it.
     """
 
@@ -66,6 +74,7 @@ class Environment:
     requirements: Sequence[str] = ()
     before: Sequence[str] = ()
     env: Mapping[str, str | None] = field(default_factory=dict)
+    is_wheel: bool = False
     peer: str | None = None
 
 
@@ -76,10 +85,12 @@ def environments(scratch: Path) -> dict[str, Environment]:
     home.chmod(0o555)
     # Root may write where the mode forbids it, unless it gives that right up.
     weaker = ("setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override") if os.geteuid() == 0 else ()
+    no_compiler = {"PATH": str(_without_compilers(scratch / "bin")), "CC": None, "CXX": None}
     return {
         **{f"python{version}": Environment(version) for version in VERSIONS},
         "lower-bounds": Environment(_OLDEST, lower_bounds((ROOT / "pyproject.toml").read_text())),
-        "no-compiler": Environment(env={"PATH": str(_without_compilers(scratch / "bin")), "CC": None, "CXX": None}),
+        "no-compiler": Environment(env=no_compiler),
+        "wheel": Environment(env={**no_compiler, "PYTHONPATH": None}, is_wheel=True),
         "read-only-home": Environment(before=weaker, env={"HOME": str(home), "XDG_CACHE_HOME": None, "HF_HOME": None}),
         "trl": Environment(peer="trl"),
     }
@@ -124,6 +135,67 @@ def install(environment: Environment, python: str, folder: Path, torch_args: Seq
     make([*pip, *torch_args, torch], cwd=folder)
     make([*pip, *environment.requirements, str(ROOT)], cwd=folder)
     return inside
+
+
+def install_wheel(folder: Path) -> str:
+    """A new environment in `folder` with the wheel and its core dependencies, links to those of this environment;
+    returns its Python.
+
+    Raises:
+        FailedError: a distribution cannot be built or installed.
+    """
+    run([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent)
+    inside = str(folder / "bin" / "python")
+    (site,) = folder.glob("lib/python*/site-packages")
+    for file in core_files():
+        if not (site / file.name).exists():
+            (site / file.name).symlink_to(file)
+    pip = [sys.executable, "-m", "pip", "--python", inside, "install", "--quiet", "--no-deps", "--no-index"]
+    run([*pip, build(folder.parent / "dist")], cwd=folder)
+    return inside
+
+
+def core_files() -> set[Path]:
+    """What the core dependencies, and theirs, have in the folder of installed packages."""
+    from packaging.requirements import Requirement
+
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    ((listed,),) = [re.findall(r"^dependencies = \[\n(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)]
+    waiting = [(line, "") for line in re.findall(r'^ *"([^"]+)"', listed, re.MULTILINE)]
+    seen: set[tuple[str, str]] = set()
+    files: set[Path] = set()
+    while waiting:
+        line, extra = waiting.pop()
+        requirement = Requirement(line)
+        if (line, extra) in seen or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+            continue
+        seen.add((line, extra))
+        distribution = metadata.distribution(requirement.name)
+        folder = Path(str(distribution.locate_file("")))
+        tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        files |= {folder / top for top in tops}
+        waiting += [(of, part) for of in distribution.requires or () for part in ("", *requirement.extras)]
+    return files
+
+
+def build(folder: Path) -> Path:
+    """The wheel, built from the sdist, which is built from a copy of the tracked files.
+
+    Raises:
+        FailedError: one cannot be built.
+    """
+    source = folder / "source"
+    for name in run(["git", "ls-files", "-z"], cwd=ROOT).split("\0"):
+        if name and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name)
+    backend = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+    run([sys.executable, "-c", backend, "build_sdist", folder], cwd=source)
+    (sdist,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder, **({"filter": "data"} if sys.version_info >= (3, 12) else {}))
+    run([sys.executable, "-c", backend, "build_wheel", folder], cwd=folder / sdist.name.removesuffix(".tar.gz"))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def make(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str] | None = None) -> None:
@@ -175,6 +247,7 @@ def attempt(environment: Environment, python: str, model: Path, folder: Path) ->
     (folder / "quick_start.py").write_text(quick_start((ROOT / "README.md").read_text()))
     call(*environment.before, python, "quick_start.py")
     call(*verl, "init", "sums", "--model", str(model))
+    (folder / "sums" / "letters.py").write_text(_REWARD)
     call(*verl, "train", "recipe.yaml", *_SETTINGS, cwd=folder / "sums")
     if not list(folder.glob("sums/runs/*/report.html")):
         raise FailedError("the run has no report")
@@ -242,6 +315,8 @@ def try_one(environment: Environment, scratch: Path, model: Path, torch_args: Se
         raise UnavailableError(f"it needs {environment.before[0]}, or a user other than root")
     if environment.version is not None:
         python = install(environment, python, scratch / "venv", torch_args)
+    elif environment.is_wheel:
+        python = install_wheel(scratch / "venv")
     attempt(environment, python, model, scratch)
 
 

@@ -1,6 +1,7 @@
 """Refuse words and phrases for which this project has plain ones.
 
     python scripts/plain_words.py [FILE ...]      # the package, the documentation and the examples
+    python scripts/plain_words.py --sentences [FILE ...]      # of pages: the lengths of sentences, and the ten longest
 
 To add one, write it into WORDS with what to use instead. A word also counts as a part of an identifier (`_is_told`).
 """
@@ -12,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 #: A regular expression, without regard to case, and what to write instead.
 WORDS = {
@@ -77,7 +79,35 @@ def files() -> Iterator[Path]:
                 yield file
 
 
+def sentences(text: str) -> list[str]:
+    """The sentences of a page of Markdown, longest first: code, tables and addresses are left out."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^#.*$|^\|.*$", "\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    parts = re.split(r"(?<=[.!?:;])\s+(?=[A-Z`*\"'(])|\n\s*\n|\n(?=\s*[-*] |\s*\d+\. )| \| |\|\n|·", text)
+    words = [part.strip(" |\n-*").split() for part in parts]
+    return sorted((" ".join(one) for one in words if len(one) > 1), key=lambda one: -len(one.split()))
+
+
+def show_sentences(names: list[str]) -> None:
+    """The median length, the share under 32 words, and the ten longest of each page."""
+    for name in names or [
+        "README.md",
+        "docs/index.md",
+        "docs/gsm8k.md",
+        "docs/reward_does_not_move.md",
+        "docs/models.md",
+    ]:
+        each = sentences((ROOT / name).read_text(encoding="utf-8"))
+        lengths = [len(one.split()) for one in each]
+        share = sum(length < 32 for length in lengths) / len(lengths)
+        print(f"{name}: {len(each)} sentences, median {median(lengths):g} words, {share:.0%} under 32")
+        print("".join(f"  {len(one.split()):3}  {one[:100]}\n" for one in each[:10]), end="")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--sentences"]:
+        return show_sentences(sys.argv[2:])
     count = 0
     for file in [Path(name).resolve() for name in sys.argv[1:]] or files():
         text = file.read_text(encoding="utf-8")

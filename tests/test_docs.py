@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shlex
+import sys
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -63,7 +72,8 @@ def test_settings_that_pages_name_are_there() -> None:
     """`section.key` or `section.key=value` in a page; below `algorithm` an option of some algorithm."""
     keys = {key.path for key in describe()} | set(NAMES)
     options = {field.name for name in algorithm_names() for field in fields(type(make_algorithm(name)))}
-    for page in (ROOT / "docs" / name for name in ("faq.md", "metrics.md", "debugging.md")):
+    pages = ("faq.md", "metrics.md", "debugging.md", "reward_does_not_move.md", "gsm8k.md", "models.md")
+    for page in (ROOT / "docs" / name for name in pages):
         for found in re.findall(
             r"`((?:trainer|data|algorithm|rollout|actor_rollout_ref)\.[\w.]+)", page.read_text("utf-8")
         ):
@@ -76,3 +86,114 @@ def test_settings_that_pages_name_are_there() -> None:
 def test_settings_of_how_do_i_are_taken(given: str, tmp_path: Path) -> None:
     CliRunner().invoke(app, ["init", str(tmp_path / "sums")])
     load_config(tmp_path / "sums" / "recipe.yaml", [one for one in shlex.split(given) if not one.startswith("--")])
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_each_symptom_names_metrics_that_there_are() -> None:
+    meanings = script("metric_meanings").meanings((ROOT / "docs" / "metrics.md").read_text("utf-8"))
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "reward_does_not_move.md").read_text("utf-8").splitlines()]
+    symptoms = [row for row in rows if len(row) == 3][1:]
+    assert len(symptoms) == 10
+    for symptom, metric, _ in symptoms:
+        names = re.findall(r"`([^`]+)`", metric)
+        assert names, symptom
+        assert [name for name in names if not any(fnmatch(name, known) for known in meanings)] == [], symptom
+
+
+def test_gsm8k_from_zero_with_a_made_sample(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own program and recipe, and its first commands, on rows of GSM8K's form."""
+    monkeypatch.chdir(tmp_path)
+    Path("gsm8k/main").mkdir(parents=True)
+    for split, count in (("train", 8), ("test", 4)):
+        rows = [
+            {"question": f"Ann has {i} eggs and finds {count}. How many?", "answer": f"She has\n#### {i + count}"}
+            for i in range(count)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), f"gsm8k/main/{split}-00000-of-00001.parquet")
+    (program,) = blocks("docs/gsm8k.md", "python")
+    exec(compile(program, "prepare.py", "exec"), {"__name__": "prepare"})
+    assert pq.read_table("test.parquet").column_names == ["prompt", "answer"]
+    (recipe,) = blocks("docs/gsm8k.md", "yaml")
+    Path("gsm8k.yaml").write_text(recipe.replace("Qwen/Qwen2.5-0.5B-Instruct", json.dumps(str(tiny))))
+    checked = CliRunner().invoke(app, ["train", "gsm8k.yaml", "--dry-run"])
+    assert checked.exit_code == 0, checked.output
+    evaluated = ["eval", str(tiny), "test.parquet", "data.chat=false", "--reward", "math", "-n", "2", "--limit", "2"]
+    result = CliRunner().invoke(app, [*evaluated, "actor_rollout_ref.rollout.max_new_tokens=4"])
+    assert result.exit_code == 0 and "pass@2" in result.stdout, result.output
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_program_of_the_page_runs(tiny: Path, page: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (program, *_) = blocks(page, "python")
+    exec(compile(program.replace('"gpt2"', repr(str(tiny))).replace("range(10)", "range(2)"), page, "exec"), {})
+    assert list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+def test_pictures_are_what_the_script_draws() -> None:
+    pictures = script("pictures")
+    rows = pictures.gains(pictures.LOG.read_text("utf-8"))
+    assert len(rows) == 6 and min(row.low for row in rows[:3]) > max(row.high for row in rows[3:])
+    assert pictures.LEARNING.read_text("utf-8") == pictures.drawn(rows)
+
+
+@pytest.mark.slow
+def test_the_table_of_models_is_what_the_planner_says() -> None:
+    table = script("model_table")
+    page = table.PAGE.read_text("utf-8")
+    assert table.written(page) == page
+
+
+def test_sentences_of_readme_and_guides_are_short() -> None:
+    words = script("plain_words")
+    for page in ("README.md", "docs/index.md", "docs/gsm8k.md", "docs/reward_does_not_move.md", "docs/models.md"):
+        lengths = [len(each.split()) for each in words.sentences((ROOT / page).read_text("utf-8"))]
+        assert median(lengths) <= 18 and sum(length < 32 for length in lengths) >= 0.95 * len(lengths), page
+
+
+class _Display:
+    """What a notebook shows, kept: the front end is not what is tried here. Its button is pressed after so many."""
+
+    interrupt_after = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.shown: list[Any] = []
+
+    def update(self, value: Any) -> None:
+        self.shown.append(value)
+        if len(self.shown) == self.interrupt_after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupt_after", [0, 2])
+def test_the_notebook_of_first_steps_runs(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupt_after: int
+) -> None:
+    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text("utf-8"))["cells"]
+    assert len(cells) <= 12
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FIRST_STEPS_MODEL", str(tiny))
+    monkeypatch.setenv("FIRST_STEPS", "3")
+    monkeypatch.setattr(_Display, "interrupt_after", interrupt_after)
+    front = ModuleType("IPython.display")
+    front.HTML, front.display = str, _Display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", front)
+    scope: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "first_steps.ipynb", "exec"), scope)
+    assert len(scope["rewards"]) == (interrupt_after or 3)
+    assert scope["trainer"].steps == len(scope["rewards"]) + 1  # and one after the checkpoint
+    assert "<polyline" in scope["shown"].shown[-1]

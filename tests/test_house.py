@@ -16,7 +16,7 @@ from tests.package import modules
 #: From the roof down. A package imports those of the lines below, and modules of its own folder.
 FLOORS = (
     "cli",
-    "trl tune",
+    "trl tune compat",
     "run",
     "trainer",
     "tasks",

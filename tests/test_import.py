@@ -46,7 +46,9 @@ def test_every_public_name_has_its_line_in_the_docs() -> None:
     assert sorted(names) == sorted(set(verl.__all__) - {"__version__"})
 
 
-def test_every_page_of_the_docs_is_linked_from_the_readme() -> None:
+def test_every_page_of_the_docs_is_linked_from_the_index_that_the_readme_names() -> None:
     root = Path(__file__).parents[1]
-    readme = root.joinpath("README.md").read_text()
-    assert [page.name for page in (root / "docs").glob("*.md") if f"(docs/{page.name})" not in readme] == []
+    assert "(docs/index.md)" in root.joinpath("README.md").read_text()
+    index, site = root.joinpath("docs", "index.md").read_text(), root.joinpath("mkdocs.yml").read_text()
+    pages = sorted(page.name for page in (root / "docs").glob("*.md") if page.name != "index.md")
+    assert [name for name in pages if f"({name})" not in index or name not in site] == []

@@ -13,7 +13,9 @@ Nothing heavy is imported before it is used.
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +107,13 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return __all__
 
+
+# Looked for beside this package alone, which takes no time: `verl doctor` looks everywhere.
+if any(name.startswith("verl-") and name.endswith(".dist-info") for name in os.listdir(os.path.dirname(__path__[0]))):
+    from verl.installed import MEND, other_verl
+
+    if other := other_verl():
+        warnings.warn(f"{other[0]}: {MEND}", RuntimeWarning, stacklevel=2)
 
 keywords.public_calls = lambda: import_module("verl.trainer.calls").public_calls()
 sys.meta_path.append(FormerNames())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import verl
 from tests import forked
 from verl.cli.doctor import (
     EXTRAS,
@@ -22,6 +25,7 @@ from verl.cli.doctor import (
     check_extras,
     check_host,
     check_kernels,
+    check_other_verl,
     check_parts,
     check_shared_memory,
 )
@@ -119,3 +123,49 @@ def children() -> set[int]:
     """Processes that this one has started and that have not been waited for."""
     tasks = Path("/proc/self/task").iterdir()
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def site_with_both(folder: Path, replaced: str | None) -> Path:
+    """A folder of installed packages with this one and a distribution `verl`, which has replaced a file of ours."""
+    package = Path(verl.__file__).parent
+    (folder / "verl").mkdir()
+    for entry in package.iterdir():
+        if entry.is_dir() and entry.name != "utils":
+            (folder / "verl" / entry.name).symlink_to(entry)
+        elif entry.is_file():
+            shutil.copy(entry, folder / "verl")
+    shutil.copytree(package / "utils", folder / "verl" / "utils", ignore=shutil.ignore_patterns("__pycache__"))
+    ours = ["verl/__init__.py", "verl/utils/__init__.py", "verl/installed.py"]
+    lines = []
+    for name in ours:
+        digest = base64.urlsafe_b64encode(hashlib.sha256((folder / name).read_bytes()).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},1\n")
+    (folder / "verl_hybrid-0.1.0.dist-info").mkdir()
+    (folder / "verl_hybrid-0.1.0.dist-info" / "RECORD").write_text("".join(lines))
+    (folder / "verl_hybrid-0.1.0.dist-info" / "METADATA").write_text("Name: verl-hybrid\nVersion: 0.1.0\n")
+    (folder / "verl-0.6.1.dist-info").mkdir()
+    (folder / "verl-0.6.1.dist-info" / "METADATA").write_text("Name: verl\nVersion: 0.6.1\n")
+    (folder / "verl-0.6.1.dist-info" / "RECORD").write_text(
+        "verl/__init__.py,,\nverl/utils/__init__.py,,\nverl/o.py,,\n"
+    )
+    if replaced is not None:
+        (folder / replaced).write_text("# theirs\n")
+    return folder
+
+
+@pytest.mark.parametrize("replaced", [None, "verl/utils/__init__.py"])
+def test_the_other_distribution_of_this_name_is_named(tmp_path: Path, replaced: str | None) -> None:
+    site = site_with_both(tmp_path, replaced)
+    code = (
+        "import verl\nfrom verl.cli.doctor import check_other_verl\n"
+        "(finding,) = check_other_verl()\nprint(finding.state, finding.detail, finding.advice)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    what = "it has replaced verl/utils/__init__.py" if replaced else "and 2 of our paths, ours so far"
+    for said in (done.stdout, done.stderr):  # of the doctor, and of the import
+        assert f"verl 0.6.1 (volcengine's) is installed in {site}" in said and what in said
+        assert "pip uninstall -y verl verl-hybrid" in said
+    assert "RuntimeWarning" in done.stderr and done.stdout.startswith("fail" if replaced else "warn")
+    assert list(check_other_verl()) == []  # here

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from verl.config import load_config
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
-COMMANDS = ("init", "train", "plan", "config", "report", "check", "verify", "export", "doctor", "generate", "tune")
+COMMANDS = (
+    "init", "train", "plan", "config", "report", "check", "verify", "export", "doctor", "generate", "eval", "tune",
+)  # fmt: skip
 
 
 def verl(*args, cwd=ROOT, **environment):
@@ -216,14 +219,19 @@ def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     command = made.stdout.strip().rpartition("next: ")[2]
     directory, _, train = command.partition(" && ")
     where = tmp_path / directory.removeprefix("cd ")
-    program, *arguments = train.split()
-    assert program == "verl"
-    dry = verl(*arguments, cwd=where)
+    *program, train, recipe = shlex.split(train)
+    assert program == [sys.executable, "-m", "verl"], "as it was called"
+    arguments = [train, recipe]
+    dry = verl(*arguments, "--dry-run", cwd=where)
     assert dry.returncode == 0, dry.stderr
     few = ("trainer.total_steps=1", "data.batch_size=2", "actor_rollout_ref.rollout.n=2", "data.eval=null")
     few += ("actor_rollout_ref.rollout.max_new_tokens=4", "data.chat=false", "trainer.eval_every=null")
-    run = verl(*arguments[:2], *few, cwd=where)
+    run = verl(*arguments, *few, cwd=where)
     assert run.returncode == 0, run.stderr
+    program = str(Path(sys.executable).with_name("verl"))
+    env = {**os.environ, "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
+    other = subprocess.run([program, "init", "two words"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert other.stdout.endswith("next: cd 'two words' && verl train recipe.yaml\n"), other.stderr
     again = verl("init", "sums", cwd=tmp_path)
     assert again.returncode == 2 and "not an empty directory" in again.stderr
 

@@ -238,6 +238,7 @@ def of_data() -> dict[str, Shown]:
         "train": Shown(data, "../train.jsonl", "../eval.jsonl"),
         "eval": Shown(run, "../eval.jsonl", "../train2.jsonl", slow=True),
         "prompt_column": Shown(data, "prompt", "question"),
+        "columns": Shown(data, {}, {"chosen": "rejected", "rejected": "chosen"}, needs=PAIRS),
         "prompt_template": Shown(data, None, "Q: {prompt}"),
         "system_prompt": Shown(data, None, "Be short.", chat),
         "chat": Shown(data, False, True),

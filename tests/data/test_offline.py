@@ -245,3 +245,16 @@ def test_batches_are_whole_groups_and_resume_exactly() -> None:
 def test_bad_rows_are_named(rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         OfflineDatasetLoader(rows)
+
+
+def test_columns_of_openrlhf_and_of_any_names(tokenizer: Any) -> None:
+    plain = OfflineDatasetLoader([{"prompt": "The sky is", "completion": " blue."}] * 2, tokenizer).batch
+    theirs = OfflineDatasetLoader([{"input": "The sky is", "output": " blue."}] * 2, tokenizer)
+    assert theirs.kind == "demonstrations" and theirs.batch["response_tokens"] == plain["response_tokens"]
+    pair = {"q": "The sky is", "better": " blue.", "worse": " red.", "chosen": 3}
+    columns = {"prompt": "q", "chosen": "better", "rejected": "worse"}
+    named = OfflineDatasetLoader([pair] * 2, tokenizer, columns=columns)
+    usual = OfflineDatasetLoader([PAIRS["strings"]] * 2, tokenizer)
+    assert named.kind == "pairs" and named.batch["response_tokens"] == usual.batch["response_tokens"]
+    with pytest.raises(DataError, match=r"row 1: there is no column 'worse' \(data.columns\): it has"):
+        OfflineDatasetLoader([pair, {"q": "a", "better": "b"}], tokenizer, columns=columns)

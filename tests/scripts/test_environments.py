@@ -63,3 +63,18 @@ def test_each_turn_of_continuous_integration_names_environments_that_exist(
     spec.loader.exec_module(ci)
     assert sorted(name for names in ci.ENVIRONMENTS for name in names) == sorted(environments.environments(tmp_path))
     assert ci.NOT_MADE == environments._NOT_MADE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_wheel_works_with_core_dependencies_alone_and_without_a_compiler(
+    environments: ModuleType, tmp_path: Path
+) -> None:
+    """Outside of the source tree: the README's first program, a new recipe for two steps, the doctor."""
+    (tmp_path / "paths").mkdir()
+    environment = environments.environments(tmp_path / "paths")["wheel"]
+    environments.try_one(environment, tmp_path, environments.made_model(tmp_path), [])
+    python = str(tmp_path / "venv" / "bin" / "python")
+    code = "import verl; from importlib.util import find_spec as f; print(verl.__file__, f('pytest'), f('peft'))"
+    said = environments.run([python, "-c", code], cwd=tmp_path, env={})
+    assert said.startswith(str(tmp_path / "venv")) and said.endswith("None None\n")

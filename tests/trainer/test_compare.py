@@ -181,3 +181,7 @@ def test_long_runs_of_unequal_length_are_compared_step_by_step(tmp_path: Path) -
     assert len(curve) <= 2000
     assert {tuple(point[1:]) for point in curve if point[0] <= 2000} == {(0.5, 0.0, 1.0)}
     assert {tuple(point[1:]) for point in curve if point[0] > 2001} == {(1.0, 1.0, 1.0)}
+
+
+def test_the_folder_of_the_page_is_made(runs: list[Path], tmp_path: Path) -> None:
+    assert write_comparison(runs, tmp_path / "missing" / "folder" / "page.html").exists()

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import typer
 
 from verl import device
+from verl.installed import MEND, other_verl
 
 #: Optional parts: extra -> distribution and module.
 EXTRAS = {
@@ -98,8 +99,8 @@ def doctor(
 def examine(timeout: float = 60.0) -> Iterator[Finding]:
     """All checks, one after the other."""
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        check_parts, check_extras, check_devices, check_engine, check_kernels, check_space, check_shared_memory,
-        check_host, lambda: check_collective(timeout),
+        check_parts, check_other_verl, check_extras, check_devices, check_engine, check_kernels, check_space,
+        check_shared_memory, check_host, lambda: check_collective(timeout),
     )  # fmt: skip
     for check in checks:
         result = check()
@@ -109,6 +110,13 @@ def examine(timeout: float = 60.0) -> Iterator[Finding]:
 def check_parts() -> Finding:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in _PARTS]
     return Finding("parts", "ok", f"Python {platform.python_version()}, {', '.join(versions)}")
+
+
+def check_other_verl() -> Iterator[Finding]:
+    """Whether volcengine's distribution of the same import name is installed, and what it has replaced."""
+    if other := other_verl():
+        what, replaced = other
+        yield Finding("other verl", "fail" if replaced else "warn", what, MEND)
 
 
 def check_extras() -> Iterator[Finding]:

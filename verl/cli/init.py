@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +94,14 @@ def init(
     _write(directory / "train.jsonl", rows[:_TRAINED])
     _write(directory / "held_out.jsonl", rows[_TRAINED:])
     names = ", ".join(sorted(path.name for path in directory.iterdir()))
-    typer.echo(f"{directory}: {names}\nnext: cd {directory} && verl train recipe.yaml --dry-run")
+    typer.echo(f"{directory}: {names}\nnext: cd {shlex.quote(str(directory))} && {_own_command()} train recipe.yaml")
+
+
+def _own_command() -> str:
+    """`verl` where a shell would find the one that runs now; else this Python with the module."""
+    script = shutil.which("verl")
+    is_found = script is not None and Path(script).resolve() == Path(sys.argv[0]).resolve()
+    return "verl" if is_found else f"{shlex.quote(sys.executable)} -m verl"
 
 
 def _sums() -> list[dict[str, object]]:

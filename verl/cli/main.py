@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from verl import __version__
 from verl.cli.agent import app as agent
 from verl.cli.doctor import doctor
+from verl.cli.eval import evaluate
 from verl.cli.export import export
 from verl.cli.generate import generate
 from verl.cli.init import init
@@ -300,5 +301,6 @@ app.command()(init)
 app.command()(export)
 app.command()(doctor)
 app.command()(generate)
+app.command("eval")(evaluate)
 app.command()(tune)
 app.add_typer(agent, name="agent")

@@ -185,6 +185,12 @@ class DataConfig(Record):
     prompt_column: str | None = result(
         default=None, description="column that holds the prompt (null: prompt, messages, question, ...)"
     )
+    columns: dict[str, str] = added(
+        "result",
+        {},
+        "of recorded data: what they call a column, such as {prompt: input, completion: output} or {chosen: better, "
+        "rejected: worse}",
+    )
     prompt_template: str | None = result(
         default=None, description="text with {prompt} in the prompt's place, other columns by name; {{ is a {"
     )

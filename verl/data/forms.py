@@ -2,6 +2,7 @@
 
 ShareGPT    `conversations`: [{"from": "human", "value": "..."}, {"from": "gpt", ...}], with `system`, `tools`
 Alpaca      `instruction`, `input`, `output`, with `system`, `history`
+OpenRLHF    `input`, `output`
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ROLES = {
     "tool": "tool",
     "function_call": "assistant",
 }
-_SHAREGPT, _ALPACA = "conversations", ("instruction", "output")
+_SHAREGPT, _ALPACA, _OPENRLHF = "conversations", ("instruction", "output"), ("input", "output")
 #: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.
 COLLATED = "a DataLoader needs collate_fn=list, which leaves the rows as they are"
 #: Keys of the assistant's messages that say whether they are trained: OpenAI's, Axolotl's.
@@ -185,6 +186,8 @@ def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
                   for role, text in zip(("user", "assistant"), pair, strict=True)]  # fmt: skip
         asked = {"role": "user", "content": "\n".join(filter(None, parts))}
         return row | {"prompt": [*_system(row, where), *before, asked], "completion": row.pop("output")}
+    if has.issuperset(_OPENRLHF) and not has & {"prompt", "completion", "response", "messages"}:
+        return row | {"prompt": row.pop("input"), "completion": row.pop("output")}
     return row
 
 

@@ -61,6 +61,7 @@ class OfflineDatasetLoader:
         max_response_length: longer responses lose their end, and are counted in `counts`.
         max_length: of prompt and response together: a longer response loses its end likewise, and a group with a prompt
             that leaves it no room is dropped.
+        columns: what your data call a column of the forms above, such as {"prompt": "input", "chosen": "better"}.
 
     `kind` is "pairs", "labels", "demonstrations" or "experience".
 
@@ -85,6 +86,7 @@ class OfflineDatasetLoader:
         max_response_length: Count | None = None,
         max_length: Annotated[int, Field(ge=2)] | None = None,
         truncation: Truncation = "error",
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         if max_length is not None:
             if max_prompt_length is not None or truncation != "error":
@@ -96,7 +98,7 @@ class OfflineDatasetLoader:
         self.truncation: Truncation = truncation
         self.counts: Counter[str] = Counter()
         self.name = named(source)
-        self.kind, self.batch = _read(source, self.name, PromptForm(system_prompt=system_prompt))
+        self.kind, self.batch = _read(source, self.name, PromptForm(system_prompt=system_prompt), columns or {})
         self._rows, self._digest = self.batch, digest(self.batch.rows())
         self._begin()
         if tokenizer is not None:
@@ -261,7 +263,7 @@ def _is_text(fields: Mapping[str, Any]) -> bool:
     return "text" in has and not has & {"prompt", "messages", *_RESPONSES}
 
 
-def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
+def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) -> tuple[str, Batch]:
     if is_files(source):
         recorded = _recorded(source)
         if recorded is not None:
@@ -271,6 +273,7 @@ def _read(source: Any, name: str, form: PromptForm) -> tuple[str, Batch]:
         values = zip(repeat(None), table_rows(source), strict=False)
     reader, rows, files = None, [], []
     for number, (file, value) in enumerate(values):
+        value = _renamed(value, columns, f"{name}, row {number}")
         if reader is None:
             kind = _kind(_fields(value, f"{name}, row {number}"))
             if kind is None:
@@ -356,6 +359,20 @@ def _kind(fields: Mapping[str, Any]) -> str | None:
     if is_messages(messages) and len(messages or ()) > 1 and messages[-1]["role"] == "assistant":  # type: ignore[index]
         return "labels" if "label" in has else "demonstrations"
     return "demonstrations" if _is_text(fields) and isinstance(fields["text"], str) else None
+
+
+def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
+    """A row under the names of the forms.
+
+    Raises:
+        DataError: it lacks a column that is named.
+    """
+    if not columns or not isinstance(row, Mapping):
+        return row
+    if missing := next((name for name in columns.values() if name not in row), None):
+        raise DataError(f"{where}: there is no column '{missing}' (data.columns): it has {sorted(map(str, row))}")
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {ours: row[name] for ours, name in columns.items()}
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:

@@ -26,10 +26,8 @@ from verl.errors import ConfigError, DataError
 from verl.report.page import (
     FIRST,
     MAX_POINTS,
-    SHARES,
     clock_of,
     curves_of,
-    decimals,
     duration,
     fill,
     framed,
@@ -39,6 +37,7 @@ from verl.report.page import (
     meanings,
     read_rows,
     summary_of,
+    value_text,
 )
 from verl.schemas import SETTINGS, check_run_schema
 
@@ -83,6 +82,7 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
         ConfigError: another version of verl has written one, in a form that is not read.
     """
     groups = grouped(runs)
+    page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, _render(groups, page.resolve().parent).encode(errors="replace").decode())
     return page
 
@@ -300,7 +300,7 @@ def _result(run: Path, clock: Sequence[float]) -> tuple[tuple[str, float] | None
     summary, evals = summary_of(run), read_rows(run / "eval.jsonl")
     name = str(summary.get("headline") or (evals[0].get("headline") if evals else None) or "accuracy")
     scored = [row for row in evals if is_number(row.get(name))]
-    shown = [_with_interval(name, row) for row in (*scored[:1], *scored[-1:])]
+    shown = [value_text(name, row[name], row.get("low"), row.get("high")) for row in (*scored[:1], *scored[-1:])]
     gain, text = None, ""
     if len(scored) > 1:
         ends = [summary.get(key) for key in ("gain_low", "gain_high")]
@@ -314,16 +314,6 @@ def _result(run: Path, clock: Sequence[float]) -> tuple[tuple[str, float] | None
     step, seconds, tokens = clock
     cells = (before, after, text, f"{step:,.0f}", f"{tokens:,.0f}", duration(seconds))
     return None if gain is None else (name, gain), (*cells, str(summary.get("state", "not finished")))
-
-
-def _with_interval(name: str, row: Mapping[str, Any]) -> str:
-    """A headline metric of an evaluation, with its interval where it has one."""
-    factor, unit, least = (100, " %", 1) if name in SHARES else (1, "", 3)
-    low, high = row.get("low"), row.get("high")
-    if not is_number(low) or not is_number(high):
-        return f"{row[name] * factor:.{least}f}{unit}"
-    places = decimals((high - low) / 2 * factor, least)
-    return f"{row[name] * factor:.{places}f}{unit} ({low * factor:.{places}f} to {high * factor:.{places}f})"
 
 
 def _table(groups: Sequence[Group], letters: Sequence[str], keys: Sequence[str]) -> str:

@@ -399,11 +399,27 @@ def _setting(settings: Any, *path: str) -> Any:
 
 def gain_text(name: str, gain: float, low: object, high: object) -> tuple[str, str]:
     """A gain in a headline metric and its interval, in as many decimals as give half of the interval two figures."""
-    factor, unit, least = (100, " points", 1) if name in SHARES else (1, "", 3)
+    factor, places = scale(name, low, high)
+    unit = " points" if name in SHARES else ""
     if not is_number(low) or not is_number(high):
-        return f"{gain * factor:+.{least}f}{unit}", ""
-    form = f"+.{decimals((high - low) / 2 * factor, least)}f"
+        return f"{gain * factor:+.{places}f}{unit}", ""
+    form = f"+.{places}f"
     return f"{gain * factor:{form}}{unit}", f"95 % interval {low * factor:{form}} to {high * factor:{form}}"
+
+
+def value_text(name: str, value: float, low: object, high: object) -> str:
+    """A headline metric of an evaluation, with its interval where it has one."""
+    factor, places = scale(name, low, high)
+    text = f"{value * factor:.{places}f}{' %' if name in SHARES else ''}"
+    if not is_number(low) or not is_number(high):
+        return text
+    return f"{text} ({low * factor:.{places}f} to {high * factor:.{places}f})"
+
+
+def scale(name: str, low: object, high: object) -> tuple[float, int]:
+    """What a headline metric is multiplied by to be shown, and its decimals: as many as its interval asks for."""
+    factor, least = (100.0, 1) if name in SHARES else (1.0, 3)
+    return factor, decimals((high - low) / 2 * factor, least) if is_number(low) and is_number(high) else least
 
 
 def decimals(half: float, least: int) -> int:

@@ -133,7 +133,8 @@ class ConsoleSink:
         left = self._left()
         total = f"/{self.total_steps}" if self.total_steps is not None else ""
         values = describe(record) or "nothing was measured"  # such as an evaluation of which every sample abstained
-        self.console.print(f"step {step}{total}  {values}{f'  left {left}' if left else ''}", markup=False)
+        what = "evaluated at step" if "time/evaluation" in record else "step"  # the step's own line is there already
+        self.console.print(f"{what} {step}{total}  {values}{f'  left {left}' if left else ''}", markup=False)
         for line in describe_tasks(record):
             self.console.print(f"  {line}", markup=False)
         if left and not self._has_said and self._time is not None:

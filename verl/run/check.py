@@ -110,6 +110,8 @@ def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> 
         for key in ("prompt_column", "prompt_template", "chat"):
             if getattr(data, key) is not None:
                 raise ConfigError(f"data.{key} is for prompts; recorded responses are read by their own columns")
+    if not any(offline) and data.columns:
+        raise ConfigError("data.columns is for recorded responses: set data.prompt_column")
     if not any(offline) and data.max_response_length is not None:
         raise ConfigError(
             "data.max_response_length is for recorded responses: set actor_rollout_ref.rollout.max_new_tokens"

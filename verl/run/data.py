@@ -160,14 +160,14 @@ def _train_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> d
     train: dict[str, Data] = {}
     if is_by_task(source):
         for name, part in by_task(source, [*algorithms]).items():
-            train[name] = _recorded(config, part, f"train.{name}") if name in offline else _prompts(config, part)
+            train[name] = _recorded(config, part, f"train.{name}") if name in offline else prompts_of(config, part)
     else:
         if offline:
             raise ConfigError(
                 f"task '{offline[0]}' learns from recorded responses, which have other columns than prompts: give each "
                 f"task its data, data.train: {{{offline[0]}: FILE, ...}}"
             )
-        prompts = _prompts(config, source)
+        prompts = prompts_of(config, source)
         parts = by_task(prompts.batch, [*algorithms])
         train = {name: PromptDataset(rows, f"{prompts.name}, task {name}") for name, rows in parts.items()}
     if missing := [task.name for task in config.tasks if task.share and task.name not in train]:
@@ -180,11 +180,11 @@ def _held_out_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -
     if source is None:
         return None
     if is_by_task(source):
-        parts = {name: _prompts(config, part).batch for name, part in by_task(source, [*algorithms]).items()}
+        parts = {name: prompts_of(config, part).batch for name, part in by_task(source, [*algorithms]).items()}
         rows = Batch.concat(part.drop([COLUMN]).add({COLUMN: [name] * len(part)}) for name, part in parts.items())
         held_out = PromptDataset(rows, "data.eval")
     else:
-        held_out = _prompts(config, source)
+        held_out = prompts_of(config, source)
     for name in by_task(held_out.batch, [*algorithms]):
         if next(task.reward_model for task in config.tasks if task.name == name) is None:
             raise ConfigError(f"data.eval has rows of task '{name}', which has no reward to score them: leave them out")
@@ -196,10 +196,11 @@ def _rows_a_prompt(data: Data, samples: int) -> float:
 
 
 def _read(config: Config, source: Any, split: str, *, recorded: bool) -> Data:
-    return _recorded(config, source, split) if recorded else _prompts(config, source)
+    return _recorded(config, source, split) if recorded else prompts_of(config, source)
 
 
-def _prompts(config: Config, source: Any) -> PromptDataset:
+def prompts_of(config: Config, source: Any, limit: int | None = None) -> PromptDataset:
+    """The prompts of a source, read as the settings say; with `limit` the first ones."""
     data = config.data
     return load_prompts(
         source,
@@ -207,6 +208,7 @@ def _prompts(config: Config, source: Any) -> PromptDataset:
         template=data.prompt_template,
         system_prompt=data.system_prompt,
         chat=data.chat,
+        limit=limit,
     )
 
 
@@ -223,6 +225,7 @@ def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
         system_prompt=data.system_prompt,
         max_response_length=data.max_response_length,
         truncation=data.truncation,
+        columns=data.columns,
     )
 
 

@@ -29,7 +29,7 @@ from verl.kernels.build import library
 from verl.log import setup_logging
 from verl.report.compare import flat
 from verl.report.completions import save_table
-from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, write_report
+from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, scale, write_report
 from verl.report.sinks import Logger, open_logger
 from verl.run import build
 from verl.run.check import Checked, check_settings
@@ -308,7 +308,8 @@ def _print_table(
     table = Table(title="result", show_header=False)
     if "headline" in summary:
         name = summary["headline"]
-        form = "{:.1%}" if name in SHARES else "{:.4f}"
+        _, places = scale(name, summary.get("gain_low"), summary.get("gain_high"))
+        form = f"{{:.{places}{'%' if name in SHARES else 'f'}}}"
         for when in ("before", "after"):
             value = summary[f"{name}_{when}"]
             table.add_row(f"{name} {when}", "-" if value is None else form.format(value))
