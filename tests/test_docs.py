@@ -6,10 +6,13 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.agent_packages import openai_package
+from tests.algorithms import plain_episodes
 from verl.algorithms import algorithm_names, make_algorithm
 from verl.cli.main import app
 from verl.config import describe, load_config
@@ -76,3 +79,32 @@ def test_settings_that_pages_name_are_there() -> None:
 def test_settings_of_how_do_i_are_taken(given: str, tmp_path: Path) -> None:
     CliRunner().invoke(app, ["init", str(tmp_path / "sums")])
     load_config(tmp_path / "sums" / "recipe.yaml", [one for one in shlex.split(given) if not one.startswith("--")])
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_agent_of_the_tutorial_is_trained(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, in order."""
+    pytest.importorskip("aiohttp")
+    names: dict[str, Any] = {"__name__": "shop"}
+    monkeypatch.chdir(tmp_path)
+    with openai_package():
+        for block in python_blocks("agents.md"):
+            exec(block.replace("models/SmolLM2-135M-Instruct", str(tiny)), names)
+    assert names["trainer"].steps == 2 and (tmp_path / "runs" / "shop" / "metrics.jsonl").exists()
+
+
+def test_the_page_of_semantics_has_the_code_of_the_reference() -> None:
+    *quoted, example = python_blocks("agent_semantics.md")
+    source = Path(plain_episodes.__file__).read_text(encoding="utf-8")
+    assert len(quoted) == 4 and all(block in source for block in quoted)
+    names = dict(vars(plain_episodes))
+    exec(example, names)
+    episodes = names["episodes"]
+    advantages = plain_episodes.advantages("dr_grpo", episodes)
+    assert advantages == {("a", 0): 0.5, ("a", 1): 0.5, ("a", 2): 0.5, ("b", 3): -0.5}
+    for mode, first, second in (("token-mean", 1 / 4, 1 / 4), ("seq-mean-token-mean", 1 / 6, 1 / 2)):
+        weights = plain_episodes.weights(mode, episodes, [*advantages])
+        assert [*weights.values()] == [first] * 3 + [second]
