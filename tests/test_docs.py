@@ -86,13 +86,16 @@ def python_blocks(page: str) -> list[str]:
 
 
 def test_the_agent_of_the_tutorial_is_trained(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks, in order."""
+    """Its blocks, in order; the reward is another one, as a model of random weights says no price."""
     pytest.importorskip("aiohttp")
     names: dict[str, Any] = {"__name__": "shop"}
     monkeypatch.chdir(tmp_path)
+    price, other = 'PRICES[row["item"]] in (message.content or "")', 'len(message.content or "") % 2'
     with openai_package():
-        for block in python_blocks("agents.md"):
-            exec(block.replace("models/SmolLM2-135M-Instruct", str(tiny)), names)
+        agent, training = python_blocks("agents.md")
+        assert agent.count(price) == 1
+        exec(agent.replace(price, other), names)
+        exec(training.replace("models/SmolLM2-135M-Instruct", str(tiny)), names)
     assert names["trainer"].steps == 2 and (tmp_path / "runs" / "shop" / "metrics.jsonl").exists()
 
 
