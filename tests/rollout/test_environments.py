@@ -410,6 +410,15 @@ def test_a_class_that_says_no_reward_needs_one(tiny: Path) -> None:
         verl.Trainer(str(tiny), environment=hermes(Silent), algorithm="grpo", log_dir=False)
 
 
+def test_no_node_writes_over_the_reward_of_environments(tiny: Path) -> None:
+    class Ones(verl.RewardNode):
+        def score(self, responses: list[str]) -> list[float]:
+            return [1.0] * len(responses)
+
+    with pytest.raises(ConfigError, match="reward"):
+        verl.Trainer(str(tiny), environment=hermes(), algorithm="grpo", log_dir=False, nodes={"ones": Ones()})
+
+
 def test_what_cannot_have_environments_says_so(tiny: Path) -> None:
     def reads(completions: Any, environments: Any) -> list[float]:
         return [0.0] * len(completions)

@@ -75,7 +75,9 @@ class Task:
         stages = make_stages(nodes)
         further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
         written = {column for node in further for column in node.writes}
-        if getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles - written:
+        gives_reward = getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles
+        # Where a node writes it, agents need no source; rewards of environments have one, and clash with the node.
+        if gives_reward and (hasattr(self.episode, "rewards") or "reward" not in written):
             by_role["reward"] = with_episodes(by_role.get("reward"), self.episode)
         check_sources(self.algorithm, {*by_role, *(written & {"reward", "cost"})})
         #: Role, or name of a further node -> where its numbers come from.
