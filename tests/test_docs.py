@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests.agent_packages import openai_package
+from tests.algorithms import plain_episodes
 from verl.algorithms import algorithm_names, make_algorithm
 from verl.cli.main import app
 from verl.config import describe, load_config
@@ -197,3 +199,31 @@ def test_the_notebook_of_first_steps_runs(
     assert len(scope["rewards"]) == (interrupt_after or 3)
     assert scope["trainer"].steps == len(scope["rewards"]) + 1  # and one after the checkpoint
     assert "<polyline" in scope["shown"].shown[-1]
+
+
+def test_the_agent_of_the_tutorial_is_trained(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, in order; the reward is another one, as a model of random weights says no price."""
+    pytest.importorskip("aiohttp")
+    names: dict[str, Any] = {"__name__": "shop"}
+    monkeypatch.chdir(tmp_path)
+    price, other = 'PRICES[row["item"]] in (message.content or "")', 'len(message.content or "") % 2'
+    with openai_package():
+        agent, training = blocks("docs/agents.md", "python")
+        assert agent.count(price) == 1
+        exec(agent.replace(price, other), names)
+        exec(training.replace("models/SmolLM2-135M-Instruct", str(tiny)), names)
+    assert names["trainer"].steps == 2 and (tmp_path / "runs" / "shop" / "metrics.jsonl").exists()
+
+
+def test_the_page_of_semantics_has_the_code_of_the_reference() -> None:
+    *quoted, example = blocks("docs/agent_semantics.md", "python")
+    source = Path(plain_episodes.__file__).read_text(encoding="utf-8")
+    assert len(quoted) == 4 and all(block in source for block in quoted)
+    names = dict(vars(plain_episodes))
+    exec(example, names)
+    episodes = names["episodes"]
+    advantages = plain_episodes.advantages("dr_grpo", episodes)
+    assert advantages == {("a", 0): 0.5, ("a", 1): 0.5, ("a", 2): 0.5, ("b", 3): -0.5}
+    for mode, first, second in (("token-mean", 1 / 4, 1 / 4), ("seq-mean-token-mean", 1 / 6, 1 / 2)):
+        weights = plain_episodes.weights(mode, episodes, [*advantages])
+        assert [*weights.values()] == [first] * 3 + [second]

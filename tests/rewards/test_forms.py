@@ -61,6 +61,8 @@ def scaled(texts: list[str], factor: float) -> list[float]:
         (lambda outputs, prompts, **kwargs: 0, "pairs"),
         (lambda completions, **kwargs: 0, "trl"),
         (lambda prompts, completions, answer: 0, "trl"),
+        (lambda environments, **kwargs: 0, "trl"),
+        (lambda completion_ids, **kwargs: 0, "trl"),
         (lambda data_source, solution_str, ground_truth, extra_info=None: 0, "verl"),
         (lambda solution_str, ground_truth: 0, "verl"),
         (lambda queries, prompts, labels: 0, "openrlhf"),

@@ -11,8 +11,12 @@ import httpx
 import pytest
 
 import verl
-from verl.errors import RolloutError
+from verl.config import load_config
+from verl.errors import ConfigError, RolloutError
+from verl.rollout.episode import Turns
 from verl.rollout.gateway.gateway import Gateway
+from verl.run.check import check_settings
+from verl.run.train import train
 
 pytest.importorskip("aiohttp")
 
@@ -58,13 +62,49 @@ def test_log_probs_are_those_that_the_trainer_computes(tiny: Path) -> None:
 
 def test_a_trainer_learns_from_what_the_agent_returns(tiny: Path) -> None:
     actor = actor_of(tiny)
-    trainer = verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=4, log_dir=False)
+    trainer = verl.Trainer(actor, algorithm="grpo", n=4, log_dir=False)
     before = [parameter.detach().clone() for parameter in actor.model.parameters()]
     for _ in range(3):
         log = trainer.step(["Once", "In the beginning"])
         assert log["updated"] and log["rollout/failed_episodes"] == 0 and log["reward/abstained"] == 0
         assert log["reward"] > 0
     assert any((old != new).any() for old, new in zip(before, actor.model.parameters(), strict=True))
+
+
+def test_what_an_agent_says_comes_before_the_reward_of_the_trainer(tiny: Path) -> None:
+    """Where it says nothing the trainer's reward is asked, if there is one; one that reads what it says decides."""
+
+    def half(base_url: str, api_key: str, row: Any) -> float | None:
+        said = agent(base_url, api_key, row)
+        return said + 1.0 if row["prompt"] == "Once" else None
+
+    def constant(completions: Any) -> list[float]:
+        return [-1.0] * len(completions)
+
+    def reading(completions: Any, episode_reward: list[float | None]) -> list[float]:
+        return [-2.0] * len(completions)
+
+    episode = Gateway(half, chat_template="hermes", max_left_out=1.0)
+    actor = verl.Actor.from_pretrained(str(tiny), episode=episode, sampling={"max_new_tokens": 8})
+
+    def rewards(**options: Any) -> list[Any]:
+        trainer = verl.Trainer(actor, algorithm="grpo", n=2, log_dir=False, **options)
+        return [*trainer.evaluate(["Once", "Twice"]).samples.select(["reward", "abstain_reason"]).rows()]
+
+    said, none = rewards()
+    assert said["reward"] > 0 and none["reward"] is None and "the agent returned no reward" in none["abstain_reason"]
+    said, asked = rewards(reward=constant)
+    assert said["reward"] > 0 and asked["reward"] == -1.0
+    assert [row["reward"] for row in rewards(reward=reading)] == [-2.0, -2.0]
+
+
+def test_an_episode_that_gives_no_reward_needs_one_beside_it(tiny: Path) -> None:
+    async def silent(client: Any, row: Any) -> Any:
+        return [Turns().wrote(await client.generate(row["prompt_tokens"]))]
+
+    actor = verl.Actor.from_pretrained(str(tiny), episode=silent)
+    with pytest.raises(ConfigError, match="needs a reward"):
+        verl.Trainer(actor, algorithm="grpo", log_dir=False)
 
 
 def test_a_forced_call_is_a_call_and_only_its_choices_are_trained(tiny: Path) -> None:
@@ -174,3 +214,43 @@ def test_too_many_episodes_that_are_left_out_end_the_run_by_name(tiny: Path) -> 
     assert log["updated"]
     with pytest.raises(RolloutError, match=r"4 of 8 episodes.*2 no_call.*more than max_left_out=0.4"):
         trainer_of(max_left_out=0.4).step(["Once", "Twice"])
+
+
+AGENT = """
+import httpx
+import verl
+
+
+def agent(base_url, api_key, row):
+    auth = {"Authorization": f"Bearer {api_key}"}
+    body = {"messages": [{"role": "user", "content": row["prompt"]}], "max_tokens": 4}
+    answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=auth, timeout=60).json()
+    return float(len(answer["choices"][0]["message"]["content"]))
+
+
+gateway = verl.Gateway(agent, chat_template="hermes")
+"""
+
+
+def test_settings_of_an_agent_need_no_reward(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n')
+    settings: dict[str, Any] = {
+        "data": {"train": "data.jsonl", "batch_size": 2},
+        "actor_rollout_ref": {
+            "model": {"path": str(tiny)},
+            "rollout": {"episode": "agent.py:gateway", "max_new_tokens": 6, "n": 2},
+        },
+        "trainer": {"total_steps": 1, "output_dir": "run"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    config = load_config(tmp_path / "run.yaml")
+    check_settings(config)
+    train(config)
+    record = json.loads(next((tmp_path / "run").rglob("metrics.jsonl")).read_text().splitlines()[0])
+    assert record["reward/mean"] > 0 and record["episodes/left_out"] == 0
+    settings["actor_rollout_ref"]["rollout"]["episode"] = "agent.py:agent"
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="no reward is given"):
+        check_settings(load_config(tmp_path / "run.yaml"))

@@ -374,7 +374,7 @@ def test_what_is_no_environment_is_named() -> None:
 def test_a_template_that_shows_no_tools_is_refused_when_the_actor_is_made(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not show the tools of a request.*chat_template='hermes'"):
         verl.Actor(str(tiny), episode=Counter)
-    assert verl.Actor(str(tiny), episode=hermes()).environments is not None
+    assert verl.Actor(str(tiny), episode=hermes()).rewarding_episode is not None
 
 
 ROWS = [{"prompt": [{"role": "user", "content": f"Q{i}"}], "start": i} for i in range(4)]
@@ -408,6 +408,15 @@ def test_a_class_that_says_no_reward_needs_one(tiny: Path) -> None:
         ConfigError, match="nothing rewards the episodes: give the trainer a reward, or the environment"
     ):
         verl.Trainer(str(tiny), environment=hermes(Silent), algorithm="grpo", log_dir=False)
+
+
+def test_no_node_writes_over_the_reward_of_environments(tiny: Path) -> None:
+    class Ones(verl.RewardNode):
+        def score(self, responses: list[str]) -> list[float]:
+            return [1.0] * len(responses)
+
+    with pytest.raises(ConfigError, match="reward"):
+        verl.Trainer(str(tiny), environment=hermes(), algorithm="grpo", log_dir=False, nodes={"ones": Ones()})
 
 
 def test_what_cannot_have_environments_says_so(tiny: Path) -> None:
@@ -503,6 +512,16 @@ def test_by_trl_s_names(tiny: Path, tmp_path: Path) -> None:
     trainer.train()
     logged = next(record for record in trainer.state.log_history if "reward" in record)
     assert logged["reward"] == pytest.approx(((2 + 2) + (2 - 1)) / 2)
+    shapes: list[int] = []
+
+    def score(environments: Any, **columns: Any) -> list[float]:  # as of TRL's grpo_2048.py
+        shapes.append(len(columns["completions"]))
+        return [float(e.total) for e in environments]
+
+    trainer = trl(tiny, tmp_path / "g", score, rows, environment_factory=factories)
+    trainer.train()
+    logged = next(record for record in trainer.state.log_history if "reward" in record)
+    assert logged["reward"] == pytest.approx(((2 + 2) + (2 - 1)) / 2) and shapes == [4]
     trainer = trl(tiny, tmp_path / "c", lambda completions, **c: [1.0] * len(completions), ROWS, tools=[add])
     trainer.train()
     with pytest.raises(ConfigError, match="max_steps"):

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent_packages import PYTHON, ROOT
 from tests.rollout.test_gateway_server import CALL, Run
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("VERL_AGENTS_PYTHON", ROOT / ".bench" / "agents" / "bin" / "python"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.peer,

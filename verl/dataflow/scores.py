@@ -38,15 +38,19 @@ def episode_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def left_out_reasons(batch: Batch) -> Counter[str]:
-    """How many episodes count for nothing, by the reason in a word."""
+def left_out_words(batch: Batch) -> list[str | None]:
+    """Why the episode of each row counts for nothing, in a word; None where it counts."""
 
     def reason(row: Mapping[str, Any]) -> str | None:
         rejected = "rejected" if row["finish"] == "reject" else None
         return row["left_out"] or rejected or ("no_reward" if row.get("reward", 0.0) is None else None)
 
-    rows = by_episode(batch).select(["left_out", "finish", "reward"]).rows()
-    return Counter(word for word in map(reason, rows) if word is not None)
+    return [*map(reason, batch.select(["left_out", "finish", "reward"]).rows())]
+
+
+def left_out_reasons(batch: Batch) -> Counter[str]:
+    """How many episodes count for nothing, by the reason in a word."""
+    return Counter(word for word in left_out_words(by_episode(batch)) if word is not None)
 
 
 def written_tokens(batch: Batch) -> int:

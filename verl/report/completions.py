@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 
 from verl.batch import Batch
 from verl.data.prompts import content_text
-from verl.dataflow.scores import own_samples
+from verl.dataflow.scores import left_out_words, own_samples
 from verl.durable import write_atomic
 from verl.report.page import TOKENS
 
@@ -22,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 #: How many of a step a tracker is shown; the file has all.
 SHOWN = 16
-_TEXTS = ("id", "group", "task", "question", "prompt", "response", "finish", "ground_truth", "abstain_reason")
+_TEXTS = (
+    "id", "group", "task", "question", "prompt", "response", "finish", "ground_truth", "abstain_reason",
+    "episode", "trajectory", "left_out", "calls_left_out",
+)  # fmt: skip
 Decode = Callable[..., Any]  # as tokenizers type it
 
 
@@ -39,6 +43,9 @@ def completions(samples: Mapping[str, Batch], prepared: Mapping[str, Batch], dec
         `response`, `finish`, `ground_truth`, `abstain_reason` (text), `reward`, its
         components (`reward/<name>`), `cost`, `advantage` (mean over the tokens that the policy wrote) (double), and
         `length` (tokens of the response). What the samples lack is null; components that no sample has are no columns.
+        Of episodes also `episode`, `trajectory` (its name), `trajectory_reward` (its own), `left_out` (why the episode
+        counts for nothing, in a word), `calls_left_out` (JSON: turns that are not trained, by reason), and `turns`:
+        what the policy wrote (`trained`) and what it read, in turn, as `text` with its number of `tokens`.
         Of the first `SHOWN` samples of a task also lists over the tokens of the response: `tokens/text`, `tokens/mask`
         (1: the policy wrote it), `tokens/advantage`, `tokens/entropy` (-log p of the token, whose mean estimates the
         entropy), and `tokens/mismatch` (its log p for the trainer less that for the engine, for the same weights).
@@ -59,13 +66,19 @@ def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> p
         columns["response"] = [decode(tokens) for tokens in batch["response_tokens"]]
     if "ground_truth" not in batch:
         columns["ground_truth"] = _truths(batch)
+    if "episode" in batch:
+        columns["left_out"] = left_out_words(batch)
     texts = {name: pa.array(map(_text, columns[name]), pa.string()) for name in _TEXTS}
-    scores = ["reward", *(name for name in batch.columns if name.startswith("reward/")), "cost"]
+    parts = [name for name in batch.columns if name.startswith("reward/") or name == "trajectory_reward"]
+    scores = ["reward", *parts, "cost"]
     numbers = {name: batch[name] if name in batch else [None] * size for name in scores}
     advantages = {} if prepared is None else _advantages(prepared)
     numbers["advantage"] = [advantages.get(name) for name in columns["id"]]
     columns = texts | {name: pa.array(values, pa.float64()) for name, values in numbers.items()}
     columns["length"] = pa.array(batch.lengths("response_tokens"), pa.int64())
+    if "episode" in batch:
+        pairs = zip(batch["response_tokens"], batch["response_mask"], strict=True)
+        columns["turns"] = pa.array([spans([], tokens, mask, decode) for tokens, mask in pairs])
     return pa.table(columns | _tokens(batch, prepared, decode))
 
 
@@ -99,7 +112,7 @@ def _tokens(batch: Batch, prepared: Batch | None, decode: Decode) -> dict[str, p
 
 def without_tokens(table: pa.Table) -> pa.Table:
     """The first `SHOWN` samples, as trackers take them: without lists."""
-    return table.slice(0, SHOWN).drop_columns([name for name in TOKENS if name in table.column_names])
+    return table.slice(0, SHOWN).drop_columns([name for name in (*TOKENS, "turns") if name in table.column_names])
 
 
 def _questions(batch: Batch) -> list[str | None]:
@@ -141,7 +154,7 @@ def spans(prompt: Sequence[int], response: Sequence[int], mask: Sequence[int], d
     starts = [i for i, flag in enumerate(flags) if i == 0 or flag != flags[i - 1]]
     return [
         {"trained": bool(flags[start]), "text": decode(tokens[start:end]), "tokens": end - start}
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
+        for start, end in pairwise([*starts, len(tokens)])
     ]
 
 

@@ -70,6 +70,15 @@ _SAMPLE_COLUMNS = ("id", "prompt", "response", "reward")
 _TRAINING_COLUMNS = (
     "group", "question", "prompt", "response", "finish", "ground_truth", "reward", "advantage", "length",
 )  # fmt: skip
+_EPISODE_COLUMNS = (
+    "episode",
+    "trajectory",
+    "trajectory_reward",
+    "left_out",
+    "calls_left_out",
+    "abstain_reason",
+    "turns",
+)
 #: Columns of lists, one entry a token of the response.
 TOKENS = ("tokens/text", "tokens/mask", "tokens/advantage", "tokens/entropy", "tokens/mismatch")
 #: Files of samples by kind: of evaluations, and of training steps.
@@ -290,6 +299,8 @@ def _training(directory: Path) -> list[dict[str, Any]]:
         names = [*_TRAINING_COLUMNS, *(name for name in table.column_names if name.startswith("reward/"))]
         if len(set(_column(table, "task"))) > 1:
             names.append("task")
+        if any(_column(table, "episode")):
+            names += _EPISODE_COLUMNS
         rows = [
             {name: _value(value) for name, value in zip(names, row, strict=True)}
             for row in zip(*(_column(table, name) for name in names), strict=True)
@@ -353,10 +364,13 @@ def _column(table: pa.Table, name: str) -> list[Any]:
     return values
 
 
-def _value(value: object) -> float | str | None:
-    """A number or a text; what is neither finite nor text is nothing."""
+def _value(value: object) -> Any:
+    """A number, a text, or turns as pairs of whether it is trained and its text; what is neither finite nor text is
+    nothing."""
     if is_number(value):
         return value
+    if isinstance(value, list):
+        return [[turn["trained"], _cut(turn["text"])] for turn in value]
     return None if value is None or isinstance(value, float) else _cut(value)
 
 

@@ -1,4 +1,4 @@
-"""What environments say of their episodes, as rewards beside those of the trainer."""
+"""What environments and agents say of their episodes, as rewards beside those of the trainer, or in their place."""
 
 from __future__ import annotations
 
@@ -63,6 +63,19 @@ class EnvironmentReward:
         )
 
 
+class EpisodeReward(EnvironmentReward):
+    """What agents say of their episodes, where the trainer has no reward for those of which they say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("episode")
+
+    async def score(self, batch: Batch) -> RewardResult:
+        result = await super().score(batch)
+        missing = "the agent returned no reward, and the trainer has none: return one, or give it reward=..."
+        pairs = zip(result.reward, result.reasons, strict=True)
+        return RewardResult(result.reward, reasons=[r or (missing if n is None else None) for n, r in pairs])
+
+
 class EnvironmentSum(CompositeReward):
     """The rewards of a trainer and of its environments, TRL's way: the sum of those that there are for a sample.
 
@@ -101,6 +114,17 @@ class EnvironmentSum(CompositeReward):
             return await super().score(batch.add({PARAMETER: batch["id"]}))
         finally:
             self._episode.release(batch["id"])
+
+
+def with_episodes(reward: Any, episode: Any) -> Any:
+    """The reward of a trainer, which may be None, with what its episodes say of themselves.
+
+    Raises:
+        ConfigError: as of `EnvironmentSum`.
+    """
+    if hasattr(episode, "rewards"):  # environments, whose rewards are summed with it
+        return EnvironmentSum(reward, episode)
+    return EpisodeReward() if reward is None else reward
 
 
 def _bind(source: FunctionReward, episode: Environments) -> None:

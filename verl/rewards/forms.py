@@ -4,7 +4,8 @@
     f(responses, prompts)               texts; a prompt that is a chat is a list of messages
     f(prompts, completions, **columns)  TRL's: of a chat, a completion is a list with the assistant's message;
                                         `**columns` gets the data set's own columns and `completion_ids`; of an
-                                        episode with tools a completion has all of its messages
+                                        episode with tools a completion has all of its messages; `completion_ids` or
+                                        `environments` alone will do
     f(queries, prompts, labels)         OpenRLHF's: a query is the prompt's text and the response behind it; of a chat
                                         the texts of its messages, a line each; a label is the row's `labels`, `label`,
                                         `answer` or `ground_truth`, the first that it has
@@ -34,6 +35,8 @@ _USER = "user."
 _PLURALS = {one: f"{one}s" for one in ("text", "response", "completion", "prompt")} | {"query": "queries"}
 #: Parameters that get texts.
 TEXTS = frozenset({*_PLURALS, *_PLURALS.values(), "solution_str"})
+#: Parameters that TRL's functions alone have: one of them is enough.
+OF_TRL = frozenset({"completions", "completion_ids", "environments"})
 #: Parameters that get conversations.
 _CHATS = frozenset({"messages", "trajectories"})
 _LABELS = ("labels", "label", "answer", "ground_truth")
@@ -117,7 +120,7 @@ def recognise(function: Callable[..., Any]) -> Form:
     named = tuple(p.name for p in listed if p.kind is not p.POSITIONAL_ONLY)
     needed = frozenset(p.name for p in listed if p.default is p.empty)
     _check_plural(function, names, needed)
-    if "completions" in names:
+    if OF_TRL & {*names}:
         return Form("trl", (), named, needed, rest)
     if "queries" in names:
         return Form("openrlhf", (), named, needed)

@@ -42,7 +42,6 @@ from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import ActorKeywords, as_name, sampler_options, with_engine
 from verl.rollout.base import SamplingParams, as_sampling
-from verl.rollout.environments import EnvironmentEpisode
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
@@ -178,10 +177,10 @@ class Actor(ModelHandle[ActorWorker]):
             check(self.tokenizer)
 
     @property
-    def environments(self) -> EnvironmentEpisode | None:
-        """The episode of all prompts, if it is in environments."""
+    def rewarding_episode(self) -> Episode | None:
+        """The episode of all prompts, if it says its rewards itself, as environments and agents do."""
         played = load_episode(self.rollout_options.episode)
-        return played if isinstance(played, EnvironmentEpisode) else None
+        return played if getattr(played, "gives_reward", False) else None
 
     @property
     def model(self) -> PreTrainedModel:

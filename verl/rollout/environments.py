@@ -101,6 +101,9 @@ class EnvironmentEpisode(ToolEpisode):
         ConfigError: the environment has no `reset`, or a public method is no tool.
     """
 
+    #: What `get_reward` says.
+    gives_reward = True
+
     @checked
     def __init__(
         self,

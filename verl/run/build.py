@@ -15,9 +15,8 @@ from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
-from verl.rollout.environments import as_environments
 from verl.run.check import roles_of
-from verl.run.rewards import source_options
+from verl.run.rewards import rewarding_episode, source_options
 from verl.tasks.file import make_tasks
 from verl.tasks.task import Task
 from verl.tasks.weights import DynamicTaskWeightScheduler
@@ -96,9 +95,8 @@ def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list
     ((name, algorithm),) = algorithms.items()
     rewards = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
     sources = {role: source for role, source in rewards.items() if source is not None}
-    rollout = config.actor_rollout_ref.rollout
-    played = None if rollout.environment is None else as_environments(rollout.environment)
-    return [Task(name, algorithm, sources, n=rollout.n, episode=played)]
+    n = config.actor_rollout_ref.rollout.n
+    return [Task(name, algorithm, sources, n=n, episode=rewarding_episode(config))]
 
 
 def build_trainer(

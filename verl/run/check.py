@@ -17,7 +17,7 @@ from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
 from verl.rewards.source import RewardSource
 from verl.run.data import ReadData, is_offline, read_data, step_rows
-from verl.run.rewards import sources_of
+from verl.run.rewards import rewarding_episode, sources_of
 from verl.tasks.file import algorithm_of, check_sampling, samples_of
 from verl.tasks.task import MAIN, check_heads
 from verl.tasks.weights import DynamicTaskWeightScheduler
@@ -90,8 +90,8 @@ def _algorithm(config: Config) -> BaseAlgorithm:
         section: CostConfig = getattr(config, role)
         if section.is_given and role not in algorithm.roles | algorithm.measures:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
-        from_environment = role == "reward" and config.actor_rollout_ref.rollout.environment is not None
-        if not section.is_given and role in algorithm.roles and not from_environment:
+        is_needed = role in algorithm.roles and not section.is_given
+        if is_needed and (role == "cost" or rewarding_episode(config) is None):
             raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
     return algorithm
 

@@ -8,13 +8,14 @@ from typing import Any
 from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart
 from verl.errors import ConfigError
-from verl.rewards.environments import EnvironmentSum
+from verl.rewards.environments import with_episodes
 from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward, misspelt
 from verl.rewards.registry import REWARDS
 from verl.rewards.source import RewardResult, RewardSource
 from verl.rollout.environments import as_environments
 from verl.tasks.task import MAIN
+from verl.user_functions import load_function
 
 #: Options of a task's reward that are of how it is called.
 _OF_THE_CALLS = ("workers", "max_workers")
@@ -42,6 +43,15 @@ def source_options(part: RewardPart) -> dict[str, Any]:
     return {"source": getattr(part, origin), **{name: value for name, value in judge.items() if value is not None}}
 
 
+def rewarding_episode(config: Config) -> Any:
+    """The episode of the settings, if it says its rewards itself, as environments and agents do; else None."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.environment is not None:
+        return as_environments(rollout.environment)
+    episode = None if rollout.episode is None else load_function(rollout.episode)
+    return episode if getattr(episode, "gives_reward", False) else None
+
+
 def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
     """The rewards of each task by role, with a stand-in for each model in them. Imports the user's functions.
 
@@ -51,8 +61,8 @@ def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
     if not config.tasks:
         sections = {"reward": config.reward, "cost": config.cost}
         sources = {role: _of_section(section) for role, section in sections.items() if section.is_given}
-        if (environment := config.actor_rollout_ref.rollout.environment) is not None:
-            sources["reward"] = EnvironmentSum(sources.get("reward"), as_environments(environment))
+        if (episode := rewarding_episode(config)) is not None:
+            sources["reward"] = with_episodes(sources.get("reward"), episode)
         return {MAIN: sources}
     by_task: dict[str, dict[str, RewardSource]] = {}
     for task in config.tasks:

@@ -34,7 +34,8 @@ class Task:
         critic: the value model of this task; None: made from the actor's where the algorithm has one.
         sampling: how responses are drawn; None: as the actor does.
         episode: what happens between a prompt and its response, such as a `ConstrainedEpisode`, or a class of
-            environments, whose `get_reward` is a reward beside the others; None: as the actor does. It is for this
+            environments, whose `get_reward` is a reward beside the others; None: as the actor does. One with a true
+            attribute `gives_reward`, as a `Gateway` has, needs no reward beside it. It is for this
             task's prompts alone: the rollouts of others are as they are without it.
         nodes: further nodes of the step's graph: names of registered ones (`verl.register_node`), or a mapping of names
             to stages (see `RLDataPipeline`). One that writes `reward` or `cost` is the source of it.
@@ -62,20 +63,22 @@ class Task:
         # These import transformers, without which settings are checked.
         from verl.dataflow.nodes import RewardNode
         from verl.dataflow.stages import make_stages, stage_nodes
-        from verl.rewards.environments import EnvironmentSum
+        from verl.rewards.environments import with_episodes
         from verl.roles.reward import Reward
-        from verl.rollout.environments import EnvironmentEpisode, as_episode
+        from verl.rollout.environments import as_episode
 
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic = critic
         self.episode: Episode | None = as_episode(episode)
         self.algorithm = make_algorithm(algorithm)
         by_role = dict(sources or {})
-        if isinstance(self.episode, EnvironmentEpisode) and "reward" in self.algorithm.roles:
-            by_role["reward"] = EnvironmentSum(by_role.get("reward"), self.episode)
         stages = make_stages(nodes)
         further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
         written = {column for node in further for column in node.writes}
+        gives_reward = getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles
+        # Where a node writes it, agents need no source; rewards of environments have one, and clash with the node.
+        if gives_reward and (hasattr(self.episode, "rewards") or "reward" not in written):
+            by_role["reward"] = with_episodes(by_role.get("reward"), self.episode)
         check_sources(self.algorithm, {*by_role, *(written & {"reward", "cost"})})
         #: Role, or name of a further node -> where its numbers come from.
         self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in by_role.items()}

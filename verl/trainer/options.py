@@ -237,7 +237,7 @@ def tasks_of(
     Args:
         keywords: options of the algorithm.
         reward_fn, cost, environment, config_path: as of `Trainer`.
-        actor: whose environments, if it has some, are those of the only task.
+        actor: whose episode, if it says its rewards itself, is that of the only task.
         of_one: n, sampling and nodes, as of `Task`.
 
     Raises:
@@ -254,7 +254,7 @@ def tasks_of(
     if tasks is None:
         known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
         only = algorithm_beside(known, algorithm, keywords)
-        played = getattr(actor, "environments", None) if environment is None else as_environments(environment)
+        played = getattr(actor, "rewarding_episode", None) if environment is None else as_environments(environment)
         tasks = [Task(algorithm=only, sources=sources, episode=played, **of_one)]
     elif environment is not None or sources or keywords or algorithm is not None or any(of_one.values()):
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))

@@ -22,6 +22,7 @@ from verl.models.heads import SCORE_AT_EOS
 from verl.models.lora import has_adapters
 from verl.ranks import torchrun_ranks
 from verl.report.sinks import open_logger
+from verl.rewards.forms import OF_TRL
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
 from verl.rollout.environments import EnvironmentEpisode
@@ -537,7 +538,7 @@ def _with_extras(source: Any, events: Events) -> Any:
         parameters = inspect.signature(source).parameters
     except (TypeError, ValueError):  # compiled code may have no signature
         return source
-    if "completions" not in parameters:
+    if OF_TRL.isdisjoint(parameters):
         return source
     extras = {"trainer_state": events.state, "log_metric": events.log_metric, "log_extra": lambda column, values: None}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

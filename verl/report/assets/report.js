@@ -169,12 +169,26 @@ function tokens(row) {
   return [text, facts];
 }
 
-function trainingRow(row) {
-  const facts = ["advantage", "length", "finish", ...Object.keys(row).filter((name) => name.startsWith("reward/"))]
+// What the policy read and what it wrote, in turn.
+function conversation(row) {
+  const named = (trained) => (trained ? { class: "trained", title: "written by the policy: trained" } : { class: "masked", title: "read by the policy: masked" });
+  return element("div", { class: "text turns" }, ...row.turns.map(([trained, text]) => element("span", named(trained), text)));
+}
+
+// Why an episode counts for nothing, and which of its turns are not trained.
+function leftOutOf(row) {
+  const calls = Object.entries(JSON.parse(row.calls_left_out ?? "{}")).map(([reason, count]) => `${count} ${reason}`);
+  const why = row.left_out && `left out: ${row.left_out}${row.abstain_reason ? ` (${row.abstain_reason})` : ""}`;
+  return [why, calls.length && `calls left out: ${calls.join(", ")}`].filter(Boolean).map((text) => element("span", { class: "why" }, text));
+}
+
+function trainingRow(row, prompt) {
+  const facts = ["trajectory", "trajectory_reward", "advantage", "length", "finish", ...Object.keys(row).filter((name) => name.startsWith("reward/"))]
     .filter((name) => row[name] !== null && row[name] !== undefined)
     .map((name) => element("span", {}, `${name} ${typeof row[name] === "number" ? format(row[name]) : row[name]}`));
-  const text = element("div", { class: "text" + (row.response ? "" : " empty") }, row.response || "(nothing)");
-  const body = element("div", {}, text), head = element("header", {}, mark(row.reward), ...facts);
+  const plain = () => element("div", { class: "text" + (row.response ? "" : " empty") }, row.response || "(nothing)");
+  const text = row.turns && row.turns.length ? conversation(row) : plain();
+  const body = element("div", {}, text), head = element("header", {}, mark(row.reward), ...facts, ...leftOutOf(row));
   if (row.tokens) {
     const button = element("button", { type: "button", class: "fold" }, "tokens");
     button.addEventListener("click", () => {
@@ -183,15 +197,25 @@ function trainingRow(row) {
     });
     head.append(button);
   }
-  return element("article", {}, head, body);
+  if (row.prompt === prompt) return element("article", {}, head, body);
+  return element("article", {}, head, element("details", { class: "read" }, element("summary", {}, "its prompt"), element("div", { class: "text turns masked" }, row.prompt ?? "")), body);
+}
+
+// The trajectories of each episode beside each other, under a line that says how many there are.
+function episodes(rows, prompt) {
+  const byEpisode = new Map();
+  for (const row of rows) byEpisode.set(row.episode ?? row, [...(byEpisode.get(row.episode ?? row) ?? []), row]);
+  return [...byEpisode.values()].flatMap((each) => (each.length > 1
+    ? element("div", { class: "episode" }, element("p", { class: "none" }, `one episode, ${each.length} trajectories`), ...each.map((row) => trainingRow(row, prompt)))
+    : trainingRow(each[0], prompt)));
 }
 
 function trainingGroup(rows) {
-  const { question, prompt, ground_truth: truth, task } = rows[0];
+  const { question, prompt, ground_truth: truth, task } = rows.find((row) => !row.trajectory) ?? rows[0];
   const facts = [["task", task], ["ground truth", truth]].filter(([, value]) => value !== null && value !== undefined);
   const whole = element("details", {}, element("summary", {}, question ?? prompt ?? ""), element("div", { class: "text" }, prompt ?? ""));
   return element("div", { class: "pair row" }, element("div", { class: "prompt" }, whole, ...facts.map(([name, value]) => element("span", { class: "fact" }, `${name} ${value}`))),
-    element("div", { class: rows.length > 1 ? "" : "one" }, ...rows.map(trainingRow)));
+    element("div", { class: rows.length > 1 ? "" : "one" }, ...episodes(rows, prompt)));
 }
 
 function showTraining() {

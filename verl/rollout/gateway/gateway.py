@@ -78,6 +78,9 @@ class Gateway:
         ConfigError: this is no agent, or no address.
     """
 
+    #: A trainer needs no reward beside it.
+    gives_reward = True
+
     @checked
     def __init__(
         self,
