@@ -128,7 +128,8 @@ class Request:
     logits, one after the other. A `grammar` allows only tokens that conform to it: `finish="stop"` then means that the
     grammar is complete, and a response that a stop string or a guard ends earlier has `finish="length"`. A grammar and
     a `guard` need an engine with a tokenizer. `on_token` is called with each token, in the thread that steps the
-    engine, by the engines embedded and hf; others tell no tokens before the sample.
+    engine, by the engines embedded and hf; others tell no tokens before the sample. Of a request that `is_turn` of an
+    episode, later prompts may begin with its prompt and response, so an engine may keep their keys and values.
 
     Raises:
         RolloutError: the prompt is not a sequence of whole numbers.
@@ -141,6 +142,7 @@ class Request:
     guard: Guard | None = None
     grammar: Grammar | None = None
     on_token: Callable[[int], None] | None = None
+    is_turn: bool = False
 
     def __post_init__(self) -> None:
         try:

@@ -187,7 +187,7 @@ class Client:
         self._pump.name_limit(len(prompt_tokens), params.max_new_tokens)
         tokens: list[int] = []
         on_token = None if on_tokens is None else tokens.append
-        request = Request(name, prompt_tokens, params, processors, guard, grammar, on_token)
+        request = Request(name, prompt_tokens, params, processors, guard, grammar, on_token, is_turn=True)
         sample = await self._pump.ask(request, on_tokens and (lambda: on_tokens(tokens)))
         sample.temperature = params.temperature
         if self.text is not None and (params.stop or guard is not None):

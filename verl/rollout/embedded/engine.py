@@ -50,7 +50,8 @@ class EmbeddedEngine:
         max_length: prompt and response together; None: what the model allows.
         step_tokens: prompt tokens computed in one step, besides one token of each running response.
         batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same beside any
-            other responses and after any preemption, at the price of speed.
+            other responses and after any preemption, at the price of speed; prompts do not share what was computed for
+            responses.
         compiled: on CPU use the compiled kernels where they can be built.
         look_ahead: launch a step before the tokens of the one before are read, decode steps from fixed buffers; None:
             on an accelerator. Not where ranks share the model.
@@ -94,7 +95,9 @@ class EmbeddedEngine:
         self.policy_version = 0
         self.stats = EngineStats()
         self.cache = _make_cache(packed, kv_memory, max_batch, self.max_length, compiled)
-        self.scheduler = Scheduler(self.cache, max_batch=max_batch, step_tokens=step_tokens)
+        self.scheduler = Scheduler(
+            self.cache, max_batch=max_batch, step_tokens=step_tokens, keep_responses=not batch_invariant
+        )
         self.runner = ModelRunner(
             packed,
             self.cache,

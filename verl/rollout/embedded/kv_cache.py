@@ -2,7 +2,9 @@
 
 A block holds some tokens of all layers; how many is up to the device. Blocks are reference-counted: samples of a prompt
 share its blocks, prompts share the blocks of a common prefix. A full prompt block without users stays cached under the
-hash of all tokens up to its end, until its memory is needed (least recently used first) or the weights change.
+hash of all tokens up to its end, until its memory is needed (least recently used first) or the weights change. So does
+what belongs to a turn of an episode, its response too, and there a block that is filled in part, or of which a prompt
+has only the beginning, is shared by a copy (`keep`, `longest_rows`).
 
 In general a layer is a pool of blocks `[N, B, K, D]`, as `torch.nn.attention.varlen.varlen_attn` reads it. For the
 CPU kernels keys are transposed within a block, so that products with keys and with values read memory in order. In
@@ -148,6 +150,9 @@ class KVCache:
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        # Of kept blocks the digest of what stands before, and the tokens of their rows; and all blocks by that digest.
+        self._rows: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self._behind: dict[bytes, list[int]] = {}
 
     @property
     def available(self) -> int:
@@ -162,7 +167,7 @@ class KVCache:
 
     def take_prompt(self, tokens: Sequence[int]) -> list[int] | None:
         """Blocks for a prompt, those of a common prefix shared; None if there are too few, then nothing is taken."""
-        hashes = _prefix_hashes(tokens, self.block)
+        hashes = prefix_digests(tokens, self.block)[1:]
         shared: list[int] = []
         for digest in hashes:
             block = self._by_hash.get(digest)
@@ -184,6 +189,33 @@ class KVCache:
                 self._hash_of[block] = digest
         return shared + fresh
 
+    def keep(
+        self, tokens: Sequence[int], blocks: Sequence[int], digests: Sequence[bytes], start: int, end: int
+    ) -> None:
+        """Keep what a sequence's blocks hold of its tokens `start` to `end`, where all tokens before are there too, for
+        prompts that begin so.
+
+        Args:
+            digests: `prefix_digests` of the tokens.
+        """
+        for index in range(start // self.block, self.blocks_for(end)):
+            block, rows = blocks[index], tuple(tokens[index * self.block : min(end, (index + 1) * self.block)])
+            if len(rows) == self.block:
+                if self._by_hash.setdefault(digests[index + 1], block) != block:
+                    continue
+                self._hash_of[block], self.filled[block] = digests[index + 1], True
+            if block not in self._rows:
+                self._behind.setdefault(digests[index], []).append(block)
+            elif len(rows) < len(self._rows[block][1]):
+                continue
+            self._rows[block] = digests[index], rows
+
+    def longest_rows(self, digest: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """`(block, rows)`: of the kept blocks behind this beginning, one that begins with the most of these tokens, and
+        with how many."""
+        counts = ((block, _common(self._rows[block][1], tokens)) for block in self._behind.get(digest, ()))
+        return max(counts, key=lambda each: each[1], default=(0, 0))
+
     def drop(self, blocks: Sequence[int]) -> None:
         """Remove one user of these blocks."""
         # From the end: idle blocks are evicted in the order in which they come here, and a prefix is of use only as far
@@ -194,7 +226,7 @@ class KVCache:
                 raise RolloutError(f"KV block {block} was given back twice")
             if self._users[block]:
                 continue
-            if self.filled[block] and block in self._hash_of:
+            if block in self._rows or (self.filled[block] and block in self._hash_of):
                 self._idle[block] = None
             else:
                 self._forget(block)
@@ -214,13 +246,24 @@ class KVCache:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._by_hash[digest]
+        before, _ = self._rows.pop(block, (None, ()))
+        if before is not None:
+            self._behind[before].remove(block)
+            if not self._behind[before]:
+                del self._behind[before]
 
 
-def _prefix_hashes(tokens: Sequence[int], size: int) -> list[bytes]:
-    """For each full block the hash of all tokens up to its end."""
+def prefix_digests(tokens: Sequence[int], size: int) -> list[bytes]:
+    """For each number of full blocks, from none on, the hash of all tokens in them."""
     running = hashlib.blake2b(digest_size=16)
-    hashes = []
+    digests = [running.digest()]
     for start in range(0, len(tokens) - size + 1, size):
         running.update(array("q", tokens[start : start + size]).tobytes())
-        hashes.append(running.digest())
-    return hashes
+        digests.append(running.digest())
+    return digests
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -33,6 +33,7 @@ class Response:
 
     Attributes:
         in_flight: tokens that are drawn and not read yet.
+        is_turn: see `Request`.
 
     Raises:
         RolloutError: the request is invalid.
@@ -78,7 +79,7 @@ class Response:
         if request.grammar is not None and tokenizer is not None:
             self.mask = request.grammar.mask(tokenizer, vocab_size, self.end_tokens)
         self.guard = request.guard
-        self.on_token = request.on_token
+        self.on_token, self.is_turn = request.on_token, request.is_turn
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []
         self.in_flight = 0

@@ -16,6 +16,10 @@ are freed in `_leave`: a response has ended or was aborted (`end`), is preempted
 freed with its last running response. Looking ahead, a step may have been launched before the host saw that a response
 ended, and writes one more token of it to blocks that are free by then. That is harmless: the response or prompt that
 gets them next writes in a later step, and reads nothing there that it has not written.
+
+**Turns of an episode** (`Request.is_turn`): the next prompt begins with this prompt and its response, so what the cache
+holds of both is kept, to the last token. A later prompt shares the full blocks of it, and copies the beginning of one
+more. Of a response only its last token may not have been computed.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from verl.rollout.embedded.kv_cache import BLOCK, KVCache
+from verl.rollout.embedded.kv_cache import BLOCK, KVCache, prefix_digests
 from verl.rollout.embedded.response import Response
 
 
@@ -51,10 +55,12 @@ class PromptState:
     Attributes:
         computed: number of its leading tokens whose keys and values are in the cache after the steps scheduled so far.
         hidden: `[d]`, the final state of its last token, once that is computed.
+        digests: `prefix_digests` of a turn's prompt, which is kept for later ones; else empty.
     """
 
     tokens: list[int]
     blocks: list[int]
+    digests: list[bytes]
     computed: int = 0
     hidden: Tensor | None = None
     running: list[ResponseState] = field(default_factory=list)
@@ -190,6 +196,8 @@ class Scheduler:
     Args:
         max_batch: responses that run at a time.
         step_tokens: prompt tokens computed in one step, besides one token of each running response.
+        keep_responses: whether prompts may begin with what was computed for a response, which differs by rounding from
+            what is computed for a prompt.
 
     Attributes:
         waiting: in the order of arrival.
@@ -197,8 +205,9 @@ class Scheduler:
         prompts: of the running responses, by their tokens.
     """
 
-    def __init__(self, cache: KVCache, *, max_batch: int, step_tokens: int) -> None:
+    def __init__(self, cache: KVCache, *, max_batch: int, step_tokens: int, keep_responses: bool = True) -> None:
         self.cache = cache
+        self.keep_responses = keep_responses
         self.max_batch = max_batch
         self.step_tokens = step_tokens
         self.waiting: deque[ResponseState] = deque()
@@ -219,6 +228,7 @@ class Scheduler:
         if state.prompt is None:
             self.waiting.remove(state)
         else:
+            self._keep(state)
             self._leave(state)
 
     def put_all_back(self) -> None:
@@ -242,7 +252,9 @@ class Scheduler:
                 return
             if prompt is None:
                 assert prompt_blocks is not None
-                prompt = self.prompts[state.prompt_key] = PromptState(state.response.prompt, prompt_blocks)
+                tokens = state.response.prompt
+                digests = prefix_digests(tokens, self.cache.block) if state.response.is_turn else []
+                prompt = self.prompts[state.prompt_key] = PromptState(tokens, prompt_blocks, digests)
             self.waiting.popleft()
             state.prompt, state.blocks, state.computed = prompt, blocks, 0
             prompt.running.append(state)
@@ -263,12 +275,17 @@ class Scheduler:
     def _plan_prompts(self, batch: ScheduledBatch, stats: EngineStats) -> None:
         """Plan chunks of prompts in their order of arrival."""
         budget, size = self.step_tokens, self.cache.block
+        kept: list[tuple[PromptState, int, int]] = []
         for prompt in self.prompts.values():
             if prompt.hidden is not None:
                 continue
             if budget == 0:
                 break
             self._skip_filled(prompt)
+            if prompt.digests:
+                if self._is_begun(prompt, kept):
+                    continue
+                self._copy_beginning(prompt, batch)
             start, end = prompt.computed, min(prompt.computed + budget, len(prompt.tokens))
             index = batch.add(prompt.tokens[start:end], start, prompt.blocks, len(prompt.blocks))
             budget -= end - start
@@ -279,6 +296,10 @@ class Scheduler:
             prompt.computed = end
             if end == len(prompt.tokens):
                 batch.completed.append((prompt, index))
+            if prompt.digests:
+                kept.append((prompt, start, end))
+        for prompt, start, end in kept:  # for later steps: copies are made before a step's tokens are computed
+            self.cache.keep(prompt.tokens, prompt.blocks, prompt.digests, start, end)
         stats.prompt_tokens += self.step_tokens - budget
 
     def _skip_filled(self, prompt: PromptState) -> None:
@@ -289,6 +310,28 @@ class Scheduler:
             if not self.cache.filled[prompt.blocks[prompt.computed // size]]:
                 break
             prompt.computed += size
+
+    def _is_begun(self, prompt: PromptState, planned: Sequence[tuple[PromptState, int, int]]) -> bool:
+        """Whether another prompt's chunk in this step has the next token of this one too, behind the same tokens: it
+        waits then, and copies it in the next step."""
+        position, size = prompt.computed, self.cache.block
+        full = position // size
+        return position + 1 < len(prompt.tokens) and any(
+            start <= position < end
+            and other.blocks[full - 1 : full] == prompt.blocks[full - 1 : full]
+            and other.tokens[full * size : position + 1] == prompt.tokens[full * size : position + 1]
+            for other, start, end in planned
+        )
+
+    def _copy_beginning(self, prompt: PromptState, batch: ScheduledBatch) -> None:
+        """Count tokens as computed that begin a block which is kept, and copy them; never the prompt's last one."""
+        start, size = prompt.computed, self.cache.block
+        if start % size == 0:
+            rest = prompt.tokens[start : min(start + size, len(prompt.tokens) - 1)]
+            source, count = self.cache.longest_rows(prompt.digests[start // size], rest)
+            if count:
+                batch.copies.append((source, prompt.blocks[start // size]))
+                prompt.computed += count
 
     def _plan_responses(self, batch: ScheduledBatch, stats: EngineStats) -> None:
         """Plan the tokens of responses whose prompts are computed: the last token, or after a preemption a chunk of
@@ -318,6 +361,15 @@ class Scheduler:
                 if state.computed == state.response.drawn:
                     state.row = len(batch.samples)
                     batch.samples.append((state, index))
+
+    def _keep(self, state: ResponseState) -> None:
+        """Keep what is computed of a response that has ended, for prompts that begin with it."""
+        prompt, response, size = state.prompt, state.response, self.cache.block
+        if prompt is not None and prompt.digests and state.computed and self.keep_responses:
+            tokens, full = prompt.tokens + response.tokens, len(prompt.tokens) // size
+            end = len(prompt.tokens) + min(state.computed, len(response.tokens))  # one in flight is not known
+            blocks = prompt.blocks[:full] + state.blocks
+            self.cache.keep(tokens, blocks, prefix_digests(tokens, size), full * size, end)
 
     def _leave(self, state: ResponseState) -> None:
         """Remove a running response and free its blocks; those of its prompt too, if it was the last one."""

@@ -40,13 +40,13 @@ class Prompt:
     text: str
     parent: Call | None
     read: list[int]
-    digest: bytes
+    digest: int
 
     @property
     def tokens(self) -> list[int]:
         """Of the whole prompt."""
         parts = [part for call in lineage(self.parent) for part in (call.prompt.read, call.sample.tokens)]
-        return [token for part in (*parts, self.read) for token in part]
+        return [*itertools.chain(*parts, self.read)]
 
     @property
     def cached(self) -> int:
@@ -109,7 +109,7 @@ class Conversations:
         self._numbers = itertools.count()
         self.reader = PieceReader(template.chat)
         self._begin = Piece()
-        self._by_messages: defaultdict[bytes, list[Call]] = defaultdict(list)
+        self._by_messages: defaultdict[int, list[Call]] = defaultdict(list)
 
     def ask(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
         """The prompt of a call.
@@ -153,11 +153,11 @@ class Conversations:
     def _write(self, messages: Sequence[Message], tools: Tools) -> str:
         return self.template.write(messages, tools, self.inputs, reply=True)
 
-    def _candidates(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Iterator[Call]:
+    def _candidates(self, messages: Sequence[Message], digests: Sequence[int]) -> Iterator[Call]:
         """Calls whose messages and reply these begin with, the longest first. Of equal ones, first those that were
         delivered and that nothing continues yet, then the earliest."""
         for digest in digests[:0:-1]:
-            equal = [call for call in self._by_messages.get(digest, ()) if _thinks_alike(call.messages, messages)]
+            equal = [call for call in self._by_messages.get(digest, ()) if _is_begun(call.messages, messages)]
             yield from sorted(equal, key=lambda call: (not call.delivered, call.is_continued))
 
     def _behind(self, call: Call, text: str) -> str | None:
@@ -170,8 +170,10 @@ class Conversations:
         return rest if is_ended else end + rest
 
 
-def _thinks_alike(before: Sequence[Message], messages: Sequence[Message]) -> bool:
-    return all(later.has_thought(earlier.reasoning) for earlier, later in zip(before, messages, strict=False))
+def _is_begun(before: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Whether a conversation is the beginning of one of equal hash; a message may leave out its thought."""
+    pairs = zip(before, messages, strict=False)
+    return all(earlier.key == later.key and later.has_thought(earlier.reasoning) for earlier, later in pairs)
 
 
 @dataclass

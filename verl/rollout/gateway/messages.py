@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,26 +35,28 @@ class Message:
     call_id: str = ""
 
     @cached_property
-    def key(self) -> bytes:
+    def key(self) -> tuple[object, ...]:
         """Equal for equal messages: those of one role, one text but for outer white space, and the same calls, in
         order, by name and value of the arguments. Ids, and how JSON is written, do not count."""
-        if not self.calls:
-            return f"{self.role}\n{self.content.strip()}".encode("utf-8", "surrogatepass")
-        calls = [(call.name, _json_value(call.arguments)) for call in self.calls]
-        return json.dumps([self.role, self.content.strip(), calls]).encode()
+        said = self.role, self.content.strip()
+        return (*said, *((call.name, _json_value(call.arguments)) for call in self.calls)) if self.calls else said
 
     def has_thought(self, thought: str) -> bool:
         """Whether this message may be one that was thought so: it says the same thought, or leaves it out."""
         return self.reasoning.strip() in ("", thought.strip())
 
-    def for_template(self, reasoning: str) -> dict[str, Any]:
+    def for_template(self, reasoning: str) -> Mapping[str, Any]:
         """As chat templates read it, with its thought under the name `reasoning`."""
-        functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
+        return {**self._shown, reasoning: self.reasoning} if self.reasoning else self._shown
+
+    @cached_property
+    def _shown(self) -> Mapping[str, Any]:
+        """Once for all the prompts in which it stands."""
         calls = [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(self.calls, functions, strict=True)
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
         ]
-        optional = {"tool_calls": calls, reasoning: self.reasoning, "tool_call_id": self.call_id}
+        optional = {"tool_calls": calls, "tool_call_id": self.call_id}
         return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
 
 
@@ -74,15 +75,15 @@ def _number(text: str) -> float | int:
     return int(value) if value.is_integer() else value
 
 
-def prefix_digests(messages: Iterable[Message]) -> Iterator[bytes]:
-    """A digest of each beginning of a conversation, from that of no message on; equal for equal beginnings."""
-    digest = hashlib.sha256(b"").digest()
+def prefix_digests(messages: Iterable[Message]) -> Iterator[int]:
+    """A hash of each beginning of a conversation, from that of no message on; equal for equal beginnings."""
+    digest = 0
     yield digest
     for message in messages:
         digest = longer(digest, message)
         yield digest
 
 
-def longer(digest: bytes, message: Message) -> bytes:
-    """The digest of a conversation with one message more."""
-    return hashlib.sha256(digest + message.key).digest()
+def longer(digest: int, message: Message) -> int:
+    """The hash of a conversation with one message more."""
+    return hash((digest, message.key))

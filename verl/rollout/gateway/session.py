@@ -282,6 +282,8 @@ class Session:
         room = left if limit is None else min(left, limit - length)
         most = min(params.max_new_tokens, request.max_tokens or params.max_new_tokens, room)
         stop = (*params.stop, *request.stop)
+        if most == params.max_new_tokens and not request.stop:
+            return params
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:

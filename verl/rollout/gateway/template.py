@@ -33,7 +33,7 @@ HERMES = (
     "{%- if loop.first or loop.previtem['role'] != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
     "{{ '\\n<tool_response>\\n' + m['content'] + '\\n</tool_response>' }}"
     "{%- if loop.last or loop.nextitem['role'] != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
-    "{%- elif not (tools and loop.first and m['role'] == 'system') %}"
+    "{%- elif not (m['role'] == 'system' and tools and loop.first) %}"
     "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
     "{%- for call in m['tool_calls'] or [] %}{{ '\\n' if m['content'] or not loop.first else '' }}"
     "{{ '<tool_call>\\n{\"name\": ' }}{{ call['function']['name'] | tojson }}"

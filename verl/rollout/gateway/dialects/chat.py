@@ -92,9 +92,10 @@ def _message(message: Body, where: str) -> Message:
     if role is None:
         known = ", ".join(_ROLES)
         raise RequestError(400, f"'{where}.role' is one of {known}, not {message.get('role')!r:.40}", where)
-    calls = tuple(_call(call, where) for call in mappings(message.get("tool_calls") or [], f"{where}.tool_calls"))
+    called, content = message.get("tool_calls") or (), message.get("content")
+    calls = tuple(_call(call, where) for call in mappings(called, f"{where}.tool_calls")) if called else ()
     thought = next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), "")
-    content = joined(message.get("content"), f"{where}.content", _PARTS)
+    content = content if isinstance(content, str) else joined(content, f"{where}.content", _PARTS)
     return Message(role, content, calls, thought, typed(message, "tool_call_id", str, ""))
 
 
