@@ -25,6 +25,7 @@ Columns the system knows (others are the user's and travel along untouched):
     cost, label        double   Safe-RLHF's cost; KTO's or a preference's label (1 good, 0 bad)
     finish             string   "stop", "length", "abort" or "reject"
     policy_version     int64    version of the weights that wrote the response
+    token_versions     [int64]  of several turns: that of each token; -1: no policy wrote it
     policy_id          str      `Actor.policy_id` of these weights; null: they were older than the actor's then
     tokenizer          str      id of the vocabulary of the tokens, see `verl.data.vocabulary`
 
@@ -83,6 +84,7 @@ SCHEMA: dict[str, pa.DataType] = {
     "label": pa.float64(),
     "finish": pa.string(),
     "policy_version": pa.int64(),
+    "token_versions": pa.large_list(pa.int64()),
     "tokenizer": pa.string(),
     "policy_id": pa.string(),
 }
@@ -90,7 +92,7 @@ SCHEMA: dict[str, pa.DataType] = {
 #: Columns of episodes, see `verl.rollout.rows`; a row is one of an episode's trajectories.
 EPISODE = frozenset((
     "episode", "episode_error", "episode_reward", "left_out", "truncated", "calls_left_out", "rejected", "trajectory",
-    "trajectory_reward", "call_rewards", "conversation", "trajectories",
+    "trajectory_reward", "call_rewards", "conversation", "trajectories", "token_versions",
 ))  # fmt: skip
 
 #: Further columns that the system writes; rows of a data set come without them.

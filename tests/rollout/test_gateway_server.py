@@ -19,12 +19,14 @@ import pytest
 from tests.rollout.test_tools import Scripted
 from tests.sockets import LOOPBACK, listeners
 from tests.templates import TOOL_FAMILIES
+from verl.batch import Batch
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import Outcome, run_episodes
 from verl.rollout.gateway import agents, server
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Conversations
+from verl.rollout.rows import episode_rows
 
 pytest.importorskip("aiohttp")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
@@ -134,6 +136,31 @@ def test_an_agent_of_several_turns_is_one_trajectory() -> None:
     second = list(run.engine.requests[1].prompt_tokens)
     assert second == [*turns.prompt_tokens, *turns.response_tokens][: len(second)]  # type: ignore[misc]
     assert [request.id for request in run.engine.requests] == ["a", "a#1"]
+
+
+class Growing(Scripted):
+    """Has newer weights at each step."""
+
+    def step(self) -> list[Sample]:
+        done = super().step()
+        self.policy_version += bool(done)
+        return done
+
+
+def test_each_token_names_the_weights_that_wrote_it() -> None:
+    def agent(base_url: str, api_key: str, row: Any) -> float:
+        reply = post(base_url, api_key, {"messages": HELLO}).json()["choices"][0]["message"]
+        post(base_url, api_key, {"messages": [*HELLO, reply, *HELLO]})
+        return 1.0
+
+    run = Run(agent, ["Hi.<|im_end|>", "Yes.<|im_end|>"], engine=Growing)
+    prompts = Batch.from_columns({"id": ["a"], "prompt_tokens": [[1]]})
+    rows = episode_rows(prompts, [run.outcome], version=0)
+    first, second = (len(call.sample.tokens) for call in run.record.calls)
+    read = len(run.record.calls[1].prompt.read)
+    assert rows["token_versions"] == [[3] * first + [-1] * read + [4] * second]
+    assert [version >= 0 for version in rows["token_versions"][0]] == [bool(mask) for mask in rows["response_mask"][0]]
+    assert rows["policy_version"] == [3]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class Turns:
         reward: of the episode, where it says one itself; the same in all of its trajectories, or in one.
         truncated: whether the episode was cut short, by a bound or by the model's context; so in one of them.
         calls_left_out: how many turns of the episode are in none of its trajectories, by reason; in one of them.
+        token_versions: of each token, that of the weights which began the turn that sampled it; -1: it was read.
     """
 
     response_tokens: list[int] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Turns:
     reward: float | None = None
     truncated: bool = False
     calls_left_out: Mapping[str, int] = field(default_factory=dict)
+    token_versions: list[int] = field(default_factory=list)
 
     def wrote(self, sample: Sample, reward: float | None = None) -> Turns:
         """Append what the policy sampled, and its own reward; `policy_version` is the oldest of all turns."""
@@ -99,6 +101,7 @@ class Turns:
         self.response_tokens += sample.tokens
         self.response_mask += [1] * len(sample.tokens)
         self.rollout_log_probs += sample.log_probs
+        self.token_versions += [sample.policy_version] * len(sample.tokens)
         if reward is not None and sample.tokens:
             self.call_rewards[len(self.response_tokens) - 1] = reward
         self.finish = sample.finish
@@ -111,6 +114,7 @@ class Turns:
         self.response_tokens += tokens
         self.response_mask += [0] * len(tokens)
         self.rollout_log_probs += [0.0] * len(tokens)
+        self.token_versions += [-1] * len(tokens)
         return self
 
 

@@ -30,6 +30,7 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
         trajectory, trajectory_reward    its name and its own reward, or null
         conversation      its messages as JSON, or null
         call_rewards      [float] rewards of single turns, each at its last token
+        token_versions    [int64] where weights changed between its turns: the version that wrote each token; -1: none
 
     Args:
         outcomes: one for each of the prompts.
@@ -72,6 +73,9 @@ def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
     if any(turn.call_rewards for turn in turns):
         at_calls = [[turn.call_rewards.get(i, 0.0) for i in range(len(turn.response_tokens))] for turn in turns]
         columns["call_rewards"] = pa.array(at_calls, pa.large_list(pa.float64() if is_double else pa.float32()))
+    if any(len({*turn.token_versions} - {-1}) > 1 for turn in turns):
+        versions = [turn.token_versions or [turn.policy_version] * len(turn.response_tokens) for turn in turns]
+        columns["token_versions"] = pa.array(versions, pa.large_list(pa.int64()))
     return columns
 
 

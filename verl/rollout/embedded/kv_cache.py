@@ -33,6 +33,7 @@ from verl.kernels.compiled import kernels
 BLOCK = 32  # tokens of a block on CPU, as in paged_attention.cpp
 _FLASH_BLOCK = 256  # what flash attention reads
 _WIDTH = 16  # as in paged_attention.cpp
+Digest = bytes  # in the class `bytes` is a property
 
 
 def block_tokens(device: torch.device) -> int:
@@ -147,12 +148,12 @@ class KVCache:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._users = [0] * self.num_blocks
         self.filled = [False] * self.num_blocks
-        self._by_hash: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self._by_hash: dict[Digest, int] = {}
+        self._hash_of: dict[int, Digest] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         # Of kept blocks the digest of what stands before, and the tokens of their rows; and all blocks by that digest.
-        self._rows: dict[int, tuple[bytes, tuple[int, ...]]] = {}
-        self._behind: dict[bytes, list[int]] = {}
+        self._rows: dict[int, tuple[Digest, tuple[int, ...]]] = {}
+        self._behind: dict[Digest, list[int]] = {}
 
     @property
     def available(self) -> int:
@@ -190,7 +191,7 @@ class KVCache:
         return shared + fresh
 
     def keep(
-        self, tokens: Sequence[int], blocks: Sequence[int], digests: Sequence[bytes], start: int, end: int
+        self, tokens: Sequence[int], blocks: Sequence[int], digests: Sequence[Digest], start: int, end: int
     ) -> None:
         """Keep what a sequence's blocks hold of its tokens `start` to `end`, where all tokens before are there too, for
         prompts that begin so.
@@ -210,7 +211,7 @@ class KVCache:
                 continue
             self._rows[block] = digests[index], rows
 
-    def longest_rows(self, digest: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+    def longest_rows(self, digest: Digest, tokens: Sequence[int]) -> tuple[int, int]:
         """`(block, rows)`: of the kept blocks behind this beginning, one that begins with the most of these tokens, and
         with how many."""
         counts = ((block, _common(self._rows[block][1], tokens)) for block in self._behind.get(digest, ()))
@@ -253,7 +254,7 @@ class KVCache:
                 del self._behind[before]
 
 
-def prefix_digests(tokens: Sequence[int], size: int) -> list[bytes]:
+def prefix_digests(tokens: Sequence[int], size: int) -> list[Digest]:
     """For each number of full blocks, from none on, the hash of all tokens in them."""
     running = hashlib.blake2b(digest_size=16)
     digests = [running.digest()]

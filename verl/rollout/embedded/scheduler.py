@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from verl.rollout.embedded.kv_cache import BLOCK, KVCache, prefix_digests
+from verl.rollout.embedded.kv_cache import BLOCK, Digest, KVCache, prefix_digests
 from verl.rollout.embedded.response import Response
 
 
@@ -60,7 +60,7 @@ class PromptState:
 
     tokens: list[int]
     blocks: list[int]
-    digests: list[bytes]
+    digests: list[Digest]
     computed: int = 0
     hidden: Tensor | None = None
     running: list[ResponseState] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """An agent as an episode: it runs against the gateway, and what the policy said in it is trained.
 
-Trainer(actor, episode=Gateway(agent), ...)
+actor = Actor(model, episode=Gateway(agent))
 
 def agent(base_url, api_key, row):
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -193,6 +193,9 @@ def _turns(trajectory: Trajectory, verdict: Verdict) -> Turns:
     """A trajectory as one response to a prompt of its own."""
     samples = [call.sample for call in trajectory.calls]
     rewards = {_call_id(response): reward for response, reward in verdict.calls.items()}
+    versions = [-1] * len(trajectory.response_tokens)
+    for start, end, version in trajectory.versions:
+        versions[start:end] = [version] * (end - start)
     ends = {call.id: end - 1 for call, (_, end, _) in zip(trajectory.calls, trajectory.versions, strict=True)}
     return Turns(
         trajectory.response_tokens,
@@ -206,4 +209,5 @@ def _turns(trajectory: Trajectory, verdict: Verdict) -> Turns:
         own_reward=verdict.trajectories.get(trajectory.name),
         call_rewards={end: rewards[call] for call, end in ends.items() if call in rewards},
         messages=[message.for_template("reasoning") for message in trajectory.messages],
+        token_versions=versions,
     )
