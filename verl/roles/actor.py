@@ -42,7 +42,6 @@ from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import ActorKeywords, as_name, sampler_options, with_engine
 from verl.rollout.base import SamplingParams, as_sampling
-from verl.rollout.environments import EnvironmentEpisode
 from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
@@ -59,6 +58,8 @@ from verl.workers.update import UpdatePart, UpdatePlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from verl.rollout.environments import EnvironmentEpisode
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,10 @@ class Actor(ModelHandle[ActorWorker]):
     @property
     def environments(self) -> EnvironmentEpisode | None:
         """The episode of all prompts, if it is in environments."""
-        played = load_episode(self.rollout_options.episode)
+        if (played := load_episode(self.rollout_options.episode)) is None:
+            return None
+        from verl.rollout.environments import EnvironmentEpisode
+
         return played if isinstance(played, EnvironmentEpisode) else None
 
     @property

@@ -15,15 +15,11 @@ from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
-from verl.rollout.environments import as_environments
 from verl.run.check import roles_of
 from verl.run.rewards import source_options
 from verl.tasks.file import make_tasks
 from verl.tasks.task import Task
-from verl.tasks.weights import DynamicTaskWeightScheduler
-from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.interleaved import InterleavedTrainer
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
@@ -97,7 +93,11 @@ def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list
     rewards = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
     sources = {role: source for role, source in rewards.items() if source is not None}
     rollout = config.actor_rollout_ref.rollout
-    played = None if rollout.environment is None else as_environments(rollout.environment)
+    played = None
+    if rollout.environment is not None:
+        from verl.rollout.environments import as_environments
+
+        played = as_environments(rollout.environment)
     return [Task(name, algorithm, sources, n=rollout.n, episode=played)]
 
 
@@ -124,6 +124,8 @@ def build_trainer(
     for guard in settings.guards:
         trainer.add_guard(SafetyGuard(**dict(guard)))
     if scheduler is not None:
+        from verl.tasks.weights import DynamicTaskWeightScheduler
+
         trainer.set_task_scheduler(DynamicTaskWeightScheduler(**dict(scheduler)))
     return trainer
 
@@ -134,7 +136,11 @@ def _kind(config: Config) -> Callable[..., Trainer]:
     if staleness is None:
         return Trainer
     if len(config.tasks) > 1:
+        from verl.trainer.interleaved import InterleavedTrainer
+
         return partial(InterleavedTrainer, max_staleness=staleness)
+    from verl.trainer.asynchronous import AsyncTrainer
+
     return partial(
         AsyncTrainer,
         batch_size=config.data.batch_size,

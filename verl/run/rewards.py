@@ -8,12 +8,10 @@ from typing import Any
 from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart
 from verl.errors import ConfigError
-from verl.rewards.environments import EnvironmentSum
 from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward, misspelt
 from verl.rewards.registry import REWARDS
 from verl.rewards.source import RewardResult, RewardSource
-from verl.rollout.environments import as_environments
 from verl.tasks.task import MAIN
 
 #: Options of a task's reward that are of how it is called.
@@ -52,6 +50,9 @@ def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
         sections = {"reward": config.reward, "cost": config.cost}
         sources = {role: _of_section(section) for role, section in sections.items() if section.is_given}
         if (environment := config.actor_rollout_ref.rollout.environment) is not None:
+            from verl.rewards.environments import EnvironmentSum
+            from verl.rollout.environments import as_environments
+
             sources["reward"] = EnvironmentSum(sources.get("reward"), as_environments(environment))
         return {MAIN: sources}
     by_task: dict[str, dict[str, RewardSource]] = {}

@@ -62,17 +62,20 @@ class Task:
         # These import transformers, without which settings are checked.
         from verl.dataflow.nodes import RewardNode
         from verl.dataflow.stages import make_stages, stage_nodes
-        from verl.rewards.environments import EnvironmentSum
         from verl.roles.reward import Reward
-        from verl.rollout.environments import EnvironmentEpisode, as_episode
 
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic = critic
-        self.episode: Episode | None = as_episode(episode)
+        self.episode: Episode | None = None
         self.algorithm = make_algorithm(algorithm)
         by_role = dict(sources or {})
-        if isinstance(self.episode, EnvironmentEpisode) and "reward" in self.algorithm.roles:
-            by_role["reward"] = EnvironmentSum(by_role.get("reward"), self.episode)
+        if episode is not None:
+            from verl.rewards.environments import EnvironmentSum
+            from verl.rollout.environments import EnvironmentEpisode, as_episode
+
+            self.episode = as_episode(episode)
+            if isinstance(self.episode, EnvironmentEpisode) and "reward" in self.algorithm.roles:
+                by_role["reward"] = EnvironmentSum(by_role.get("reward"), self.episode)
         stages = make_stages(nodes)
         further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
         written = {column for node in further for column in node.writes}
