@@ -12,13 +12,16 @@ def give_name(known: dict[str, Any], what: str, name: str, thing: Any) -> None:
     notebook cell run twice).
 
     Args:
-        known: what there is of its kind, by name.
+        known: what there is of its kind, by name: the thing, or module and name of one that is not imported yet.
         what: the kind, for the message.
 
     Raises:
         ConfigError: the name belongs to another.
     """
-    there = known.get(name)
-    if there is not None and (there.__module__, there.__qualname__) != (thing.__module__, thing.__qualname__):
-        raise ConfigError(f"{what} name '{name}' is taken by {there.__module__}.{there.__qualname__}: choose another")
+    there = known.get(name, thing)
+    owner, wanted = (
+        each if isinstance(each, str) else f"{each.__module__}.{each.__qualname__}" for each in (there, thing)
+    )
+    if owner != wanted:
+        raise ConfigError(f"{what} name '{name}' is taken by {owner}: choose another")
     known[name] = thing

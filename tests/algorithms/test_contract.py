@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
+import subprocess
+import sys
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from tests.algorithms.support import OFFLINE, ONLINE, experience, loss_input
+from tests.package import modules
 from verl.algorithms import (
     BaseAlgorithm,
     Loss,
@@ -36,6 +40,26 @@ class Mine(BaseAlgorithm):
 
 def test_names_are_sorted() -> None:
     assert algorithm_names() == sorted(algorithm_names())
+
+
+def test_the_registry_knows_where_each_algorithm_of_the_package_is() -> None:
+    """Before any of their modules is imported, in which a decorator has the name, too."""
+    decorated = {
+        (name.value, f"verl.{place.removesuffix('.py').replace('/', '.')}.{node.name}")
+        for place, (_, tree) in modules().items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for call in node.decorator_list
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "register_algorithm"
+        for name in call.args
+        if isinstance(name, ast.Constant)
+    }
+    script = (
+        "import sys; from verl.algorithms import make_algorithm, registry; known = {*registry._ALGORITHMS.items()};"
+        "make_algorithm('grpo'); assert 'verl.algorithms.dpo' not in sys.modules; print(sorted(known))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
+    assert shown.stdout.strip() == str(sorted(decorated))
 
 
 @pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import verl
 import verl.weights.shard
-import verl.workers.actor
+import verl.workers.generation
 from tests.tensor_memory import TensorMemory
 from verl.rollout.vllm.engine import VLLMEngine
 from verl.weights.shard import Shard
@@ -59,6 +59,6 @@ def main(path: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     verl.weights.shard.BUNCH = 1 << 14
-    verl.workers.actor.GenerationModel = None  # type: ignore[assignment, misc]
+    verl.workers.generation.GenerationModel = None  # type: ignore[assignment, misc]
     VLLMEngine.load_shards = counted  # type: ignore[method-assign]
     sys.stdout.write(json.dumps(main(sys.argv[1])) + "\n")

@@ -6,31 +6,6 @@ Reading order: `base`, `loss_terms`, `grpo`, `policy`, `responses`, `episodes`, 
 `lagrangian`, `sft`, `pairs`, `dpo`, `simpo`, `orpo`, `kto`, `reward_model`, `keywords`.
 """
 
-from verl.algorithms import (  # noqa: F401 - importing an algorithm's module registers it
-    cispo,
-    constrained_decoding,
-    dapo,
-    distillation,
-    dpo,
-    dr_grpo,
-    gmpo,
-    gpg,
-    grpo,
-    grpo_passk,
-    gspo,
-    kto,
-    opo,
-    orpo,
-    ppo,
-    reinforce_pp,
-    remax,
-    reward_conditioned,
-    reward_model,
-    rloo,
-    safe_rlhf,
-    sft,
-    simpo,
-)
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, RoleObjective
 from verl.algorithms.default import default_algorithm, value_algorithm
 from verl.algorithms.policy import Experience, PolicyGradient

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from typing import Any, TypeVar
 
 from verl.algorithms.base import BaseAlgorithm
@@ -15,7 +16,21 @@ from verl.user_functions import load_function
 #: What a trainer or a run uses when nobody said.
 DEFAULT_ALGORITHM = "grpo"
 
-_ALGORITHMS: dict[str, type[BaseAlgorithm]] = {}
+#: Modules of this package and the class of each that has the module's name.
+_MODULES = {
+    "cispo": "CISPO", "constrained_decoding": "ConstrainedDecoding", "dapo": "DAPO", "distillation": "Distillation",
+    "dpo": "DPO", "dr_grpo": "DrGRPO", "gmpo": "GMPO", "gpg": "GPG", "grpo": "GRPO", "grpo_passk": "GRPOPassK",
+    "gspo": "GSPO", "kto": "KTO", "opo": "OPO", "orpo": "ORPO", "ppo": "PPO", "remax": "ReMax",
+    "reward_conditioned": "RewardConditioned", "reward_model": "RewardModel", "rloo": "RLOO", "safe_rlhf": "SafeRLHF",
+    "sft": "SFT", "simpo": "SimPO",
+}  # fmt: skip
+#: Classes by name; those of this package as where they are, until one is asked for.
+_ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {
+    **{module: f"verl.algorithms.{module}.{name}" for module, name in _MODULES.items()},
+    "ipo": "verl.algorithms.dpo.IPO",
+    "reinforce_plus_plus": "verl.algorithms.reinforce_pp.ReinforcePlusPlus",
+    "reinforce_plus_plus_baseline": "verl.algorithms.reinforce_pp.ReinforcePlusPlusBaseline",
+}
 
 AlgorithmT = TypeVar("AlgorithmT", bound=type[BaseAlgorithm])
 
@@ -86,4 +101,8 @@ def _by_name(name: str) -> Any:
         raise ConfigError(
             f"no algorithm is called '{name}': {nearest(name, _ALGORITHMS)} (one of your own: FILE.py:CLASS)"
         )
-    return _ALGORITHMS[name]
+    known = _ALGORITHMS[name]
+    if isinstance(known, str):
+        module, _, qualname = known.rpartition(".")
+        return getattr(import_module(module), qualname)
+    return known

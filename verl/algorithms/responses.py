@@ -120,7 +120,8 @@ class Responses:
 
     def store(self, columns: Mapping[str, Tensor]) -> Batch:
         """The batch with token-aligned columns `[R]` added."""
-        wide = any(_holds_doubles(self.batch.arrow(name).type) for name in self.batch.columns)
+        kinds = (self.batch.arrow(name).type for name in self.batch.columns)
+        wide = any(pa.types.is_large_list(kind) and kind.value_type == pa.float64() for kind in kinds)
         floats = torch.float64 if wide else torch.float32
         return self.batch.add(
             {name: (v.to(floats) if v.is_floating_point() else v, self.lengths) for name, v in columns.items()}
@@ -136,7 +137,3 @@ class Responses:
         if name not in self.batch:
             return torch.ones(len(self.sequence), dtype=torch.bool)
         return self.tokens(name) != 0
-
-
-def _holds_doubles(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_large_list(kind) and kind.value_type == pa.float64())

@@ -57,7 +57,7 @@ class Controller:
             self.device = default_kind()
         else:
             self.mesh = DeviceMesh(placement)
-            if self.is_local and (len(self.mesh.devices) > 1 or self.mesh.devices[0].is_named):
+            if ranks == 1 and (len(self.mesh.devices) > 1 or self.mesh.devices[0].is_named):
                 self.executor, self._job = "ray", _ray_job(self.mesh, self.timeout)
             else:
                 self._check(ranks)
@@ -70,6 +70,10 @@ class Controller:
             for index in range(local_ranks()):
                 claim(f"{kind}:{index}")
             self._job = torchrun_job(timeout, kind)
+        #: Whether roles run in this process alone.
+        self.is_local = self.executor == "local"
+        #: Ranks in all.
+        self.size = ranks if self.executor == "torchrun" else len(self.mesh.devices)
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:
@@ -83,11 +87,6 @@ class Controller:
         if key not in _known or _known[key].has_ended:
             _known[key] = cls(placement)
         return _known[key]
-
-    @property
-    def is_local(self) -> bool:
-        """Whether roles run in this process alone."""
-        return self.executor == "local"
 
     @property
     def has_ended(self) -> bool:
@@ -193,11 +192,6 @@ class Controller:
         return self._job.everywhere(function, arguments)
 
     @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return torchrun_ranks() if self.executor == "torchrun" else len(self.mesh.devices)
-
-    @property
     def devices_a_machine(self) -> int:
         """Most devices that a machine has for ranks, which need not be what this process sees."""
         return count(self.mesh.devices[0].kind) if self._job is None else self._job.devices_a_machine
@@ -208,7 +202,7 @@ class Controller:
             self._job.close()
 
     def _check(self, ranks: int) -> None:
-        if self.is_local:
+        if ranks == 1:
             self.mesh.check({"cuda": count("cuda"), "cpu": self.mesh.devices[0].index + 1}, "this machine")
             return
         if named := next((device for device in self.mesh.devices if device.is_named), None):

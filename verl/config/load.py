@@ -220,6 +220,15 @@ def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
         yield from _paths(item, (*prefix, key))
 
 
+def flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The values in nested mappings, by dotted keys."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flat(item, (*path, str(key)))
+    else:
+        yield ".".join(path), value
+
+
 def _line(path: tuple[str, ...], text: str, details: Any, locations: Locations) -> str:
     """One problem: the key, what is wrong, the nearest valid key, where it was written."""
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -20,7 +20,6 @@ from pydantic import BaseModel, Field
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.buffer import Buffer, Capacity, check_saved, no_room
-from verl.data.distributed_buffer import DistributedBuffer
 from verl.durable import clear_staging, read_json, try_lock, write_atomic
 from verl.errors import ConfigError, DataError, nearest
 
@@ -48,6 +47,8 @@ def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buf
             raise ConfigError("a disk buffer needs a directory: give its path")
         return DiskBuffer(path, capacity)
     if kind == "distributed":
+        from verl.data.distributed_buffer import DistributedBuffer
+
         return DistributedBuffer(capacity, str(path or "verl-buffer"))
     raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk', 'distributed'))}")
 

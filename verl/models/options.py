@@ -81,13 +81,9 @@ class ModelOptions(Record):
         return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)
 
     @model_validator(mode="after")
-    def _check_int4(self) -> ModelOptions:
+    def _check(self) -> ModelOptions:
         if self.dtype == "int4" and self.lora is None:
             raise wrong("dtype", "weights in int4 are not trained: set lora, to train adapters over them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_fused_kernels(self) -> ModelOptions:
         if not self.use_fused_kernels and self.fused_kernel_options.impl_backend is not None:
             raise wrong("fused_kernel_options.impl_backend", "needs use_fused_kernels=true")
         return self

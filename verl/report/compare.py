@@ -14,13 +14,13 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from verl.config.load import read_settings
+from verl.config.load import flat, read_settings
 from verl.durable import write_atomic
 from verl.errors import ConfigError, DataError
 from verl.report.page import (
@@ -145,15 +145,6 @@ def _settings(file: Path) -> dict[str, Any]:
     except ConfigError:
         return {}
     return {key: value for key, value in flat(content) if key not in _NOT_SETTINGS}
-
-
-def flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The values in nested mappings, by dotted keys."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from flat(item, (*path, str(key)))
-    else:
-        yield ".".join(path), value
 
 
 def _shown(value: Any) -> str:

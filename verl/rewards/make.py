@@ -12,11 +12,8 @@ from typing import Any
 
 from verl.errors import ConfigError, nearest
 from verl.keywords import takes
-from verl.rewards.by_source import score_by_source
-from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import OnFailure
 from verl.rewards.registry import REWARDS, registered
-from verl.rewards.smoothing import Smoothed
 from verl.rewards.source import RewardSource, source_of
 from verl.user_functions import split_spec
 
@@ -43,6 +40,8 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
     smoothing = options.pop("smoothing", None)
     reward = _make(source, options)
     if smoothing is not None:
+        from verl.rewards.smoothing import Smoothed
+
         reward = Smoothed(reward, smoothing)
     return reward
 
@@ -57,6 +56,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         kind = "JudgeReward" if "template" in options else "RemoteReward"
         return _build("remote", kind, options, source)
     if isinstance(source, Mapping | list | tuple):
+        from verl.rewards.composite import CompositeReward
+
         return CompositeReward(source, make_reward, **options)
     if isinstance(source, str | os.PathLike) and _is_function_spec(str(source)):
         return _build("functions", "FunctionReward", options, str(source))
@@ -67,6 +68,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     if isinstance(source, str) and source == "math":
         return _build("maths", "MathReward", options)
     if isinstance(source, str) and source == "data_source":
+        from verl.rewards.by_source import score_by_source
+
         return _build("functions", "FunctionReward", options, score_by_source)
     if isinstance(source, str) and source == "rm_hf":
         if "model_name" not in options:

@@ -11,11 +11,6 @@ from verl.cluster.controller import Controller
 from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
-from verl.planner import memory
-from verl.planner.cost import Workload
-from verl.planner.hardware import CPU, DEVICES, Cluster, sheet_of
-from verl.planner.memory import ddp, fsdp
-from verl.planner.search import Choice, Model, Problem, generations
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.updater import Updater
@@ -149,13 +144,18 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
     Args:
         train: the layout of training.
     """
+    from verl.planner import memory
+    from verl.planner.cost import Workload
+    from verl.planner.hardware import CPU, DEVICES, Cluster, sheet_of
+    from verl.planner.search import Choice, Model, Problem, generations
+
     size, options, is_cpu = ModelSize.from_model(actor.modules), actor.rollout_options, actor.device == "cpu"
     device = CPU if is_cpu else sheet_of(device_name(actor.device)) or DEVICES["a100"]
     # The driver of a cluster may see no device: then the data sheet's.
     free = free_memory(actor.device) // (ranks if is_cpu else 1) if is_here(actor.device) else int(device.memory)
     per_machine = ranks if is_cpu else min(ranks, max(1, actor.controller.devices_a_machine))
     cluster = Cluster(-(-ranks // per_machine), per_machine, device, device.network * per_machine)
-    strategy = fsdp(size.itemsize) if train.shard > 1 else ddp(size.itemsize)
+    strategy = memory.fsdp(size.itemsize) if train.shard > 1 else memory.ddp(size.itemsize)
     model = Model("actor", size, True, (strategy,))
     work = Workload(response=actor.sampling.max_new_tokens, max_num_seqs=options.max_num_seqs)
     usage = memory.training(size, strategy, train, work.micro_batch * work.length, head=device.head)

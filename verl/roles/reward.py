@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -24,9 +24,11 @@ from verl.rewards.make import make_reward
 from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_responses
-from verl.roles.reward_pool import RewardPool
 from verl.roles.settings import as_name
 from verl.workers.reward import RewardWorker
+
+if TYPE_CHECKING:
+    from verl.roles.reward_pool import RewardPool
 
 
 class Reward:
@@ -73,13 +75,18 @@ class Reward:
         if len(sources) != 1:
             raise ConfigError("a Reward takes exactly one of reward_fn=..., model=... and url=...")
         if workers:
+            from verl.roles.reward_pool import RewardPool
+
             options["workers"] = partial(RewardPool, workers=workers, max_workers=max_workers)
         elif max_workers:
             raise ConfigError(f"max_workers={max_workers} is the most that `workers` (at least 1) may grow to")
         self.source: RewardSource = make_reward(as_name(sources[0]), **options)
         for source in leaves(self.source):
-            if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
-                source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
+            if getattr(source, "needs_processes", False):
+                from verl.roles.reward_pool import RewardPool
+
+                if not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
+                    source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
         for source in self._models():
             registry.add("Reward", model=source.model)
         if placement is not None:
@@ -123,6 +130,8 @@ class Reward:
     @property
     def groups(self) -> dict[str, RewardPool]:
         """The worker groups of the reward's functions, by name."""
+        from verl.roles.reward_pool import RewardPool
+
         callers = {source.name: getattr(source, "group", None) for source in leaves(self.source)}
         return {name: caller for name, caller in callers.items() if isinstance(caller, RewardPool)}
 

@@ -14,7 +14,6 @@ from verl.keywords import takes
 from verl.models.lora import has_adapters
 from verl.models.options import FusedKernelOptions, LoraOptions, ModelOptions
 from verl.record import Record, SettingsError
-from verl.roles.servers import vLLMWorker
 from verl.rollout.choice import choose_engine
 from verl.rollout.options import RolloutOptions, SamplerOptions
 from verl.training.options import DeepSpeedOptions, EngineOptions, FSDPConfig, OptimConfig, TrainOptions
@@ -187,6 +186,8 @@ def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:
         return SamplerOptions(name=rollout, episode=episode, seed=seed)
     settings: dict[str, Any] = {name: getattr(rollout, name) for name in RolloutOptions.model_fields}
     if rollout.url:
+        from verl.roles.servers import vLLMWorker
+
         settings |= {"name": vLLMWorker(rollout.url), "url": ()}
     played = episode or rollout.environment or rollout.episode
     return SamplerOptions(**settings | {"episode": played, "environment": None, "seed": seed})

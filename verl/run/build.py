@@ -19,10 +19,7 @@ from verl.run.check import roles_of
 from verl.run.rewards import rewarding_episode, source_options
 from verl.tasks.file import make_tasks
 from verl.tasks.task import Task
-from verl.tasks.weights import DynamicTaskWeightScheduler
-from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.interleaved import InterleavedTrainer
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
@@ -122,6 +119,8 @@ def build_trainer(
     for guard in settings.guards:
         trainer.add_guard(SafetyGuard(**dict(guard)))
     if scheduler is not None:
+        from verl.tasks.weights import DynamicTaskWeightScheduler
+
         trainer.set_task_scheduler(DynamicTaskWeightScheduler(**dict(scheduler)))
     return trainer
 
@@ -132,7 +131,11 @@ def _kind(config: Config) -> Callable[..., Trainer]:
     if staleness is None:
         return Trainer
     if len(config.tasks) > 1:
+        from verl.trainer.interleaved import InterleavedTrainer
+
         return partial(InterleavedTrainer, max_staleness=staleness)
+    from verl.trainer.asynchronous import AsyncTrainer
+
     return partial(
         AsyncTrainer,
         batch_size=config.data.batch_size,

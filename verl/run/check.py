@@ -20,7 +20,6 @@ from verl.run.data import ReadData, is_offline, read_data, step_rows
 from verl.run.rewards import rewarding_episode, sources_of
 from verl.tasks.file import algorithm_of, check_sampling, samples_of
 from verl.tasks.task import MAIN, check_heads
-from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.reads import check_reads
 from verl.trainer.requirements import check_asynchronous, check_corrected, check_permuted
 from verl.user_functions import load_function
@@ -64,6 +63,8 @@ def check_settings(config: Config) -> Checked:
     if config.data.pools is not None and (stray := min(config.data.pools.tasks - {*algorithms}, default=None)):
         raise ConfigError(f"data.pools has numbers of task '{stray}': {nearest(stray, algorithms)}")
     if config.trainer.task_scheduler is not None:
+        from verl.tasks.weights import DynamicTaskWeightScheduler
+
         DynamicTaskWeightScheduler(**dict(config.trainer.task_scheduler))
     sources = sources_of(config)
     for task in config.tasks:

@@ -77,11 +77,15 @@ def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadDa
     # Numbers, not paths: ids begin with them, ids seed the samples, and a run does not depend on where its files lie.
     shares = {str(number): weight for number, weight in enumerate(weights.values())}
     parts: dict[str, Any] = dict(zip(shares, weights, strict=True)) or {name: config.data.train}
-    train = {key: _read(config, source, "train", recorded=recorded) for key, source in parts.items()}
-    if config.data.eval is None:
+    train = {
+        key: _recorded(config, source, "train") if recorded else prompts_of(config, source)
+        for key, source in parts.items()
+    }
+    if (held_out := config.data.eval) is None:
         return ReadData(train, None, shares)
     # An online algorithm may learn from what is recorded; it is judged by its own samples.
-    return ReadData(train, _read(config, config.data.eval, "eval", recorded=not algorithm.online), shares)
+    online = algorithm.online
+    return ReadData(train, prompts_of(config, held_out) if online else _recorded(config, held_out, "eval"), shares)
 
 
 def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int:
@@ -193,10 +197,6 @@ def _held_out_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -
 
 def _rows_a_prompt(data: Data, samples: int) -> float:
     return samples if isinstance(data, PromptDataset) else len(data.batch) / len(data)
-
-
-def _read(config: Config, source: Any, split: str, *, recorded: bool) -> Data:
-    return _recorded(config, source, split) if recorded else prompts_of(config, source)
 
 
 def prompts_of(config: Config, source: Any, limit: int | None = None) -> PromptDataset:

@@ -45,7 +45,7 @@ class _Code:
     edits: list[dict[str, int | str]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """An open run, locked for this process until `close`.
 
@@ -63,26 +63,11 @@ class Run:
     aside: Path | None = None
     latest: str | None = None
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def completions(self) -> Path:
-        return self.path / "completions"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evals(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The log of this attempt."""
-        return self.path / "logs" / f"{self.attempt:03d}.log"
+    def __post_init__(self) -> None:
+        self.checkpoints, self.completions = self.path / "checkpoints", self.path / "completions"
+        self.metrics, self.evals = self.path / "metrics.jsonl", self.path / "eval.jsonl"
+        #: The log of this attempt.
+        self.log = self.path / "logs" / f"{self.attempt:03d}.log"
 
     def log_of(self, rank: int) -> Path:
         """The log of this attempt on one of several ranks."""

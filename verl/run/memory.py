@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from verl import device
 from verl.algorithms import BaseAlgorithm
@@ -17,13 +17,14 @@ from verl.models.loading import configured_model
 from verl.models.lora import add_lora
 from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory
 from verl.models.options import ModelOptions
-from verl.planner.hardware import Cluster
-from verl.planner.memory import RESERVE
 from verl.ranks import local_ranks
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.run.check import roles_of
 from verl.training.options import OptimConfig, TrainOptions, layout_of
+
+if TYPE_CHECKING:
+    from verl.planner.hardware import Cluster
 
 logger = logging.getLogger(__name__)
 #: Tokens of a micro-batch where `max_tokens_per_micro_batch` does not say.
@@ -152,6 +153,8 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
             modelled.
         ModelError: a model's configuration cannot be found.
     """
+    from verl.planner.memory import RESERVE
+
     policy = config.actor_rollout_ref
     cut = _cut_over(config, "actor", policy.actor, cluster)
     size = _size(policy.model)

@@ -8,12 +8,10 @@ from typing import Any
 from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart
 from verl.errors import ConfigError
-from verl.rewards.environments import with_episodes
 from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward, misspelt
 from verl.rewards.registry import REWARDS
 from verl.rewards.source import RewardResult, RewardSource
-from verl.rollout.environments import as_environments
 from verl.tasks.task import MAIN
 from verl.user_functions import load_function
 
@@ -47,6 +45,8 @@ def rewarding_episode(config: Config) -> Any:
     """The episode of the settings, if it says its rewards itself, as environments and agents do; else None."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.environment is not None:
+        from verl.rollout.environments import as_environments
+
         return as_environments(rollout.environment)
     episode = None if rollout.episode is None else load_function(rollout.episode)
     return episode if getattr(episode, "gives_reward", False) else None
@@ -62,6 +62,8 @@ def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
         sections = {"reward": config.reward, "cost": config.cost}
         sources = {role: _of_section(section) for role, section in sections.items() if section.is_given}
         if (episode := rewarding_episode(config)) is not None:
+            from verl.rewards.environments import with_episodes
+
             sources["reward"] = with_episodes(sources.get("reward"), episode)
         return {MAIN: sources}
     by_task: dict[str, dict[str, RewardSource]] = {}

@@ -20,6 +20,7 @@ from verl.batch import Batch
 from verl.checkpoint.rng import seed_everything
 from verl.cluster.controller import Controller
 from verl.config import Config, config_hash, run_id, to_yaml
+from verl.config.load import flat
 from verl.config.schema import KL
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
@@ -27,7 +28,6 @@ from verl.device import default_kind
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.kernels.build import library
 from verl.log import setup_logging
-from verl.report.compare import flat
 from verl.report.completions import save_table
 from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, scale, write_report
 from verl.report.sinks import Logger, open_logger

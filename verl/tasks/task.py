@@ -63,13 +63,15 @@ class Task:
         # These import transformers, without which settings are checked.
         from verl.dataflow.nodes import RewardNode
         from verl.dataflow.stages import make_stages, stage_nodes
-        from verl.rewards.environments import with_episodes
         from verl.roles.reward import Reward
-        from verl.rollout.environments import as_episode
 
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic = critic
-        self.episode: Episode | None = as_episode(episode)
+        self.episode: Episode | None = None
+        if episode is not None:
+            from verl.rollout.environments import as_episode
+
+            self.episode = as_episode(episode)
         self.algorithm = make_algorithm(algorithm)
         by_role = dict(sources or {})
         stages = make_stages(nodes)
@@ -78,6 +80,8 @@ class Task:
         gives_reward = getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles
         # Where a node writes it, agents need no source; rewards of environments have one, and clash with the node.
         if gives_reward and (hasattr(self.episode, "rewards") or "reward" not in written):
+            from verl.rewards.environments import with_episodes
+
             by_role["reward"] = with_episodes(by_role.get("reward"), self.episode)
         check_sources(self.algorithm, {*by_role, *(written & {"reward", "cost"})})
         #: Role, or name of a further node -> where its numbers come from.

@@ -32,7 +32,6 @@ from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
-from verl.rollout.episode import Episode
 from verl.trainer.runner import GraphRunner
 from verl.trainer.step import scored
 from verl.workers.actor import load_episode
@@ -95,7 +94,9 @@ class SampleCollector:
         episodes: Failures,
     ) -> None:
         self.algorithm, self.episodes = updater.algorithm, episodes
-        self.max_left_out = float(getattr(_episode_of(updater.actor, task), "max_left_out", 1.0))
+        played = updater.actor.rollout_options
+        episode = load_episode(played.episodes.get(task, played.episode))
+        self.max_left_out = float(getattr(episode, "max_left_out", 1.0))
         self.max_resamples, self._runner = max_resamples, runner
         self.nodes: list[Node] = [*nodes, *UpdateNode(updater).experience()]
         if self.algorithm.online:
@@ -253,10 +254,6 @@ def _failures(draws: Sequence[Batch]) -> dict[str, Any]:
         metrics["rollout/rejection_rate"] = 1 - ended / max(tried, 1)
         metrics["rollout/failed_episodes"] = failed
     return metrics
-
-
-def _episode_of(actor: Actor, task: str) -> Episode | None:
-    return load_episode(actor.rollout_options.episodes.get(task, actor.rollout_options.episode))
 
 
 def _warn_of_masks(actor: Actor, sampling: SamplingParams, task: str) -> None:

@@ -19,7 +19,6 @@ from verl.keywords import takes
 from verl.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
 from verl.report.sinks import Logger
 from verl.rollout.base import SamplingParams
-from verl.rollout.environments import as_environments
 from verl.tasks.file import read_tasks
 from verl.tasks.task import Task, algorithm_beside, check_tasks
 from verl.trainer.evaluation import HeldOut
@@ -254,7 +253,11 @@ def tasks_of(
     if tasks is None:
         known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
         only = algorithm_beside(known, algorithm, keywords)
-        played = getattr(actor, "rewarding_episode", None) if environment is None else as_environments(environment)
+        played = getattr(actor, "rewarding_episode", None)
+        if environment is not None:
+            from verl.rollout.environments import as_environments
+
+            played = as_environments(environment)
         tasks = [Task(algorithm=only, sources=sources, episode=played, **of_one)]
     elif environment is not None or sources or keywords or algorithm is not None or any(of_one.values()):
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))

@@ -51,11 +51,13 @@ class GraphRunner:
 
     def run(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]] = draw) -> Result:
         """Run a part of a step (`verl.trainer.step`) and wait for it."""
-        return self.wait(self._run(graph, batch, part))
+        return self.wait(self.draw(graph, batch, part))
 
     async def draw(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]] = draw) -> Result:
         """Samples with all that is read of them, or what another part of a step makes of them; on the event loop."""
-        return await self._run(graph, batch, part)
+        result = await part(Groups(graph, batch, deadline=self.deadline, slots=self._slots))
+        self.add(spans_of(graph, result))
+        return result
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work on the event loop."""
@@ -66,11 +68,6 @@ class GraphRunner:
         """Begin work on the event loop, beside what else goes on."""
         start()
         return loop.begin(work)
-
-    async def _run(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]]) -> Result:
-        result = await part(Groups(graph, batch, deadline=self.deadline, slots=self._slots))
-        self.add(spans_of(graph, result))
-        return result
 
     def add(self, spans: Iterable[Span]) -> None:
         """Note what worked when; from any thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.batch import Batch
-from verl.data.buffers import make_buffer
+from verl.data.buffers import MemoryBuffer, make_buffer
 from verl.errors import ConfigError
 from verl.report.samples import renamed, sample_names
 from verl.trainer.options import BufferOptions
@@ -32,6 +32,8 @@ class UpdateBuffer:
 
     def add(self, samples: Batch) -> Batch | None:
         """Put samples in; what the update takes that is due now, or None."""
+        if self.update_freq is None and isinstance(self.buffer, MemoryBuffer) and not len(self.buffer):
+            return samples  # none wait, and these do not have to
         if self._former is None:
             self._former = sample_names(self.buffer.state())
         samples = renamed(samples, self._former)

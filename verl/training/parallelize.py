@@ -1,4 +1,5 @@
-"""How the ranks of a mesh share a model: one function a dimension (`verl.training.parallel`), composed in one order."""
+"""How the ranks of a mesh share a model: one function a dimension (`verl.training.parallel`), composed in one order. A
+dimension of size 1 is not imported."""
 
 from __future__ import annotations
 
@@ -12,10 +13,6 @@ from verl.models.portable import empty_copy
 from verl.training.forward import Forward
 from verl.training.options import EngineOptions, FSDPConfig, TrainOptions
 from verl.training.parallel.data import replicate, shard, units
-from verl.training.parallel.expert import expert, fused_experts
-from verl.training.parallel.pipeline import pipeline, stages
-from verl.training.parallel.sequence import sequence
-from verl.training.parallel.tensor import check_tensor, tensor
 from verl.training.ranks import Parallel, Ranks
 from verl.weights.layout import Layout
 
@@ -33,13 +30,21 @@ def parallelize(forward: Forward, ranks: Ranks, config: FSDPConfig, *, trains: b
     layout = ranks.mesh.layout
     parallel = Parallel(ranks.mesh)
     if layout.pp > 1:
+        from verl.training.parallel.pipeline import pipeline
+
         pipeline(forward, ranks, parallel, trains=trains)
     parallel.dtypes = {name: weight.dtype for name, weight in forward.model.named_parameters()}
     if layout.tp > 1:
+        from verl.training.parallel.tensor import tensor
+
         tensor(forward, ranks, parallel)
     if layout.ep > 1:
+        from verl.training.parallel.expert import expert
+
         expert(forward, ranks, parallel)
     if layout.sp > 1:
+        from verl.training.parallel.sequence import sequence
+
         sequence(forward, ranks)
     if layout.shard > 1:
         shard(forward, ranks, parallel, config, trains=trains)
@@ -64,6 +69,10 @@ def rehearse(
     """
     if layout.is_plain and splits == 1 and "batch_invariant" not in rollout:
         return
+    from verl.training.parallel.expert import fused_experts
+    from verl.training.parallel.pipeline import stages
+    from verl.training.parallel.tensor import check_tensor
+
     try:
         tried = EngineOptions(fused_kernels=False, remove_padding=getattr(options, "remove_padding", True))
         forward = Forward(

@@ -20,9 +20,7 @@ from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
-from verl.rollout.environments import as_episode
 from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
-from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
 from verl.rollout.rows import episode_rows
 from verl.training.engine import TrainEngine
@@ -30,7 +28,6 @@ from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.user_functions import load_function
 from verl.weights.shard import Shard, Stream
-from verl.workers.generation import GenerationModel, rollout_context
 from verl.workers.streams import broadcast_shards, broadcast_weights
 from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
@@ -38,6 +35,8 @@ from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl.workers.generation import GenerationModel
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +61,8 @@ def _embedded(
 def _hf(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
+    from verl.rollout.hf import HFEngine
+
     return HFEngine(packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs)
 
 
@@ -126,7 +127,10 @@ class ActorWorker(TrainedWorker):
         live, weights = model_of_rank(model, context)
         trains, generates = ("train" in context.meshes), head == "lm" and "rollout" in context.meshes
         self.train = train if trains else train.generating(context.meshes["rollout"].layout)
-        here = context if trains else rollout_context(context)
+        here = context
+        if not trains:  # the mesh "rollout" is the one that the engine computes over
+            meshes, groups = {"train": context.meshes["rollout"]}, {"train": context.groups.get("rollout")}
+            here = replace(context, meshes=meshes, groups=groups)
         apart = WEIGHTS in context.groups and head == "lm"
         # Three ways in which weights reach the rollout engine:
         # - one layout (`_meta_model` is None): it computes with the live training tensors, or is sent them at `sync`;
@@ -159,6 +163,8 @@ class ActorWorker(TrainedWorker):
     def _generation_model(self) -> GenerationModel:
         assert self._meta_model is not None
         if self._generation is None:
+            from verl.workers.generation import GenerationModel
+
             self._generation = GenerationModel(self._meta_model, self.train, self.context, self.engine)
         return self._generation
 
@@ -266,6 +272,8 @@ class ActorWorker(TrainedWorker):
             return
         whole = self._generation_model()
         if whole.packed.tensor_group is not None:  # adapters are merged into whole weights
+            from verl.workers.generation import GenerationModel
+
             whole = GenerationModel(self._meta_model, self.train, self.context, self.engine, whole=True)
         with whole.filled() as engine:
             yield from engine.merged_shards()
@@ -275,12 +283,12 @@ class ActorWorker(TrainedWorker):
         engine = self._rollout_engine
         if engine is None:
             return {}
-        if self._meta_model is not None and type(engine) in (
-            EmbeddedEngine,
-            HFEngine,
-        ):  # they read the model in a rollout
-            engine.load_shards((), self.policy_version)
-            return {}
+        if self._meta_model is not None:
+            from verl.rollout.hf import HFEngine
+
+            if type(engine) in (EmbeddedEngine, HFEngine):  # they read the model in a rollout
+                engine.load_shards((), self.policy_version)
+                return {}
         with self._weights() as weights:
             engine.load_shards(self._served(weights), self.policy_version)
             return self._measure(weights)
@@ -355,8 +363,12 @@ def load_episode(episode: Episode | str | None) -> Episode | None:
     Raises:
         ConfigError: it cannot be called.
     """
-    played: Episode | None = as_episode(load_function(episode) if isinstance(episode, str) else episode)
-    if played is not None and not callable(played):
+    if episode is None:
+        return None
+    from verl.rollout.environments import as_episode
+
+    played: Episode = as_episode(load_function(episode) if isinstance(episode, str) else episode)
+    if not callable(played):
         raise ConfigError(f"episode: must be a function `async episode(client, row)`, not {played!r:.60}")
     return played
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from verl.cluster.rank_context import WEIGHTS, RankContext
@@ -83,10 +82,3 @@ class GenerationModel:
         finally:
             self.packed.ready = None
             self.weights.release()
-
-
-def rollout_context(context: RankContext) -> RankContext:
-    """The place of an engine that computes over the mesh "rollout" of a role."""
-    return replace(
-        context, meshes={"train": context.meshes["rollout"]}, groups={"train": context.groups.get("rollout")}
-    )

@@ -107,6 +107,8 @@ class EmbeddedEngine:
             compiled=compiled,
             look_ahead=self.look_ahead,
         )
+        #: Whether this rank is given requests.
+        self.leads = self.runner.leads
         self._model_state: list[tuple[int, int]] = []
         #: What the last step drew, while it is in flight.
         self._drawn: list[PendingTokens] = []
@@ -208,11 +210,6 @@ class EmbeddedEngine:
         self._put_all_back()
         self.cache.release()
         self.runner.end()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is given requests."""
-        return self.runner.leads
 
     def follow(self) -> None:
         """Compute what the rank that leads decides, until it sleeps."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,12 @@ from verl.device import is_host, to_device
 from verl.kernels.compiled import kernels
 from verl.models.packed import PackedModel, evaluating
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks
-from verl.rollout.embedded.decode import Decoder
 from verl.rollout.embedded.kv_cache import KVCache
 from verl.rollout.embedded.response import PendingTokens, draw
 from verl.rollout.embedded.scheduler import EngineStats, ResponseState, ScheduledBatch
+
+if TYPE_CHECKING:
+    from verl.rollout.embedded.decode import Decoder
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
 # rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
@@ -77,6 +79,8 @@ class ModelRunner:
         if look_ahead:
             self.last_draw = torch.zeros(max(max_batch, self.filled(max_batch)), dtype=torch.int64, device=cache.device)
             if cache.kernels is None and not batch_invariant:
+                from verl.rollout.embedded.decode import Decoder
+
                 self.decoder = Decoder(packed, cache, self.last_draw, max_length=max_length)
         # Tokens that lie on the host and are read at once need no asynchronous copy.
         self._is_read_later = look_ahead or not is_host(cache.device)
