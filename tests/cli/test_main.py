@@ -228,7 +228,7 @@ def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     run = verl(*arguments, *few, cwd=where)
     assert run.returncode == 0, run.stderr
     program = str(Path(sys.executable).with_name("verl"))
-    env = {**os.environ, "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{Path(program).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     other = subprocess.run([program, "init", "two words"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert other.stdout.endswith("next: cd 'two words' && verl train recipe.yaml\n"), other.stderr
     again = verl("init", "sums", cwd=tmp_path)
