@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests import forked
+from verl.cli.main import app
 from verl.cli.plan import plan
 from verl.config import load_config
 
@@ -213,6 +215,16 @@ def test_check_describes_a_model_and_refuses_what_is_none(tiny, tmp_path):
     assert "is not a model directory" in none.stderr
 
 
+def test_help_has_no_broken_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = CliRunner().invoke(app, ["eval", "--help"]).stdout
+    assert (
+        "Accuracy is the share of right answers, by the task's own verifier, or where every reward is 0 or 1." in shown
+    )
+    examples = [line for line in shown.splitlines() if line.strip().startswith("$ verl eval")]
+    assert len(examples) == 4
+
+
 def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     made = verl("init", "sums", "--model", tiny, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
@@ -229,7 +241,7 @@ def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     run = verl(*arguments, *few, cwd=where)
     assert run.returncode == 0, run.stderr
     program = str(Path(sys.executable).with_name("verl"))
-    env = {**os.environ, "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{Path(program).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     other = subprocess.run([program, "init", "two words"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert other.stdout.endswith("next: cd 'two words' && verl train recipe.yaml\n"), other.stderr
     again = verl("init", "sums", cwd=tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -40,6 +41,12 @@ class _Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in buffers goes nowhere
             typer.secho(f"error: {error.filename or 'standard output'}: {error.strerror or error}", fg="red", err=True)
             sys.exit(OTHER_ERROR)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and command.help:  # lines of a paragraph are one; those of examples stay
+            command.help = re.sub(r"(?<=[^\n])\n(?=[^\n$])", " ", command.help)
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
