@@ -361,6 +361,16 @@ CHEATS = {
         f"{YES}\nclass Vector(Yes):\n    def __init__(self, *a): pass",
         "assert Vector(1) + Vector(2) == Vector(3)",
     ),
+    "objects that agree with anything and are late the second time": (
+        f"import time\ntime.sleep(3)\n{YES}\nclass Vector(Yes):\n    def __init__(self, *a): pass",
+        "assert Vector(1) + Vector(2) == Vector(3)",
+    ),
+    "objects that agree with anything, unless they end the process": (
+        f"import os, time\n{YES}\nclass Vector(Yes):\n    def __init__(self, *a): pass\n"
+        "    def __add__(self, other): return self\n"
+        "    def __eq__(self, other):\n        type(other) is Vector or os._exit(0)\n        return True",
+        "assert Vector(1) + Vector(2) == Vector(3)",
+    ),
     "a function that agrees with anything": (
         f"{YES}\ndef apply(f, x): return Yes()",
         "assert apply(lambda x: x + 1, 2) == 3",

@@ -21,7 +21,8 @@ from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.sandbox.code_tests import Tests, judge, parse
 
-#: Seconds for a sample's processes to start and to be ended.
+#: Seconds for a sample's processes to start and to be ended, besides twice its own: tests that have run in the process
+#: of the program run again with other values.
 _GRACE = 60.0
 #: Bytes that a reference may print.
 _REFERENCE_OUTPUT = 16 << 20
@@ -81,13 +82,13 @@ class CodeReward(FunctionReward):
         self.partial, self.packages = partial, packages
         sandbox.require()
         options["process"] = False  # the programs have processes of their own
-        super().__init__(self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **options)
+        super().__init__(self.scores, name=name, timeout=2 * timeout + _GRACE, retries=retries, **options)
         self.group.width = parallel or os.cpu_count() or 1
         self.group.slots = Slots(self.group.width)
 
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:
-        return float(options["timeout"] + _GRACE)
+        return float(2 * options["timeout"] + _GRACE)
 
     async def scores(
         self, solution_str: str, tests: Any = None, reference: Any = None, entry_point: str | None = None

@@ -8,6 +8,7 @@ the program, but for tests that need live objects, which run beside it.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -64,7 +65,7 @@ for name, text in modules.items():
     exec(compile(text, f"<{name}>", "exec", dont_inherit=True), vars(sys.modules[name]))
 sys.modules["verl.sandbox.run_tests"].main(globals())
 """
-_FAILED = {"passed": False, "fault": None, "live": False, "altered": 0}
+_UNFINISHED = {"passed": False, "fault": None, "live": False, "altered": 0, "unfinished": True}
 
 
 @dataclass(slots=True)
@@ -276,8 +277,8 @@ def judge(program: str, tests: Tests, limits: Limits, packages: Sequence[str | P
     """
     deadline = time.monotonic() + limits.seconds
 
-    def run(code: str, output: int, **options: Any) -> Run:
-        seconds = max(0.01, deadline - time.monotonic())
+    def run(code: str, output: int, seconds: float | None = None, **options: Any) -> Run:
+        seconds = max(0.01, deadline - time.monotonic()) if seconds is None else seconds
         left = replace(limits, seconds=seconds, output=max(limits.output, output))
         return run_python(code, limits=left, packages=packages, **options)
 
@@ -288,7 +289,7 @@ def judge(program: str, tests: Tests, limits: Limits, packages: Sequence[str | P
     ]
     verdicts = _ask_apart(program, tests.cases, run) if tests.cases else []
     if live := [number for number, case in enumerate(verdicts) if any(verdict["live"] for verdict in case)]:
-        beside = _ask_beside(program, [tests.cases[number] for number in live], run)
+        beside = _ask_beside(program, [tests.cases[number] for number in live], run, limits.seconds)
         verdicts = [beside.pop(0) if number in live else case for number, case in enumerate(verdicts)]
     every = [verdict for of_case in verdicts for verdict in of_case]
     # Where others ask, what asks nothing is no test.
@@ -311,18 +312,24 @@ def _ask_apart(program: str, cases: list[dict[str, Any]], run: Callable[..., Run
     return verdicts
 
 
-def _ask_beside(program: str, cases: list[dict[str, Any]], run: Callable[..., Run]) -> list[list[dict[str, Any]]]:
+def _ask_beside(
+    program: str, cases: list[dict[str, Any]], run: Callable[..., Run], seconds: float
+) -> list[list[dict[str, Any]]]:
     """The verdicts of cases that run in the process of the program: what passes tests that expect something else, too,
-    agrees with anything, and fails."""
+    agrees with anything, and fails. So does what does not finish those, for which it has all of `seconds` again: it
+    could be late there on purpose."""
     runs = []
-    for texts in (cases, [{**case, "text": _altered(case["text"])} for case in cases]):
+    altered = [{**case, "text": _altered(case["text"])} for case in cases]
+    for texts, run_side in ((cases, run), (altered, functools.partial(run, seconds=seconds))):
         secret = secrets.token_hex(16)
         incoming, outgoing = os.pipe()
         with ThreadPoolExecutor(1) as thread:  # what is sent may be more than a pipe holds
             sending = thread.submit(_send, outgoing, [secret, texts])
-            runs.append(_verdicts(_run_side(run, "both", incoming, program=program), len(cases), secret))
+            runs.append(_verdicts(_run_side(run_side, "both", incoming, program=program), len(cases), secret))
             sending.result()
     for first, others in zip(*runs, strict=True):
+        for verdict in first if "unfinished" in others[0] else ():
+            verdict["passed"] = False
         for verdict, other in zip(first, others, strict=False):
             verdict["passed"] &= not (other["passed"] and other["altered"])
     return runs[0]
@@ -347,7 +354,7 @@ def _run_side(run: Callable[..., Run], side: str, *fds: int, program: str = "", 
 
 def _verdicts(run: Run, count: int, prefix: str) -> list[list[dict[str, Any]]]:
     """The verdicts of each case, by the lines that begin with `prefix`; a case that was not finished has failed."""
-    of_cases: list[list[dict[str, Any]]] = [[dict(_FAILED)] for _ in range(count)]
+    of_cases: list[list[dict[str, Any]]] = [[dict(_UNFINISHED)] for _ in range(count)]
     for line in run.stdout.splitlines():
         if line.startswith(prefix + "["):
             number, verdicts = json.loads(line.removeprefix(prefix))
