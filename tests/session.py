@@ -9,15 +9,18 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 TURNS = 6
 #: CPU seconds of each slow test. A file's name stands for all of its tests, which then stay together.
 RECORD = Path(__file__).with_name("slow_seconds.json")
-#: What a test without a record counts as.
+#: What a test counts as of which no case has a record.
 UNKNOWN_SECONDS = 20.0
 SLOW = pytest.StashKey[list[str]]()
+#: With the quick cases of tests of which others are slow.
+MAY_BE_SLOW = pytest.StashKey[list[str]]()
 #: Cases that a mark `quick` names and that are not there.
 UNKNOWN_CASES = pytest.StashKey[list[str]]()
 CLOCK = pytest.StashKey["CpuClock"]()
@@ -64,22 +67,36 @@ def shares(tests: Iterable[str], record: Mapping[str, float]) -> list[list[str]]
 
 def halves(share: Iterable[str], record: Mapping[str, float]) -> tuple[list[str], list[str]]:
     """A share in two that cost about the same, for machines on which the whole does not fit the time."""
-    names = sorted(
-        {name_of(test, record) for test in share}, key=lambda name: (-record.get(name, UNKNOWN_SECONDS), name)
-    )
-    first = {*names[::2]}
+    cost = costs(share, record)
+    first = {*sorted(cost, key=lambda name: (-cost[name], name))[::2]}
     dealt: tuple[list[str], list[str]] = ([], [])
     for test in share:
         dealt[name_of(test, record) not in first].append(test)
     return dealt
 
 
+def costs(tests: Iterable[str], record: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each name; of one without a record the median of the other cases of its test."""
+    cases: dict[str, list[float]] = defaultdict(list)
+    for name, seconds in record.items():
+        cases[name.partition("[")[0]].append(seconds)
+    names = {name_of(test, record) for test in tests}
+    return {
+        name: record[name] if name in record else median(cases.get(name.partition("[")[0], [UNKNOWN_SECONDS]))
+        for name in names
+    }
+
+
 def seconds(tests: Iterable[str], record: Mapping[str, float]) -> float:
-    return sum(record.get(name, UNKNOWN_SECONDS) for name in {name_of(test, record) for test in tests})
+    return sum(costs(tests, record).values())
 
 
 def gone(record: Mapping[str, float], slow: Iterable[str], root: Path) -> list[str]:
-    """Names in the record that are no slow test's. A file none of whose tests was collected counts if it is there."""
+    """Names in the record that are no slow test's. A file none of whose tests was collected counts if it is there.
+
+    Args:
+        slow: the slow tests, and the quick cases of tests of which others are slow.
+    """
     slow = set(slow)
     files = {test.split("::")[0] for test in slow}
     return [
@@ -115,10 +132,11 @@ def thin(items: Iterable[pytest.Item]) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[UNKNOWN_CASES] = thin(items)
     config.stash[SLOW] = [item.nodeid for item in items if is_slow(item)]
+    config.stash[MAY_BE_SLOW] = [item.nodeid for item in items if is_slow(item) or item.get_closest_marker("quick")]
     if (turn := config.getoption("--turn")) is None:
         return
     record = read_record(RECORD)
-    if stale := gone(record, config.stash[SLOW], config.rootpath):
+    if stale := gone(record, config.stash[MAY_BE_SLOW], config.rootpath):
         raise pytest.UsageError(f"{RECORD.name} names no slow test that is there: take out {', '.join(stale)}")
     share = set(shares(config.stash[SLOW], record)[turn])
     if (half := config.getoption("--half")) is not None:
@@ -141,7 +159,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
             share = dealt[half]
         text = f"{len(share)} of {len(config.stash[SLOW])} slow tests, {seconds(share, record):.0f} CPU s by the record"
         if unknown := sum(name_of(test, record) not in record for test in share):
-            text += f" ({unknown} without one, {UNKNOWN_SECONDS:.0f} s each)"
+            text += f" ({unknown} without one)"
         files = Counter(test.split("::")[0] for test in share)
         text += ": " + ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
         lines.append((f"turn {number} of {TURNS}: " if number == turn else f"left to turn {number}: ") + text)

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from tests.session import (
+    MAY_BE_SLOW,
     RECORD,
     SLOW,
     TURNS,
@@ -107,7 +109,7 @@ def test_every_case_that_is_quick_is_there(request: pytest.FixtureRequest) -> No
 
 
 def test_the_record_names_no_test_that_is_gone(request: pytest.FixtureRequest) -> None:
-    assert gone(read_record(RECORD), request.config.stash[SLOW], ROOT) == []
+    assert gone(read_record(RECORD), request.config.stash[MAY_BE_SLOW], ROOT) == []
 
 
 def test_recorded_shares_are_alike_and_leave_half_of_the_budget() -> None:
@@ -133,6 +135,7 @@ def test_an_unknown_test_is_dealt_and_moves_no_other() -> None:
     assert [share.count("b.py::test") for share in after].count(1) == 1
     assert [[test for test in share if test != "b.py::test"] for share in after] == before
     assert seconds(["b.py::test"], record) == UNKNOWN_SECONDS
+    assert seconds(["a.py::test[new]"], record) == median(record.values())
 
 
 def test_a_file_that_is_recorded_stays_together() -> None:

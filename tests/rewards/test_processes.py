@@ -62,7 +62,7 @@ def ends_its_process(solution_str: str) -> float:
     ],
 )
 def test_what_holds_the_interpreter_abstains(function: Any, reason: str) -> None:
-    reward, start = Reward(function, timeout=0.5), time.monotonic()
+    reward, start = Reward(function, timeout=0.5 if "0.5 s" in reason else 10.0), time.monotonic()
     for rows in (texts("good"), texts("bad"), texts("good", "good")):
         result = run_reward(reward.source, rows)
         assert result.reward == [None if row == "bad" else 1.0 for row in rows["response"]]

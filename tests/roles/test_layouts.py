@@ -17,6 +17,7 @@ import verl
 from tests.ranks import ENV
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
+from verl.planner import hardware
 from verl.planner.cost import Costs, Workload
 from verl.planner.hardware import DEVICES, GB, Cluster
 from verl.planner.memory import ddp, fsdp
@@ -83,7 +84,7 @@ def test_the_choice_is_within_a_tenth_of_the_best_of_all_sizes(
         layers * 177_000_000, layers, 4096, 11008, heads=32, kv_heads=8, head_dim=128, vocab=32000, itemsize=2
     )
     device, ranks = replace(DEVICES["a100"], link=link * GB), 8
-    monkeypatch.setattr(layouts, "CPU", device)
+    monkeypatch.setattr(hardware, "CPU", device)
     monkeypatch.setattr(layouts, "free_memory", lambda *where: int(ranks * 60 * GB))
     monkeypatch.setattr(ModelSize, "from_model", lambda model: size)
     monkeypatch.setattr(layouts.ModelShape, "of", lambda config: ModelShape(layers=layers, heads=32, kv_heads=8))
