@@ -166,8 +166,9 @@ def run(part: Part, seconds: float) -> None:
         process.wait()
         for thread in threads:
             thread.join(_DRAIN)
-    # What a part ends with, or a process that it started.
+    # What a part ends with, or a process that it started; pytest says it on the way, of a module that it collects.
     ends = "".join([line for line in errors if line.strip()][-3:])
+    ends += "".join(line for line in part.lines if line.startswith("E   ModuleNotFoundError"))
     missing = {name.partition(".")[0] for name in _MISSING.findall(ends)} - set(_OURS)
     if process.returncode > 0 and missing:
         part.verdict = f"NOT RUN, package {' and '.join(sorted(missing))} is missing,"

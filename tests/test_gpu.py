@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +21,6 @@ from verl.rollout.base import Request, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 
 pytestmark = pytest.mark.gpu
-_MISSING = [name for name in ("pydantic", "omegaconf") if importlib.util.find_spec(name) is None]
-#: Training takes the whole package; generation runs on what a bare machine has.
-trains = pytest.mark.skipif(bool(_MISSING), reason=f"package {' and '.join(_MISSING)} is missing")
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
 
@@ -40,7 +36,6 @@ def low_bytes(texts: list[str]) -> list[float]:
     return [sum(ord(c) < 100 for c in text) / max(len(text), 1) for text in texts]
 
 
-@trains
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_plain_script_trains_on_the_accelerator(tiny: Path, kind: str, algorithm: str) -> None:
     actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT, placement=kind)
@@ -51,7 +46,6 @@ def test_a_plain_script_trains_on_the_accelerator(tiny: Path, kind: str, algorit
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
 
 
-@trains
 def test_log_probs_are_those_of_transformers_on_the_cpu(tiny: Path, kind: str) -> None:
     actor = verl.Actor(str(tiny), dtype="float32", sampling=SHORT, placement=kind)
     samples = actor.generate_sequences(PROMPTS)
@@ -86,7 +80,6 @@ def test_recorded_steps_ahead_give_the_tokens_of_steps_in_turn(tiny: Path, kind:
             assert first[name].log_probs == pytest.approx(second[name].log_probs, abs=0.05)
 
 
-@trains
 def test_nothing_of_the_cpu_kernels_is_imported_or_built(tiny: Path, kind: str) -> None:
     if kind == "cpu":
         pytest.skip("the CPU has its kernels")

@@ -161,7 +161,7 @@ def test_the_next_batch_is_read_while_a_step_goes_on(kind: str, tiny: Path) -> N
 
 @pytest.mark.slow
 def test_asynchronous_training_reads_ahead_too(tiny: Path) -> None:
-    actor, read, waited = verl.Actor(str(tiny), optim={"lr": 1e-3}, sampling=SHORT), Read(5), []
+    actor, read, waited = verl.Actor(str(tiny), optim={"lr": 1e-3}, sampling=SHORT), Read(3), []
     trainer = verl.AsyncTrainer(
         actor, reward_fn=low_bytes, algorithm="grpo", n=2, log_dir=False, batch_size=2, max_staleness=0, deadline=200
     )

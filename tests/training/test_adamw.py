@@ -200,7 +200,7 @@ def test_the_fused_kernel_is_compiled_once_for_all_sizes_and_steps(moments: torc
     fused = torch.compile(adamw._update, dynamic=True, fullgraph=True)
     for step, count in enumerate([64, 7, 5000, 33, 4096, 12345, 2], start=1):
         config = OptimConfig(betas=(0.8, 0.95), weight_decay=0.1)
-        formula = adamw._Formula.of(config, 1e-3 / step, 0.5 / step, step, adamw._signed(77777 * step * 99991))
+        formula = adamw._Formula.of(config, 1e-3 / step, 0.5 / step, step, adamw._signed(77777 * step * 99991), 0.1)
         one, other = _parts(count, moments), _parts(count, moments)
         start = adamw._index_of(2**31 - 100, torch.device("cpu"))
         with torch.no_grad():
@@ -224,7 +224,7 @@ def test_the_fused_kernel_is_one() -> None:
     torch._dynamo.reset()
     metrics.reset()
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        formula = adamw._Formula.of(OptimConfig(), 1e-3, 1.0, 1, 5)
+        formula = adamw._Formula.of(OptimConfig(), 1e-3, 1.0, 1, 5, 0.0)
         fused = torch.compile(adamw._update, dynamic=True, fullgraph=True)
         fused(*_parts(4096, torch.bfloat16), formula.numbers(), adamw._index_of(0, torch.device("cpu")))
     assert metrics.generated_kernel_count == 1
