@@ -26,7 +26,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 TURNS = 6
 BUDGET_SECONDS = 2700.0
-#: `make test` takes about 400 s, with the install, where a whole share fits; where it takes longer than this, half does.
+#: `make test` takes about 400 s, with the install, where a whole share fits; where it takes longer, half does.
 SLOW_MACHINE_SECONDS = 500.0
 #: By turn: what is tried in an environment of its own (scripts/environments.py).
 ENVIRONMENTS = (
