@@ -98,7 +98,10 @@ class Popen(subprocess.Popen):
         ends = (p2cread, c2pwrite, errwrite)
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
         start()
-        environment = {ADDRESS: os.environ[ADDRESS], **(os.environ if env is None else env)}
+        if env is None:
+            # Set where this process has used Ray. Ray reads it when it is imported, which their parent has done before.
+            env = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+        environment = {ADDRESS: os.environ[ADDRESS], **env}
         self._end, self.pid = fork(line, environment, streams, str(cwd or os.getcwd()), new_session=start_new_session)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
