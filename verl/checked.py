@@ -8,6 +8,7 @@ import collections.abc
 import functools
 import inspect
 import numbers
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +116,7 @@ def _checkable(hint: Any) -> Any:
         return Annotated[hint, PlainValidator(functools.partial(hint.of, name=hint.__name__))]
     if origin is Annotated:
         inner = _checkable(arguments[0])
-        return Any if inner is Any else Annotated.__class_getitem__((inner, *hint.__metadata__))
+        return Any if inner is Any else operator.getitem(Annotated, (inner, *hint.__metadata__))
     if origin in (Union, types.UnionType):
         branches = [_checkable(argument) for argument in arguments]
         return Any if Any in branches else Union[tuple(branches)]  # noqa: UP007 - of any number
