@@ -95,6 +95,28 @@ def test_bad_input_is_named(
     )
 
 
+def test_an_episode_that_gives_its_reward_needs_none_beside_it(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("play.py").write_text(
+        "from verl.rollout.episode import Turns\n\n\n"
+        "async def play(client, row):\n"
+        "    sample = await client.generate(row['prompt_tokens'])\n"
+        "    turns = Turns().wrote(sample)\n"
+        "    turns.reward = 1.0\n"
+        "    return [turns]\n\n\n"
+        "play.gives_reward = True\n"
+    )
+    Path("data.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n')
+    done = verl_eval(
+        tiny, "data.jsonl", "actor_rollout_ref.rollout.episode=play.py:play",
+        "actor_rollout_ref.rollout.max_new_tokens=4", "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["models"][0]["metrics"]["reward"]["value"] == 1.0
+
+
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
     right = [1.0, 0.0, 0.0, 1.0, 0.0, None]
     assert pass_at(right, 1) == pytest.approx(2 / 5) and pass_at(right, 5) == 1.0 and pass_at(right, 6) is None

@@ -19,11 +19,10 @@ from verl.data.prompts import PromptDataset
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
 from verl.report.sinks import open_logger
-from verl.rollout.environments import as_environments
 from verl.run import build
 from verl.run.data import prompts_of
 from verl.run.export import export
-from verl.run.rewards import sources_of
+from verl.run.rewards import rewarding_episode, sources_of
 from verl.tasks.task import MAIN, Task
 from verl.trainer.evaluation import Evaluation, Interval, accuracy, binomial_interval, paired_bootstrap
 from verl.trainer.reads import check_reads
@@ -86,9 +85,8 @@ def _problems(config: Config, limit: int | None) -> PromptDataset:
 def _evaluate(config: Config, model: str, problems: PromptDataset, tell: Callable[[str], object]) -> Evaluation:
     settings, policy = config.trainer, config.actor_rollout_ref
     sampling = {name: getattr(settings, f"eval_{name}") for name in ("n", "temperature", "top_p", "top_k")}
-    reward, played = build.build_source(config.reward, config.reward), policy.rollout.environment
-    episode = None if played is None else as_environments(played)
-    task = Task(sources={} if reward is None else {"reward": reward}, episode=episode)
+    reward = build.build_source(config.reward, config.reward)
+    task = Task(sources={} if reward is None else {"reward": reward}, episode=rewarding_episode(config))
     task.nodes.append(_progress(model, len(problems) * settings.eval_n, tell))
     with _as_model(model) as path:
         policy = policy.replace(model=policy.model.replace(path=path))
