@@ -64,6 +64,15 @@ def test_a_later_turn_that_positions_end_is_named_before_it_is_sampled(
     assert caplog.text.count("a response to a prompt of 15 tokens ends before max_new_tokens=12") == 1
 
 
+@pytest.mark.parametrize("result", [Turns(), ["a text"], 1.0])
+def test_an_episode_that_returns_something_else_is_refused_by_name(engine: EmbeddedEngine, result: Any) -> None:
+    async def episode(client: Client, row: Mapping[str, Any]) -> Any:
+        return result
+
+    with pytest.raises(ConfigError, match=r"an episode returns a list of Turns; that of row 'row \d' gave"):
+        outcomes(engine, episode)
+
+
 def test_turns_mask_what_the_policy_did_not_write(engine: EmbeddedEngine) -> None:
     async def with_tool(client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
         turns = Turns()

@@ -372,7 +372,7 @@ async def run_episodes(
         sampling = params if isinstance(params, SamplingParams) else params[index]
         client = Client(pump, str(row["id"]), sampling, text)
         try:
-            responses = await with_deadline(episode(client, row), seconds)
+            responses: Any = await with_deadline(episode(client, row), seconds)  # of a user
         except EndOfRunError:
             raise
         except LateError:
@@ -384,6 +384,8 @@ async def run_episodes(
             )
         if not responses:
             return Outcome(index, [], f"episode of row '{row['id']}' gave 0 responses", "no_response")
+        if not isinstance(responses, Sequence) or not all(isinstance(each, Turns) for each in responses):
+            raise ConfigError(f"an episode returns a list of Turns; that of row '{row['id']}' gave {responses!r:.60}")
         _check_temperatures(responses, sampling, str(row["id"]))
         return Outcome(index, responses)
 
