@@ -86,6 +86,12 @@ def test_all_that_has_no_meaning_here_is_named() -> None:
     assert done.returncode == 1 and done.stderr.startswith("error: --train.async_enable") and not done.stdout
 
 
+@pytest.mark.parametrize("values", ["0.1", "0.1 0.2 0.3", ""])
+def test_a_flag_of_two_values_takes_two(values: str) -> None:
+    with pytest.raises(ConfigError, match=r"--actor\.eps_clip_low_high: takes 2 values"):
+        translate(shlex.split(f"--pretrain M --eps_clip_low_high {values}"))
+
+
 def test_the_table_names_settings_that_there_are() -> None:
     table = yaml.safe_load(_TABLE.read_text())
     keys = {key.path for key in describe()}
@@ -94,7 +100,9 @@ def test_the_table_names_settings_that_there_are() -> None:
         flags = table[script]["flags"]
         assert {*table[script]["defaults"], *table[script]["notes"]} <= flags.keys()
         for flag, to in flags.items():
-            names = [to["key"], *to.get("with", {})] if isinstance(to, dict) and "key" in to else to
+            if isinstance(to, dict):
+                to = [to["key"], *to.get("with", {})] if "key" in to else to.get("each")
+            names = to
             for name in [names] if isinstance(names, str) else names if isinstance(names, list) else []:
                 known = name is None or name in parts or name.startswith(("algorithm.", "data.columns."))
                 known = known or name.rpartition(".")[0] in parts  # of a group of settings, such as model.lora

@@ -62,8 +62,10 @@ def _ours(name: str, value: Any, flags: dict[str, Any]) -> dict[str, Any]:
         close = "".join(f": did you mean --{each}?" for each in get_close_matches(name, flags, 1))
         raise ConfigError(f"OpenRLHF 0.11 has no such flag{close}")
     to = flags[name]
-    if isinstance(to, list) and isinstance(value, list):
-        return dict(zip(to, value, strict=True))
+    if isinstance(to, dict) and "each" in to:
+        if not isinstance(value, list) or len(value) != len(to["each"]):
+            raise ConfigError(f"takes {len(to['each'])} values, not {value}")
+        return dict(zip(to["each"], value, strict=True))
     if not isinstance(to, dict):
         return dict.fromkeys([to] if isinstance(to, str) else to or (), value)
     if "unless" in to and value == to["unless"]:
