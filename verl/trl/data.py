@@ -72,16 +72,19 @@ class TRLLoader(OfflineDatasetLoader):
         return [self._cut(self._row(chat, row)) for row in self._rows.rows()]
 
     def _warn_of_replies(self, chat: ChatTokenizer) -> None:
-        """This package's own loaders refuse replies that a policy could not end, or not write behind their prompt."""
+        """Those of chats, which the template writes; this package's own loaders refuse them."""
         reasons = []
         for row in self._rows.rows():
+            if row.get("messages") is None:
+                continue
             try:
                 encode_row(chat, row)
             except DataError as error:
                 reasons.append(f"row {row['group']}: {error}")
         if reasons:
             logger.warning(
-                "%s: %d of %d replies are trained as TRL trains them, though generation will not follow them (%s)",
+                "%s: %d of %d replies do not end with a token that stops generation, or do not stand behind "
+                "their prompt as the chat template writes it; they are trained as TRL trains them (%s)",
                 self.name,
                 len(reasons),
                 len(self._rows),
