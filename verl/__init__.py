@@ -109,7 +109,11 @@ def __dir__() -> list[str]:
 
 
 # Looked for beside this package alone, which takes no time: `verl doctor` looks everywhere.
-if any(name.startswith("verl-") and name.endswith(".dist-info") for name in os.listdir(os.path.dirname(__path__[0]))):
+try:
+    _beside = os.listdir(os.path.dirname(__path__[0]))
+except OSError:  # a folder that may not be listed, or an archive
+    _beside = []
+if any(name.startswith("verl-") and name.endswith(".dist-info") for name in _beside):
     from verl.installed import MEND, other_verl
 
     if other := other_verl():

@@ -193,6 +193,7 @@ _locked: weakref.WeakSet[IO[Any]] = weakref.WeakSet()
 
 
 def _leave_locks() -> None:
+    """Another file takes the place of each, as the objects that hold them will close them."""
     with open(os.devnull, "wb") as nothing:
         for file in [*_locked]:
             if not file.closed:

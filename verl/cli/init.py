@@ -100,8 +100,8 @@ def init(
 def _own_command() -> str:
     """`verl` where a shell would find the one that runs now; else this Python with the module."""
     script = shutil.which("verl")
-    is_found = script is not None and Path(script).resolve() == Path(sys.argv[0]).resolve()
-    return "verl" if is_found else f"{shlex.quote(sys.executable)} -m verl"
+    is_this = script is not None and Path(script).resolve() == Path(sys.argv[0]).resolve()
+    return "verl" if is_this else f"{shlex.quote(sys.executable)} -m verl"
 
 
 def _sums() -> list[dict[str, object]]:

@@ -14,7 +14,6 @@ import faulthandler
 import logging
 import os
 import queue
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from verl.cluster.ray import pool
 from verl.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
@@ -40,8 +40,7 @@ def dump_stacks(reason: str) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         logger.error("%s; stacks of all threads:\n%s", reason, file.read())
-    if (pools := sys.modules.get("verl.cluster.ray.pool")) is not None:  # else there are no workers
-        pools.dump_stacks()
+    pool.dump_stacks()
 
 
 @dataclass(eq=False)

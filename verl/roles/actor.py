@@ -59,7 +59,6 @@ from verl.workers.update import UpdatePart, UpdatePlan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 logger = logging.getLogger(__name__)
 
 
