@@ -42,8 +42,15 @@ def run(
     critic = verl.Critic(model, **options)
     source = reward if reward_model is None else verl.Reward.from_pretrained(reward_model)
     trainer = verl.Trainer(actor, critic, source, algorithm="ppo", kl_in="reward", n=4, log_dir=False)
-    prompts = ["Once upon a time", "In the beginning", "A", "The quick brown fox", "And"]
-    records, samples = [], []
+    records, samples = learned(trainer, ["Once upon a time", "In the beginning", "A", "The quick brown fox", "And"])
+    weights = {s.name: s.tensor.clone() for s in actor.shards()}
+    weights |= {f"critic.{s.name}": s.tensor.clone() for s in critic.shards()}
+    return {"records": records, "samples": samples, "weights": weights}
+
+
+def learned(trainer: verl.Trainer, prompts: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Three steps: their records, without what a clock decides, and the samples that each learned from."""
+    samples: list[dict[str, Any]] = []
     original = trainer.learn
 
     def learn(batch: verl.Batch) -> dict[str, Any]:
@@ -51,19 +58,21 @@ def run(
         return original(batch)
 
     trainer.learn = learn  # type: ignore[method-assign]
-    for _ in range(3):
-        record = trainer.step(prompts)
-        records.append({k: v for k, v in record.items() if not k.startswith(("time/", "memory/"))})
-    records = [{k: v for k, v in r.items() if not k.endswith("_per_s")} for r in records]
-    weights = {s.name: s.tensor.clone() for s in actor.shards()}
-    weights |= {f"critic.{s.name}": s.tensor.clone() for s in critic.shards()}
-    return {"records": records, "samples": samples, "weights": weights}
+    records = [
+        {
+            name: value
+            for name, value in trainer.step(prompts).items()
+            if not name.startswith(("time/", "memory/")) and not name.endswith("_per_s")
+        }
+        for _ in range(3)
+    ]
+    return records, samples
 
 
-def save(found: dict[str, Any], folder: Path) -> None:
+def save(results: dict[str, Any], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    torch.save(found["weights"], folder / "weights.pt")
-    (folder / "run.json").write_text(json.dumps({k: found[k] for k in ("records", "samples")}))
+    torch.save(results["weights"], folder / "weights.pt")
+    (folder / "run.json").write_text(json.dumps({name: results[name] for name in ("records", "samples")}))
 
 
 if __name__ == "__main__":

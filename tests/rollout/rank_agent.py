@@ -15,6 +15,7 @@ import httpx
 import torch
 
 import verl
+from tests.cluster.three_steps import learned, save
 
 
 def agent(base_url: str, api_key: str, row: Mapping[str, Any], between: Callable[[], None] | None = None) -> float:
@@ -52,28 +53,8 @@ def run(model: str, train: dict[str, Any] | None = None) -> dict[str, Any]:
         episode=verl.Gateway(agent, chat_template="hermes"),
     )
     trainer = verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=4, log_dir=False)
-    records, samples = [], []
-    original = trainer.learn
-
-    def learn(batch: verl.Batch) -> dict[str, Any]:
-        samples.append({name: batch[name] for name in ("id", "response_tokens", "rollout_log_probs", "reward")})
-        return original(batch)
-
-    trainer.learn = learn  # type: ignore[method-assign]
-    for _ in range(3):
-        record = trainer.step(["Once upon a time", "In the beginning", "A"])
-        records.append({name: value for name, value in record.items() if not _is_of_a_clock(name)})
+    records, samples = learned(trainer, ["Once upon a time", "In the beginning", "A"])
     return {"records": records, "samples": samples, "weights": {s.name: s.tensor.clone() for s in actor.shards()}}
-
-
-def _is_of_a_clock(name: str) -> bool:
-    return name.startswith(("time/", "memory/")) or name.endswith("_per_s")
-
-
-def save(results: dict[str, Any], folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    torch.save(results["weights"], folder / "weights.pt")
-    (folder / "run.json").write_text(json.dumps({name: results[name] for name in ("records", "samples")}))
 
 
 if __name__ == "__main__":
