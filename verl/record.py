@@ -82,20 +82,24 @@ def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
 #: What a setting changes, stated where it is defined: losses or samples; what they cost, and no more than their
 #: rounding; what is written or shown; what is refused, or when something ends.
 Change = Literal["result", "cost", "output", "limit"]
-result: Any = partial(Field, json_schema_extra={"changes": "result"})
-cost: Any = partial(Field, json_schema_extra={"changes": "cost"})
-output: Any = partial(Field, json_schema_extra={"changes": "output"})
-limit: Any = partial(Field, json_schema_extra={"changes": "limit"})
 
 
-def free(changes: Change, default: Any, description: str) -> Any:
-    """A field that does not change the numbers of a run but by rounding, or only their end."""
-    return Field(default, description=description, json_schema_extra={"changes": changes, "identity": False})
+def _field(changes: Change, default: Any = ..., description: str = "", **options: Any) -> Any:
+    """A field of a record.
+
+    Args:
+        **options: bounds, and `free`: it does not change the numbers of a run but by rounding, or only their end;
+            `added`: earlier versions have it not, and its default means what they do: at it, a run of theirs goes on;
+            `later`, why only the default is accepted so far: better refused than read and ignored.
+    """
+    notes = {name: options.pop(name) for name in ("free", "added", "later") if name in options}
+    return Field(default, description=description, json_schema_extra={"changes": changes, **notes}, **options)
 
 
-def added(changes: Change, default: Any, description: str) -> Any:
-    """A field that earlier versions have not, whose default means what they do: at it, a run of theirs goes on."""
-    return Field(default, description=description, json_schema_extra={"changes": changes, "added": True})
+result: Any = partial(_field, "result")
+cost: Any = partial(_field, "cost")
+output: Any = partial(_field, "output")
+limit: Any = partial(_field, "limit")
 
 
 FunctionPath = Annotated[str, AfterValidator(function_path)]
@@ -125,13 +129,8 @@ class SettingsError(ConfigError):
 ONLY_GPUS = "only GPUs can show it, and it has not been shown"
 
 
-def later(changes: Change, default: Any, reason: str, description: str) -> Any:
-    """A field of which only the default is accepted so far: better refused than read and ignored."""
-    return Field(default, description=description, json_schema_extra={"changes": changes, "later": reason})
-
-
 def extra(field: FieldInfo, name: str) -> Any:
-    """What is noted of a field under "changes", "identity" or "later"; None: nothing."""
+    """What is noted of a field under "changes", "free", "added" or "later"; None: nothing."""
     noted = field.json_schema_extra
     return noted.get(name) if isinstance(noted, dict) else None
 
@@ -153,13 +152,17 @@ class Record(BaseModel):
             raise SettingsError(type(self).__name__, problems_of(type(self), error)) from None
 
     @model_validator(mode="after")
-    def _refuse_what_is_not_there_yet(self) -> Self:
+    def _checked(self) -> Self:
         for name, field in type(self).model_fields.items():
             reason = extra(field, "later")
             if reason is not None and getattr(self, name) != field.default:
                 only = json.dumps(field.default).strip('"')
                 raise wrong(name, f"{reason}, so only {only} is possible here")
+        self._check()
         return self
+
+    def _check(self) -> None:
+        """For a record to refuse settings that contradict each other, by `wrong`."""
 
     @classmethod
     def of(cls, settings: Any, name: str) -> Self:

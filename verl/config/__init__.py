@@ -6,32 +6,11 @@ Reading order: `schema`, `tasks`, `load`, `document`, `other_names`,
 
 from verl.config.document import commented_yaml, describe, differences, markdown
 from verl.config.load import build_config, load_config, load_tasks, to_yaml
-from verl.config.schema import (
-    Config,
-    CostConfig,
-    CriticConfig,
-    RewardConfig,
-    RewardPart,
-    config_hash,
-    run_id,
-)
+from verl.config.schema import Config, CostConfig, CriticConfig, RewardConfig, RewardPart, config_hash, run_id
 from verl.config.tasks import TaskConfig
 
 __all__ = [
-    "Config",
-    "CostConfig",
-    "CriticConfig",
-    "RewardConfig",
-    "RewardPart",
-    "TaskConfig",
-    "build_config",
-    "commented_yaml",
-    "config_hash",
-    "describe",
-    "differences",
-    "load_config",
-    "load_tasks",
-    "markdown",
-    "run_id",
+    "Config", "CostConfig", "CriticConfig", "RewardConfig", "RewardPart", "TaskConfig", "build_config",
+    "commented_yaml", "config_hash", "describe", "differences", "load_config", "load_tasks", "markdown", "run_id",
     "to_yaml",
-]
+]  # fmt: skip

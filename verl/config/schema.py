@@ -1,8 +1,7 @@
 """The schema of a run's settings: frozen, without unknown keys, checked when built, imported without torch.
 
 The sections of models and of training are the records that constructors take: `ModelOptions`, `TrainOptions`.
-``identity: False`` in a field's extra information marks what does not change the numbers of a run and so stays out of
-its hash.
+A field that is `free` does not change the numbers of a run, and so stays out of its hash.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from verl.config.tasks import TaskConfig, check_names
+from verl.config.tasks import AlgorithmName, TaskConfig, check_names
 from verl.data.pools import PoolOptions
 from verl.errors import nearest
 from verl.models.options import Dtype, ModelOptions
@@ -36,10 +35,8 @@ from verl.record import (
     Share,
     Staleness,
     Strings,
-    added,
     cost,
     extra,
-    free,
     function_path,
     home,
     limit,
@@ -93,10 +90,6 @@ def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
     return fields
 
 
-def _algorithm_name(value: str) -> str:
-    return function_path(value) if ":" in value else value
-
-
 def _eval_metric(value: str) -> str:
     if value != KL and ":" not in value:
         raise ValueError(f"must be kl, or a function as FILE.py:FUNCTION, not '{value}'")
@@ -123,31 +116,27 @@ Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
 
 
 class RefConfig(Record):
-    path: str | None = result(
-        default=None, description="model of the reference policy (null: the actor as it is at the start)"
-    )
-    dtype: Dtype | None = result(default=None, description="its precision (null: the actor's)")
+    path: str | None = result(None, "model of the reference policy (null: the actor as it is at the start)")
+    dtype: Dtype | None = result(None, "its precision (null: the actor's)")
 
 
 class ActorRolloutRefConfig(Record):
-    model: ModelOptions = Field(default=ModelOptions(), description="the policy")
-    actor: TrainOptions = Field(default=TrainOptions(), description="training of the policy")
-    rollout: RolloutOptions = Field(default=RolloutOptions(), description="generation")
-    ref: RefConfig = Field(default=RefConfig(), description="the reference policy, for algorithms that use one")
+    model: ModelOptions = Field(ModelOptions(), description="the policy")
+    actor: TrainOptions = Field(TrainOptions(), description="training of the policy")
+    rollout: RolloutOptions = Field(RolloutOptions(), description="generation")
+    ref: RefConfig = Field(RefConfig(), description="the reference policy, for algorithms that use one")
 
-    @model_validator(mode="after")
-    def _check(self) -> ActorRolloutRefConfig:
+    def _check(self) -> None:
         if self.model.path is None:
             raise wrong("model.path", "is missing: give a model directory or a hub name")
         if self.model.lora is not None and self.ref.dtype is not None and self.ref.path is None:
             raise wrong("ref.dtype", "the reference of an actor with adapters is that actor without them: leave it out")
-        return self
 
 
 class CriticConfig(TrainSettings):
     """The value model, for algorithms that use one, and how it is trained."""
 
-    model: ModelOptions = Field(default=ModelOptions(), description="the value model")
+    model: ModelOptions = Field(ModelOptions(), description="the value model")
 
     def options(self, actor: TrainOptions) -> TrainOptions:
         """With options of FSDP and DeepSpeed, which are the actor's where both have that strategy."""
@@ -160,9 +149,9 @@ class AlgorithmConfig(Record):
     """The algorithm and its own options, which the algorithm checks by its own fields."""
 
     model_config = ConfigDict(extra="allow")
-    name: Annotated[str, AfterValidator(_algorithm_name)] | None = result(
-        default=None,
-        description="the algorithm (null: the default one), or a class of your own, as FILE.py:CLASS; its options "
+    name: AlgorithmName | None = result(
+        None,
+        "the algorithm (null: the default one), or a class of your own, as FILE.py:CLASS; its options "
         "stand beside its name",
     )
 
@@ -174,54 +163,45 @@ class AlgorithmConfig(Record):
 
 class DataConfig(Record):
     train: Source | None = result(
-        default=None,
-        description="training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}; "
+        None,
+        "training prompts or recorded responses: a parquet or JSONL file; or {task: NAME, size: N, ...}; "
         "{path: [FILE, FILE], weights: [0.7, 0.3]} draws by shares; "
         "for several tasks {NAME: such a source, ...}, or one whose rows name their task in the column task",
     )
-    eval: Source | None = output(
-        default=None, description="held-out problems or rows, in the same form; prompts of training are left out"
-    )
-    prompt_column: str | None = result(
-        default=None, description="column that holds the prompt (null: prompt, messages, question, ...)"
-    )
-    columns: dict[str, str] = added(
-        "result",
+    eval: Source | None = output(None, "held-out problems or rows, in the same form; prompts of training are left out")
+    prompt_column: str | None = result(None, "column that holds the prompt (null: prompt, messages, question, ...)")
+    columns: dict[str, str] = result(
         {},
         "of recorded data: what they call a column, such as {prompt: input, completion: output} or {chosen: better, "
         "rejected: worse}",
+        added=True,
     )
     prompt_template: str | None = result(
-        default=None, description="text with {prompt} in the prompt's place, other columns by name; {{ is a {"
+        None, "text with {prompt} in the prompt's place, other columns by name; {{ is a {"
     )
-    system_prompt: str | None = result(default=None, description="system message that starts each chat")
+    system_prompt: str | None = result(None, "system message that starts each chat")
     chat: bool | None = result(
-        default=None,
-        description="put plain prompts in the chat template (null: a task's questions are, others not)",
+        None, "put plain prompts in the chat template (null: a task's questions are, others not)"
     )
     batch_size: Count = result(
-        default=32,
-        description="prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)",
+        32, "prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)"
     )
-    shuffle: bool = result(default=True, description="a new order of the prompts each epoch")
-    max_prompt_length: Count | None = result(
-        default=None, description="longest prompt, in tokens (null: what the model can take)"
-    )
+    shuffle: bool = result(True, "a new order of the prompts each epoch")
+    max_prompt_length: Count | None = result(None, "longest prompt, in tokens (null: what the model can take)")
     max_response_length: Count | None = result(
-        default=None, description="recorded responses lose their end after so many tokens (null: never)"
+        None, "recorded responses lose their end after so many tokens (null: never)"
     )
     truncation: Literal["left", "right", "drop", "error"] = result(
-        default="error", description="what becomes of a longer prompt: cut at that side, dropped, or refused"
+        "error", "what becomes of a longer prompt: cut at that side, dropped, or refused"
     )
-    pools: PoolOptions | None = added(
-        "result",
+    pools: PoolOptions | None = result(
         None,
         "draw prompts less of which all samples are solved or all fail: {solved, failed, decay, metric, "
         "solved_at, failed_at} (null: every prompt once an epoch)",
+        added=True,
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> DataConfig:
+    def _check(self) -> None:
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template.replace("{{", ""):
             raise wrong("prompt_template", "must contain {prompt}, where the prompt goes")
         for name in ("train", "eval"):
@@ -238,33 +218,27 @@ class DataConfig(Record):
                 if isinstance(part, dict) and bool(part.get("task")) == bool(part.get("path")):
                     of = "" if task is None else f" for task '{task}'"
                     raise wrong(name, f"must name{of} either a task (task: NAME) or a file (path: FILE)")
-        return self
 
 
 class RewardPart(Record):
     """Where a reward comes from: exactly one of a function, a built-in, a model, a server."""
 
-    path: FunctionPath | None = result(default=None, description="a function of your own, as FILE.py:FUNCTION")
+    path: FunctionPath | None = result(None, "a function of your own, as FILE.py:FUNCTION")
     name: Annotated[str, AfterValidator(_reward_name)] | None = result(
-        default=None,
-        description="a reward by name: task (its own verifier), code (tests in a sandbox), math, or a registered one",
+        None, "a reward by name: task (its own verifier), code (tests in a sandbox), math, or a registered one"
     )
-    model: str | None = result(default=None, description="a reward model: directory or hub name")
-    dtype: Dtype = result(default="auto", description="precision of the reward model (auto: as in the files)")
-    url: Strings = result(default=(), description="addresses of a scoring service; with template, of an LLM judge")
-    template: str | None = result(
-        default=None, description="what the judge reads, with {prompt}, {response} and columns by name in it"
-    )
+    model: str | None = result(None, "a reward model: directory or hub name")
+    dtype: Dtype = result("auto", "precision of the reward model (auto: as in the files)")
+    url: Strings = result((), "addresses of a scoring service; with template, of an LLM judge")
+    template: str | None = result(None, "what the judge reads, with {prompt}, {response} and columns by name in it")
     scale: Annotated[tuple[float, float], AsTuple] | None = result(
-        default=None, description="the least and the most that the judge may give (null: 0 to 10)"
+        None, "the least and the most that the judge may give (null: 0 to 10)"
     )
     answer: Literal["last_number", "whole", "tag"] = result(
-        default="whole",
-        description="what a verifier reads: the last number, all, or what <answer> encloses",
+        "whole", "what a verifier reads: the last number, all, or what <answer> encloses"
     )
 
-    @model_validator(mode="after")
-    def _check_answer(self) -> RewardPart:
+    def _check(self) -> None:
         if self.answer != "whole" and self.name is None:
             raise wrong("answer", "is for built-in rewards (name); a function or model reads the whole response")
         if self.dtype != "auto" and self.model is None:
@@ -275,7 +249,6 @@ class RewardPart(Record):
             self.template is None or not -math.inf < self.scale[0] < self.scale[1] < math.inf
         ):
             raise wrong("scale", "is the least and the most of a judge's score, lower first: it needs template")
-        return self
 
     def origins(self) -> list[str]:
         """Which of the origins are set."""
@@ -285,15 +258,14 @@ class RewardPart(Record):
 class RewardComponent(RewardPart):
     """One of several rewards."""
 
-    weight: float = result(default=1.0, description="factor in the sum of rewards")
+    weight: float = result(1.0, "factor in the sum of rewards")
 
 
 class CostConfig(RewardPart):
     """A reward, or a cost, which is called as the reward is (`reward.timeout` and so on)."""
 
     components: dict[str, RewardComponent] = result(
-        default={},
-        description="several rewards by name, each with path, name, model or url, and weight; summed",
+        {}, "several rewards by name, each with path, name, model or url, and weight; summed"
     )
 
     @property
@@ -301,175 +273,158 @@ class CostConfig(RewardPart):
         """Whether it names any origin."""
         return bool(self.components or self.origins())
 
-    @model_validator(mode="after")
-    def _check_origins(self) -> CostConfig:
+    def _check(self) -> None:
+        super()._check()
         if len(origins := [*self.origins(), *(["components"] if self.components else [])]) > 1:
             message = "give one of path, name, model, url and components"
             raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(origins)})
         for name, part in self.components.items():
             if len(part.origins()) != 1:
                 raise wrong(f"components.{name}", "needs exactly one of path, name, model and url")
-        return self
 
 
 class RewardConfig(CostConfig):
     timeout: Seconds = limit(
-        default=30.0,
-        description="seconds for one call: of a prompt's samples, with workers of one sample, with url of one request",
+        30.0, "seconds for one call: of a prompt's samples, with workers of one sample, with url of one request"
     )
-    retries: Retries = limit(default=1, description="further tries after a failure")
-    on_failure: Literal["abstain"] | float = result(
-        default="abstain", description="a sample without a score abstains, or gets this number"
-    )
+    retries: Retries = limit(1, "further tries after a failure")
+    on_failure: Literal["abstain"] | float = result("abstain", "a sample without a score abstains, or gets this number")
     max_failure_rate: Portion = limit(
-        default=0.5,
-        description="share of failures that ends the run, of the latest 256 samples once there are 64 (the "
+        0.5,
+        "share of failures that ends the run, of the latest 256 samples once there are 64 (the "
         "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
     )
     workers: Annotated[int, Field(ge=0, le=1024)] = cost(
-        default=0, description="processes that score, a sample at a time each (0: see process)"
+        0, "processes that score, a sample at a time each (0: see process)"
     )
     process: bool = cost(
-        default=True,
-        description="call a function in one process of its own, which is killed when it is late (false, and for what "
+        True,
+        "call a function in one process of its own, which is killed when it is late (false, and for what "
         "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
     )
-    max_workers: Processes | None = free(
-        "cost", None, "most such processes, when samples queue up (null: always `workers`)"
+    max_workers: Processes | None = cost(
+        None, "most such processes, when samples queue up (null: always `workers`)", free=True
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> RewardConfig:
+    def _check(self) -> None:
+        super()._check()
         if self.max_workers is not None and not 1 <= self.workers <= self.max_workers:
             raise wrong("max_workers", f"is the most that workers ({self.workers}) may grow to: 1 <= workers <= it")
-        return self
 
 
 class GuardConfig(Record):
     """See `SafetyGuard`."""
 
     monitor_metrics: Strings = result(description="metrics of the log record, such as reward or eval/accuracy")
-    threshold_delta: float = result(default=-0.15, description="change that counts: -0.15 is a fall by 15 %")
-    rollback_steps: Count = result(default=100, description="how far to go back, in steps")
-    absolute: bool = result(default=False, description="threshold_delta is in the metric's own unit")
-    window: Count = result(default=10, description="latest values that are compared with the baseline")
-    baseline: Annotated[int, Field(ge=2, lt=2**31)] = result(default=30, description="values in a row of a baseline")
-    max_rollbacks: Natural = limit(default=3, description="after so many, the next fall ends the run")
+    threshold_delta: float = result(-0.15, "change that counts: -0.15 is a fall by 15 %")
+    rollback_steps: Count = result(100, "how far to go back, in steps")
+    absolute: bool = result(False, "threshold_delta is in the metric's own unit")
+    window: Count = result(10, "latest values that are compared with the baseline")
+    baseline: Annotated[int, Field(ge=2, lt=2**31)] = result(30, "values in a row of a baseline")
+    max_rollbacks: Natural = limit(3, "after so many, the next fall ends the run")
 
-    @model_validator(mode="after")
-    def _check(self) -> GuardConfig:
+    def _check(self) -> None:
         if not self.threshold_delta:
             raise wrong("threshold_delta", "is 0: a change is below 0 for a fall, above 0 for a rise")
         if not self.monitor_metrics:
             raise wrong("monitor_metrics", "is empty: name what is watched")
-        return self
 
 
 class TaskSchedulerConfig(Record):
     """See `DynamicTaskWeightScheduler`."""
 
     initial_weights: dict[str, NotNegative] = result(description="of tasks; others keep their shares")
-    metric_key: str = result(default="reward_score", description="a task's metric that is to be high")
-    patience: Count = result(default=500, description="steps without a gain after which a task has converged")
-    min_weight: Share = result(default=0.1, description="least share of a task")
+    metric_key: str = result("reward_score", "a task's metric that is to be high")
+    patience: Count = result(500, "steps without a gain after which a task has converged")
+    min_weight: Share = result(0.1, "least share of a task")
 
 
 class TrainerConfig(Record):
-    total_steps: Natural = free("limit", 100, "steps; a longer run goes on from a shorter one")
-    total_epochs: Count | None = free("limit", None, "passes over data.train, in the place of total_steps")
-    seed: Seed = result(default=0, description="seed of everything random")
-    project: str = free("output", "verl", "the project's name in W&B and MLflow")
-    run_name: DirectoryName | None = free(
-        "output", None, "begins the run directory's name (null: algorithm, model and data)"
+    total_steps: Natural = limit(100, "steps; a longer run goes on from a shorter one", free=True)
+    total_epochs: Count | None = limit(None, "passes over data.train, in the place of total_steps", free=True)
+    seed: Seed = result(0, "seed of everything random")
+    project: str = output("verl", "the project's name in W&B and MLflow", free=True)
+    run_name: DirectoryName | None = output(
+        None, "begins the run directory's name (null: algorithm, model and data)", free=True
     )
-    output_dir: Annotated[str, AfterValidator(home)] = free("output", "runs", "where run directories are made")
+    output_dir: Annotated[str, AfterValidator(home)] = output("runs", "where run directories are made", free=True)
     eval_every: Count | None = output(
-        default=None,
-        description="steps between evaluations (null: only before the first and after the last step)",
+        None, "steps between evaluations (null: only before the first and after the last step)"
     )
-    eval_n: Count = output(default=1, description="samples per held-out problem")
-    eval_temperature: Temperature = output(default=0.0, description="temperature of evaluation (0: greedy)")
-    eval_top_p: Annotated[float, Field(gt=0, le=1)] | None = added(
-        "output", None, "probability mass that evaluation samples within (null: rollout.top_p)"
+    eval_n: Count = output(1, "samples per held-out problem")
+    eval_temperature: Temperature = output(0.0, "temperature of evaluation (0: greedy)")
+    eval_top_p: Annotated[float, Field(gt=0, le=1)] | None = output(
+        None, "probability mass that evaluation samples within (null: rollout.top_p)", added=True
     )
-    eval_top_k: Natural | None = added(
-        "output", None, "evaluation samples among the k likeliest tokens (0: all; null: rollout.top_k)"
+    eval_top_k: Natural | None = output(
+        None, "evaluation samples among the k likeliest tokens (0: all; null: rollout.top_k)", added=True
     )
-    eval_before: bool = added("output", True, "evaluate before the first step, too")
+    eval_before: bool = output(True, "evaluate before the first step, too", added=True)
     eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = output(
-        default=(),
-        description="metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
+        (),
+        "metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
         "reference policy, as kl/eval, for which the actor's start (or ref.path) is kept beside it",
     )
-    save_every: Count | None = free("output", 10, "steps between checkpoints (null: only at the end)")
-    keep_checkpoints: Count = free("output", 2, "how many checkpoints to keep")
-    async_save: bool = free("cost", False, "write checkpoints while training goes on, from a copy in host memory")
-    loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
-        "output", ("console", "tensorboard"), "where metrics go besides metrics.jsonl"
+    save_every: Count | None = output(10, "steps between checkpoints (null: only at the end)", free=True)
+    keep_checkpoints: Count = output(2, "how many checkpoints to keep", free=True)
+    async_save: bool = cost(False, "write checkpoints while training goes on, from a copy in host memory", free=True)
+    loggers: Annotated[tuple[Logger, ...], AsTuple] = output(
+        ("console", "tensorboard"), "where metrics go besides metrics.jsonl", free=True
     )
     max_staleness: Staleness | None = result(
-        default=None,
-        description="train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)",
+        None, "train asynchronously: steps that a sample may be behind the policy it trains (null: synchronous)"
     )
-    timeline: bool = free(
-        "output", False, "write timeline.json, a Chrome trace of what worked when, into the run directory"
+    timeline: bool = output(
+        False, "write timeline.json, a Chrome trace of what worked when, into the run directory", free=True
     )
-    log_completions: Natural = free("output", 64, "samples kept of each evaluation, to be read")
+    log_completions: Natural = output(64, "samples kept of each evaluation, to be read", free=True)
     control: Literal["permute_rewards", "zero_lr"] | None = result(
-        default=None,
-        description="a run that should learn nothing: rewards dealt out at random, or learning rate 0",
+        None, "a run that should learn nothing: rewards dealt out at random, or learning rate 0"
     )
-    leave_out: bool = free(
-        "cost",
+    leave_out: bool = cost(
         True,
         "rows whose gradient is known to be 0, such as samples of a prompt that all scored alike, are not computed in "
         "updates; metrics of the update's forward pass are then of the other rows (false: all are computed)",
+        free=True,
     )
-    max_resamples: Natural = limit(
-        default=4, description="further rollouts in one step when an algorithm rejects samples"
-    )
-    max_skipped_updates: Count = limit(
-        default=5, description="updates in a row that may be skipped for a non-finite loss or gradient"
-    )
+    max_resamples: Natural = limit(4, "further rollouts in one step when an algorithm rejects samples")
+    max_skipped_updates: Count = limit(5, "updates in a row that may be skipped for a non-finite loss or gradient")
     guards: Annotated[tuple[GuardConfig, ...], AsTuple] = result(
-        default=(), description="metrics whose fall takes training back to an earlier checkpoint"
+        (), "metrics whose fall takes training back to an earlier checkpoint"
     )
     task_scheduler: TaskSchedulerConfig | None = result(
-        default=None,
-        description="shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
+        None,
+        "shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
         "metric_key, patience, min_weight} (null: as set)",
     )
-    deadline: Seconds = free("limit", 1800.0, "seconds after which a phase without progress ends the run")
-    threads: Count | None = cost(default=None, description="CPU threads (null: as torch chooses)")
-    placement: dict[str, Any] | str | None = free(
-        "cost", None, "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)"
+    deadline: Seconds = limit(1800.0, "seconds after which a phase without progress ends the run", free=True)
+    threads: Count | None = cost(None, "CPU threads (null: as torch chooses)")
+    placement: dict[str, Any] | str | None = cost(
+        None,
+        "role -> devices, such as {rollout: cuda:0, actor: cuda:1-3} (null: all ranks of a torchrun job)",
+        free=True,
     )
 
-    @model_validator(mode="after")
-    def _check_length(self) -> TrainerConfig:
+    def _check(self) -> None:
         if self.total_epochs is not None and self.total_steps != type(self).model_fields["total_steps"].default:
             raise wrong("total_epochs", "is given in the place of total_steps: leave one of them out")
-        return self
 
 
 class Config(Record):
     """All settings of a run."""
 
     actor_rollout_ref: ActorRolloutRefConfig = Field(description="the policy: its model, training, generation")
-    critic: CriticConfig = Field(default=CriticConfig(), description="value model, for algorithms that use one")
-    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="what is optimised")
-    data: DataConfig = Field(default=DataConfig(), description="prompts or recorded responses")
-    reward: RewardConfig = Field(default=RewardConfig(), description="what is good")
-    cost: CostConfig = Field(
-        default=CostConfig(), description="what is kept below a limit, for algorithms that have a cost"
-    )
+    critic: CriticConfig = Field(CriticConfig(), description="value model, for algorithms that use one")
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="what is optimised")
+    data: DataConfig = Field(DataConfig(), description="prompts or recorded responses")
+    reward: RewardConfig = Field(RewardConfig(), description="what is good")
+    cost: CostConfig = Field(CostConfig(), description="what is kept below a limit, for algorithms that have a cost")
     tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = result(
-        default=(), description="several tasks that train the one actor, in the place of algorithm, reward and cost"
+        (), "several tasks that train the one actor, in the place of algorithm, reward and cost"
     )
-    trainer: TrainerConfig = Field(default=TrainerConfig(), description="length, evaluation, checkpoints, logs")
+    trainer: TrainerConfig = Field(TrainerConfig(), description="length, evaluation, checkpoints, logs")
 
-    @model_validator(mode="after")
-    def _check(self) -> Config:
+    def _check(self) -> None:
         check_names(self.tasks)
         sections = {"algorithm": AlgorithmConfig(), "reward": RewardConfig(), "cost": CostConfig()}
         if self.tasks and (set_too := [name for name, usual in sections.items() if getattr(self, name) != usual]):
@@ -503,7 +458,6 @@ class Config(Record):
                 raise wrong(f"trainer.{name}", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:
             raise wrong("trainer.total_steps", "is 0 and data.eval names nothing to evaluate on: nothing would run")
-        return self
 
 
 def config_hash(config: Config) -> str:
@@ -524,7 +478,7 @@ def _identity(section: BaseModel) -> dict[str, Any]:
     content = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if extra(field, "identity") is False or (extra(field, "added") and value == field.default):
+        if extra(field, "free") or (extra(field, "added") and value == field.default):
             del content[name]
         elif isinstance(value, Record):
             content[name] = _identity(value)

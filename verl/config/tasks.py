@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from verl.record import AsTuple, Count, NotNegative, Record, result, wrong
 from verl.record import function_path as as_function
@@ -24,37 +24,36 @@ def _algorithm(value: str) -> str:
     return as_function(value) if ":" in value else value
 
 
+AlgorithmName = Annotated[str, AfterValidator(_algorithm)]
+
+
 class TaskConfig(Record):
     """One of several tasks: what is sampled and learned, and what is good."""
 
     name: TaskName = result(description="what metrics call it, and its rows' column `task`")
-    type: Annotated[str, AfterValidator(_algorithm)] = result(description="the algorithm, by name or FILE.py:CLASS")
-    options: dict[str, Any] = result(default={}, description="the algorithm's own options")
+    type: AlgorithmName = result(description="the algorithm, by name or FILE.py:CLASS")
+    options: dict[str, Any] = result({}, "the algorithm's own options")
     reward_model: str | list[str] | dict[str, Any] | None = result(
-        default=None,
-        description="a reward by name (rm_hf, code_evaluator, math, ...), FILE.py:FUNCTION, a model, or an address; "
+        None,
+        "a reward by name (rm_hf, code_evaluator, math, ...), FILE.py:FUNCTION, a model, or an address; "
         "several addresses; or a mapping of names to rewards, {source, weight} each, which are summed",
     )
-    reward_config: dict[str, Any] = result(
-        default={}, description="options of the reward: model_name, device, timeout, ..."
-    )
+    reward_config: dict[str, Any] = result({}, "options of the reward: model_name, device, timeout, ...")
     constraint_model: str | None = result(
-        default=None, description="what checks responses while they are generated: a built-in guard or FILE.py:FUNCTION"
+        None, "what checks responses while they are generated: a built-in guard or FILE.py:FUNCTION"
     )
-    constraint_config: dict[str, Any] = result(default={}, description="options of that guard")
-    share: NotNegative = result(default=1.0, description="of the prompts, relative to other tasks")
+    constraint_config: dict[str, Any] = result({}, "options of that guard")
+    share: NotNegative = result(1.0, "of the prompts, relative to other tasks")
     loss_weight: NotNegative | None = result(
-        default=None, description="of its loss, where 1 is an equal weight for each task (null: its share)"
+        None, "of its loss, where 1 is an equal weight for each task (null: its share)"
     )
-    n: Count | None = result(default=None, description="samples a prompt (null: what suits the algorithm)")
-    sampling: dict[str, Any] = result(default={}, description="how responses are drawn, where not as the actor does")
+    n: Count | None = result(None, "samples a prompt (null: what suits the algorithm)")
+    sampling: dict[str, Any] = result({}, "how responses are drawn, where not as the actor does")
 
-    @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check(self) -> None:
         for what in ("reward", "constraint"):
             if getattr(self, f"{what}_config") and getattr(self, f"{what}_model") is None:
                 raise wrong(f"{what}_config", f"is for a {what}: it needs {what}_model")
-        return self
 
 
 class TasksFile(Record):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from verl.errors import DamagedCheckpointError
 from verl.record import Number, Record, result, wrong
@@ -31,22 +31,20 @@ Bound = Number | dict[str, Number]
 class PoolOptions(Record):
     """How often prompts are drawn whose samples were all solved, or have all failed."""
 
-    solved: Chance = result(default=0.25, description="chance that an epoch draws a prompt of the pool solved")
-    failed: Chance = result(default=0.25, description="the same of the pool failed")
+    solved: Chance = result(0.25, "chance that an epoch draws a prompt of the pool solved")
+    failed: Chance = result(0.25, "the same of the pool failed")
     decay: Annotated[float, Field(ge=0, lt=1)] = result(
-        default=0.5, description="factor of what such a chance lacks to 1, each time that an epoch passes a prompt over"
+        0.5, "factor of what such a chance lacks to 1, each time that an epoch passes a prompt over"
     )
-    metric: str = result(default="reward", description="what counts: reward, or a part of it, such as reward/accuracy")
-    solved_at: Bound = result(default=1.0, description="a sample with at least this is solved; or {TASK: NUMBER, ...}")
-    failed_at: Bound = result(default=0.0, description="a sample with at most this has failed; likewise")
+    metric: str = result("reward", "what counts: reward, or a part of it, such as reward/accuracy")
+    solved_at: Bound = result(1.0, "a sample with at least this is solved; or {TASK: NUMBER, ...}")
+    failed_at: Bound = result(0.0, "a sample with at most this has failed; likewise")
 
-    @model_validator(mode="after")
-    def _check(self) -> PoolOptions:
+    def _check(self) -> None:
         for task in self.tasks or {""}:
             solved, failed = self.bounds(task)
             if failed >= solved:
                 raise wrong("failed_at", f"must be below solved_at ({solved:g}), not {failed:g}")
-        return self
 
     @property
     def tasks(self) -> set[str]:

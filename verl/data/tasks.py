@@ -28,10 +28,10 @@ class TaskSource(Record):
 
     model_config = ConfigDict(extra="allow")
     task: str = result(description="its name")
-    size: Count = result(default=500, description="problems")
-    seed: Seed = result(default=0, description="which problems")
-    split: Literal["train", "eval"] | None = result(default=None, description="only the held-out ones, or the others")
-    holdout: float = result(default=0.2, gt=0, lt=1, description="share that is held out")
+    size: Count = result(500, "problems")
+    seed: Seed = result(0, "which problems")
+    split: Literal["train", "eval"] | None = result(None, "only the held-out ones, or the others")
+    holdout: float = result(0.2, "share that is held out", gt=0, lt=1)
 
 
 def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from verl.record import Count, Record, Strings, cost, limit, result, wrong
 
@@ -21,8 +21,8 @@ Dtype = Annotated[Literal["auto", "float64", "float32", "bfloat16", "float16", "
 
 class FusedKernelOptions(Record):
     impl_backend: str | None = cost(
-        default=None,
-        description="which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
+        None,
+        "which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
         "xformers, the nearest that are here, with a warning (null: those that are here)",
     )
 
@@ -30,60 +30,49 @@ class FusedKernelOptions(Record):
 class LoraOptions(Record):
     """Adapters of low rank, which are trained in the place of the weights."""
 
-    r: Count = result(default=16, description="rank of the adapters")
-    alpha: float = result(default=32.0, gt=0, description="their output is multiplied by alpha / r")
+    r: Count = result(16, "rank of the adapters")
+    alpha: float = result(32.0, "their output is multiplied by alpha / r", gt=0)
     targets: Strings = result(
-        default=("all-linear",),
-        description="names of the layers that get adapters, such as q_proj (all-linear: all but the output layer)",
+        ("all-linear",), "names of the layers that get adapters, such as q_proj (all-linear: all but the output layer)"
     )
 
 
 class ModelOptions(Record):
     """A model by name or directory: the sections `model` of a file."""
 
-    path: str | None = result(
-        default=None, description="model directory or hub name (for a critic, null: the actor's model)"
-    )
-    tokenizer: str | None = result(
-        default=None, description="tokenizer directory or hub name (null: the one beside the model)"
-    )
+    path: str | None = result(None, "model directory or hub name (for a critic, null: the actor's model)")
+    tokenizer: str | None = result(None, "tokenizer directory or hub name (null: the one beside the model)")
     dtype: Dtype = result(
-        default="auto",
-        description="precision of the live weights (auto: as in the files; float32 on a CPU without bf16; int4: of the "
+        "auto",
+        "precision of the live weights (auto: as in the files; float32 on a CPU without bf16; int4: of the "
         "base of a LoRA)",
     )
     lora: LoraOptions | None = result(
-        default=None,
-        description="train adapters in the place of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
+        None,
+        "train adapters in the place of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
         "defaults, or lists of layers by name as targets (null: train the weights)",
     )
-    trust_remote_code: bool = limit(default=False, description="run Python code that comes with the model")
+    trust_remote_code: bool = limit(False, "run Python code that comes with the model")
     enable_gradient_checkpointing: bool = cost(
-        default=False,
-        description="recompute activations in the backward pass: less memory, about a third slower",
+        False, "recompute activations in the backward pass: less memory, about a third slower"
     )
     use_remove_padding: bool = cost(
-        default=True,
-        description="train on packed sequences (false: on padded rows, through transformers' own forward)",
+        True, "train on packed sequences (false: on padded rows, through transformers' own forward)"
     )
     use_fused_kernels: bool = cost(
-        default=True,
-        description="run a model's layers by fused kernels where its architecture, device and dtype (bfloat16 or "
+        True,
+        "run a model's layers by fused kernels where its architecture, device and dtype (bfloat16 or "
         "float32) have some",
     )
-    fused_kernel_options: FusedKernelOptions = Field(
-        default=FusedKernelOptions(), description="options of the fused kernels"
-    )
+    fused_kernel_options: FusedKernelOptions = Field(FusedKernelOptions(), description="options of the fused kernels")
 
     @property
     def fused_kernels(self) -> bool | str:
         """The setting as `PackedModel(fused_kernels=...)` takes it."""
         return self.use_fused_kernels and (self.fused_kernel_options.impl_backend or True)
 
-    @model_validator(mode="after")
-    def _check(self) -> ModelOptions:
+    def _check(self) -> None:
         if self.dtype == "int4" and self.lora is None:
             raise wrong("dtype", "weights in int4 are not trained: set lora, to train adapters over them")
         if not self.use_fused_kernels and self.fused_kernel_options.impl_backend is not None:
             raise wrong("fused_kernel_options.impl_backend", "needs use_fused_kernels=true")
-        return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from verl.combinations import conflicts, named
 from verl.errors import nearest
@@ -14,14 +14,12 @@ from verl.record import (
     Count,
     FunctionPath,
     Natural,
+    Portion,
     Processes,
     Record,
     Strings,
-    added,
     cost,
-    free,
     function_path,
-    later,
     result,
     wrong,
 )
@@ -49,73 +47,59 @@ class RolloutOptions(Record):
     """Generation: the section `actor_rollout_ref.rollout` of a file, `rollout=` of an actor."""
 
     name: Annotated[str, AfterValidator(_engine_name)] = cost(
-        default="auto",
-        description="engine: embedded (on the trained weights themselves), hf (plain generate), vllm, your own, as "
+        "auto",
+        "engine: embedded (on the trained weights themselves), hf (plain generate), vllm, your own, as "
         "FILE.py:CLASS, or auto: vllm on a GPU where it is installed and can do what is set, else embedded",
     )
     episode: FunctionPath | None = result(
-        default=None, description="turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
+        None, "turns, tools or constraints of your own, as FILE.py:NAME (null: a single turn)"
     )
-    environment: FunctionPath | None = added(
-        "result",
+    environment: FunctionPath | None = result(
         None,
         "a class of TRL's form, whose public methods are tools, as FILE.py:CLASS; in the place of episode",
+        added=True,
     )
-    n: Count = result(default=8, description="samples per prompt")
-    max_new_tokens: Count = result(default=128, description="longest response, in tokens")
-    min_new_tokens: Natural = result(default=0, description="no end of sequence before this many tokens")
+    n: Count = result(8, "samples per prompt")
+    max_new_tokens: Count = result(128, "longest response, in tokens")
+    min_new_tokens: Natural = result(0, "no end of sequence before this many tokens")
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = result(
-        default=1.0, description="softmax temperature, in generation and in training alike"
+        1.0, "softmax temperature, in generation and in training alike"
     )
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = result(
-        default=0, description="sample among the k likeliest tokens only (0: off); biases the gradient"
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = result(
-        default=1.0, description="sample within this probability mass only (1: off); biases the gradient"
-    )
+    top_k: Natural = result(0, "sample among the k likeliest tokens only (0: off); biases the gradient")
+    top_p: Portion = result(1.0, "sample within this probability mass only (1: off); biases the gradient")
     min_p: Annotated[float, Field(ge=0, lt=1)] = result(
-        default=0.0,
-        description="drop tokens below this share of the likeliest one (0: off); biases the gradient",
+        0.0, "drop tokens below this share of the likeliest one (0: off); biases the gradient"
     )
-    stop: Strings = result(default=(), description="texts that end a response")
-    url: Strings = result(
-        default=(), description="addresses of running vLLM servers, which generate in the place of an engine of ours"
-    )
+    stop: Strings = result((), "texts that end a response")
+    url: Strings = result((), "addresses of running vLLM servers, which generate in the place of an engine of ours")
     max_num_seqs: Count = cost(
-        default=256,
-        description="sequences that one worker generates at the same time (also: rollout_per_device_batch_size)",
+        256, "sequences that one worker generates at the same time (also: rollout_per_device_batch_size)"
     )
     kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = cost(
-        default=None, description="memory for keys and values, in GB (null: from the memory that is free)"
+        None, "memory for keys and values, in GB (null: from the memory that is free)"
     )
     batch_invariant: bool = cost(
-        default=False,
-        description="a response is the same bit for bit in any batch, at the price of speed (embedded)",
+        False, "a response is the same bit for bit in any batch, at the price of speed (embedded)"
     )
     tensor_model_parallel_size: Count = cost(
-        default=1,
-        description="ranks that share one copy of the model in generation (embedded; vllm: processes of its own)",
+        1, "ranks that share one copy of the model in generation (embedded; vllm: processes of its own)"
     )
     overlap_comm: bool = cost(
-        default=False,
-        description="where training has another layout: the weights of a layer arrive while those before it compute "
-        "(embedded)",
+        False,
+        "where training has another layout: the weights of a layer arrive while those before it compute (embedded)",
     )
-    num_rollout_workers: Processes = cost(
-        default=1, description="processes that sample, in asynchronous training (trainer.max_staleness)"
+    num_rollout_workers: Processes = cost(1, "processes that sample, in asynchronous training (trainer.max_staleness)")
+    max_rollout_workers: Processes | None = cost(
+        None, "most such processes, when training waits for samples (null: always num_rollout_workers)", free=True
     )
-    max_rollout_workers: Processes | None = free(
-        "cost", None, "most such processes, when training waits for samples (null: always num_rollout_workers)"
+    transport: Literal["shared_memory", "queue"] = cost(
+        "shared_memory", "how samples and weights travel between processes; the results are the same", free=True
     )
-    transport: Literal["shared_memory", "queue"] = free(
-        "cost", "shared_memory", "how samples and weights travel between processes; the results are the same"
-    )
-    gpus_per_rollout_worker: int | None = later(
-        "cost", None, ONLY_GPUS, "accelerators of one rollout worker (null: the one the model is on)"
+    gpus_per_rollout_worker: int | None = cost(
+        None, "accelerators of one rollout worker (null: the one the model is on)", later=ONLY_GPUS
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> RolloutOptions:
+    def _check(self) -> None:
         for name, why in conflicts(self.asked()):
             raise wrong(name, why)
         if self.max_rollout_workers is not None and self.max_rollout_workers < self.num_rollout_workers:
@@ -126,7 +110,6 @@ class RolloutOptions(Record):
             raise wrong("url", f"is of vLLM servers: leave rollout.name={self.name} out")
         if self.min_new_tokens > self.max_new_tokens:
             raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
-        return self
 
     def asked(self) -> dict[str, str]:
         """What the settings are, as `verl.combinations` names it."""
@@ -154,13 +137,12 @@ class RolloutOptions(Record):
 class SamplerOptions(RolloutOptions):
     """What a rollout engine is made of: `RolloutOptions`, with what only Python can say."""
 
-    name: Any = cost(default="auto", description='a name, "FILE.py:NAME" of an `EngineFactory`, or such a factory')
+    name: Any = cost("auto", 'a name, "FILE.py:NAME" of an `EngineFactory`, or such a factory')
     episode: Any = result(
-        default=None,
-        description='what happens between a row and the engine, or "FILE.py:NAME" of it (null: a single turn)',
+        None, 'what happens between a row and the engine, or "FILE.py:NAME" of it (null: a single turn)'
     )
-    episodes: Mapping[str, Any] = result(default={}, description="of tasks, by name, in the place of `episode`")
-    seed: int = result(default=0, description="of the run; with a sample's id it fixes the sample's randomness")
+    episodes: Mapping[str, Any] = result({}, "of tasks, by name, in the place of `episode`")
+    seed: int = result(0, "of the run; with a sample's id it fixes the sample's randomness")
 
     @property
     def kv_memory(self) -> int | None:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from verl.combinations import check, named
 from verl.errors import ConfigError, nearest
 from verl.models.options import full_name
-from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, added, cost, free, result, wrong
+from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, cost, result, wrong
 from verl.weights.layout import PARALLEL, Layout, ModelShape
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -23,42 +23,38 @@ Strategy = Literal["single", "ddp", "fsdp", "deepspeed", "megatron"]
 class OptimConfig(Record):
     """AdamW (Loshchilov and Hutter, 2019) with a learning-rate schedule. A step here is an optimizer step."""
 
-    lr: float = result(default=1e-6, ge=0, description="highest learning rate")
-    betas: Annotated[tuple[_Beta, _Beta], AsTuple] = result(
-        default=(0.9, 0.999), description="decay rates of the two moments"
-    )
-    adam_eps: float = result(default=1e-6, gt=0, description="added to the root of the second moment")
-    weight_decay: float = result(default=0.0, ge=0, description="decoupled; acts on what weight_decay_on says")
-    weight_decay_on: Literal["all", "matrices"] = added(
-        "result", "all", "trained weights that decay: all, or those of two dimensions and more (not biases, norms)"
+    lr: float = result(1e-6, "highest learning rate", ge=0)
+    betas: Annotated[tuple[_Beta, _Beta], AsTuple] = result((0.9, 0.999), "decay rates of the two moments")
+    adam_eps: float = result(1e-6, "added to the root of the second moment", gt=0)
+    weight_decay: float = result(0.0, "decoupled; acts on what weight_decay_on says", ge=0)
+    weight_decay_on: Literal["all", "matrices"] = result(
+        "all", "trained weights that decay: all, or those of two dimensions and more (not biases, norms)", added=True
     )
     moments: Literal["bfloat16", "float32"] | None = result(
-        default=None, description="dtype of the moments of bf16 weights (null: bfloat16, rounded at random)"
+        None, "dtype of the moments of bf16 weights (null: bfloat16, rounded at random)"
     )
-    max_grad_norm: float | None = result(default=1.0, gt=0, description="global norm to clip to; null: none")
-    warmup_steps: Natural = result(default=0, description="steps of linear warm-up; the first is not zero")
+    max_grad_norm: float | None = result(1.0, "global norm to clip to; null: none", gt=0)
+    warmup_steps: Natural = result(0, "steps of linear warm-up; the first is not zero")
     schedule: Literal["constant", "linear", "cosine"] | Callable[[int], float] = result(
-        default="constant",
-        description="course of the learning rate after the warm-up; in Python also a function of the optimizer step, "
+        "constant",
+        "course of the learning rate after the warm-up; in Python also a function of the optimizer step, "
         "from 0, to the factor of lr, its warm-up included",
     )
-    total_steps: Count | None = result(default=None, description="where linear and cosine reach zero")
+    total_steps: Count | None = result(None, "where linear and cosine reach zero")
 
-    @model_validator(mode="after")
-    def _check_length(self) -> OptimConfig:
+    def _check(self) -> None:
         if self.weight_decay_on != "all" and not self.weight_decay:
             raise wrong("weight_decay_on", "is of weight_decay, which is 0: set that, or leave it out")
         if self.schedule not in ("constant", "linear", "cosine") and (self.warmup_steps or self.total_steps):
             raise wrong("schedule", "is a function of all steps: leave warmup_steps and total_steps out")
         if self.total_steps is None:
-            return self
+            return
         if self.schedule == "constant":
             raise wrong("total_steps", "is where linear and cosine reach zero: set schedule, or leave it out")
         if self.warmup_steps >= self.total_steps:
             raise wrong(
                 "warmup_steps", f"{self.warmup_steps} leaves nothing of total_steps={self.total_steps}: lower it"
             )
-        return self
 
 
 _Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(full_name)]
@@ -66,44 +62,42 @@ _Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(full_name)]
 
 class WrapPolicy(Record):
     transformer_layer_cls_to_wrap: Strings | None = cost(
-        default=None, description="classes of the modules that are cut and gathered as a unit (null: each layer)"
+        None, "classes of the modules that are cut and gathered as a unit (null: each layer)"
     )
 
 
 class MixedPrecision(Record):
-    param_dtype: _Dtype | None = result(
-        default=None, description="dtype of gathered parameters, also bf16, fp32 (null: the model's)"
-    )
+    param_dtype: _Dtype | None = result(None, "dtype of gathered parameters, also bf16, fp32 (null: the model's)")
     reduce_dtype: _Dtype | None = result(
-        default=None, description="dtype that gradients are reduced in (null: float32 of bf16 weights, else theirs)"
+        None, "dtype that gradients are reduced in (null: float32 of bf16 weights, else theirs)"
     )
-    buffer_dtype: _Dtype | None = result(default=None, description="dtype of buffers (null: as the model has them)")
+    buffer_dtype: _Dtype | None = result(None, "dtype of buffers (null: as the model has them)")
 
 
 class FSDPConfig(Record):
     """Fully sharded data parallelism, of the strategy 'fsdp'. `wrap_policy_fn` may also be set as an attribute."""
 
-    fsdp_size: Literal[-1] | Count = free(
-        "cost", -1, "ranks that a model is cut over, of which there are replicas (-1: all)"
+    fsdp_size: Literal[-1] | Count = cost(
+        -1, "ranks that a model is cut over, of which there are replicas (-1: all)", free=True
     )
-    param_offload: bool = free(
-        "cost", False, "keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)"
+    param_offload: bool = cost(
+        False, "keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)", free=True
     )
-    optimizer_offload: bool = free(
-        "cost", False, "between updates keep the optimizer's state in host memory, and free the gradient sums"
+    optimizer_offload: bool = cost(
+        False, "between updates keep the optimizer's state in host memory, and free the gradient sums", free=True
     )
-    reshard_after_forward: bool = free(
-        "cost", True, "free gathered parameters after the forward pass, and gather them again for backward"
+    reshard_after_forward: bool = cost(
+        True, "free gathered parameters after the forward pass, and gather them again for backward", free=True
     )
-    forward_prefetch: bool = free("cost", False, "gather the next unit while the present one computes")
-    wrap_policy: WrapPolicy = free("cost", WrapPolicy(), "what is cut and gathered as a unit")
-    wrap_policy_fn: FunctionPath | Callable[..., Any] | None = free(
-        "cost",
+    forward_prefetch: bool = cost(False, "gather the next unit while the present one computes", free=True)
+    wrap_policy: WrapPolicy = cost(WrapPolicy(), "what is cut and gathered as a unit", free=True)
+    wrap_policy_fn: FunctionPath | Callable[..., Any] | None = cost(
         None,
         "FILE.py:FUNCTION of a module that says whether it is a unit, or a policy of FSDP1 "
         "(transformer_auto_wrap_policy)",
+        free=True,
     )
-    mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="precision under FSDP")
+    mixed_precision: MixedPrecision = Field(MixedPrecision(), description="precision under FSDP")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "wrap_policy_fn":
@@ -120,17 +114,15 @@ class FSDPConfig(Record):
         policy = {**dict(settings.get("wrap_policy") or {}), name: settings[name]}
         return {key: value for key, value in settings.items() if key != name} | {"wrap_policy": policy}
 
-    @model_validator(mode="after")
-    def _one_policy(self) -> FSDPConfig:
+    def _check(self) -> None:
         if self.wrap_policy_fn is not None and self.wrap_policy.transformer_layer_cls_to_wrap is not None:
             raise wrong("wrap_policy_fn", "says what is a unit, and so does wrap_policy: give one of them")
-        return self
 
 
 class DeepSpeedOptions(Record):
     zero_stage: Literal[1, 2, 3] = cost(
-        default=2,
-        description="what DeepSpeed cuts over ranks: masters and moments (1), gradients too (2), weights too (3); it "
+        2,
+        "what DeepSpeed cuts over ranks: masters and moments (1), gradients too (2), weights too (3); it "
         "sums in float32",
     )
 
@@ -138,44 +130,38 @@ class DeepSpeedOptions(Record):
 class TrainSettings(Record):
     """How one model is trained: the section `critic` of a file."""
 
-    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer, learning rate and its schedule")
-    mini_batch_size: Count | None = result(
-        default=None, description="samples per optimizer step (null: all of the rollout batch)"
-    )
-    epochs: Count = result(default=1, description="passes over each rollout batch")
+    optim: OptimConfig = Field(OptimConfig(), description="optimizer, learning rate and its schedule")
+    mini_batch_size: Count | None = result(None, "samples per optimizer step (null: all of the rollout batch)")
+    epochs: Count = result(1, "passes over each rollout batch")
     micro_batch_size: Count | None = cost(
-        default=None,
-        description="most samples in one forward and backward pass (null: as max_tokens_per_micro_batch allows; also: "
+        None,
+        "most samples in one forward and backward pass (null: as max_tokens_per_micro_batch allows; also: "
         "train_micro_batch_size_per_gpu)",
     )
     max_tokens_per_micro_batch: Count | None = cost(
-        default=16384, description="most tokens in one forward and backward pass; a longer sample goes alone"
+        16384, "most tokens in one forward and backward pass; a longer sample goes alone"
     )
-    use_amp: bool = result(
-        default=False,
-        description="fp32 weights are multiplied in bfloat16 (autocast), and stay as they are",
-    )
+    use_amp: bool = result(False, "fp32 weights are multiplied in bfloat16 (autocast), and stay as they are")
     use_torch_compile: bool = cost(
-        default=False,
-        description="compile each layer by torch.compile, in the place of fused kernels (strategies single and ddp)",
+        False, "compile each layer by torch.compile, in the place of fused kernels (strategies single and ddp)"
     )
-    strategy: Strategy = free(
-        "cost",
+    strategy: Strategy = cost(
         "ddp",
         "how ranks share training: ddp (each has the whole model), fsdp (each a part), "
         "deepspeed (ZeRO), megatron (Megatron-LM's layers), single (one rank)",
+        free=True,
     )
-    tensor_parallel_size: Count = free("cost", 1, "ranks that share the matrices of each layer")
-    pipeline_parallel_size: Count = free("cost", 1, "ranks that share the layers, in stages")
-    ulysses_sequence_parallel_size: Count = free("cost", 1, "ranks that share the tokens of a sequence")
-    expert_parallel_size: Count = free("cost", 1, "ranks that share the experts of a mixture")
+    tensor_parallel_size: Count = cost(1, "ranks that share the matrices of each layer", free=True)
+    pipeline_parallel_size: Count = cost(1, "ranks that share the layers, in stages", free=True)
+    ulysses_sequence_parallel_size: Count = cost(1, "ranks that share the tokens of a sequence", free=True)
+    expert_parallel_size: Count = cost(1, "ranks that share the experts of a mixture", free=True)
 
 
 class TrainOptions(TrainSettings):
     """The section `actor_rollout_ref.actor` of a file, and `train=` of a handle."""
 
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="fully sharded data parallelism")
-    deepspeed_config: DeepSpeedOptions = free("cost", DeepSpeedOptions(), "ZeRO by DeepSpeed")
+    deepspeed_config: DeepSpeedOptions = cost(DeepSpeedOptions(), "ZeRO by DeepSpeed", free=True)
 
     @property
     def trains(self) -> bool:
@@ -212,28 +198,22 @@ class EngineOptions(TrainOptions):
         default=None, description="null: the model is only read, unless `optimizer` is given"
     )
     optimizer: Any = result(
-        default=None,
-        description="in the place of AdamW a torch optimizer of the caller's over the model's parameters, or a "
+        None,
+        "in the place of AdamW a torch optimizer of the caller's over the model's parameters, or a "
         "function that makes one of a list of parameters; where ranks cut weights these are pieces of them, so that it "
         "must treat a weight element by element",
     )
     scheduler: Any = result(
-        default=None,
-        description="torch's schedule of that optimizer, or a function that makes it of the optimizer; it steps after "
-        "it",
+        None, "torch's schedule of that optimizer, or a function that makes it of the optimizer; it steps after it"
     )
-    gradient_checkpointing: bool = cost(default=False, description="compute activations again in the backward pass")
-    share_prompts: bool = cost(
-        default=True, description="rows share the forward pass of what they begin with; the numbers stay the same"
-    )
-    fused_kernels: bool | str = cost(default=True, description="see `PackedModel`")
-    remove_padding: bool = cost(default=True, description="false: compute on padded rows, see `Forward`")
+    gradient_checkpointing: bool = cost(False, "compute activations again in the backward pass")
+    share_prompts: bool = cost(True, "rows share the forward pass of what they begin with; the numbers stay the same")
+    fused_kernels: bool | str = cost(True, "see `PackedModel`")
+    remove_padding: bool = cost(True, "false: compute on padded rows, see `Forward`")
 
-    @model_validator(mode="after")
-    def _check_scheduler(self) -> EngineOptions:
+    def _check(self) -> None:
         if self.scheduler is not None and self.optimizer is None:
             raise wrong("scheduler", "is of a caller's optimizer: give optimizer too, or optim.schedule in its place")
-        return self
 
     @property
     def trains(self) -> bool:
