@@ -125,8 +125,6 @@ class ServerPool:
         if not parsed or any(url.scheme not in ("http", "https") or not url.netloc for url in parsed) or len(paths) > 1:
             raise ConfigError(f"servers are addresses like http://host:8000, all with the same path, not {urls!r}")
         check_key(api_key, kind)
-        if timeout <= 0 or retries < 0:
-            raise ConfigError(f"servers: timeout must be above 0 and retries at least 0, not {timeout} and {retries}")
         path = paths.pop()
         known = _MODEL_PATH.search(path)
         #: The path of a protocol; what precedes it belongs to every address.

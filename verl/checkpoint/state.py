@@ -26,13 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Po
 from verl.batch import Batch
 from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
 from verl.checkpoint.saving import SaveResult
-from verl.checkpoint.store import (
-    Checkpoint,
-    VerifyReport,
-    load_checkpoint,
-    model_identity,
-    save_checkpoint,
-)
+from verl.checkpoint.store import Checkpoint, VerifyReport, load_checkpoint, model_identity, save_checkpoint
 from verl.checkpoint.store import verify as verify_files
 from verl.cluster.controller import start
 from verl.durable import parse_json

@@ -63,11 +63,8 @@ class ResourcePool:
 
     @checked
     def __init__(self, devices: str | Device | Iterable[str | Device], parallel: str = "data") -> None:
-        pool = [
-            device
-            for part in ([devices] if isinstance(devices, str | Device) else devices)
-            for device in _devices(part)
-        ]
+        parts = [devices] if isinstance(devices, str | Device) else devices
+        pool = [device for part in parts for device in _devices(part)]
         if not pool:
             raise ConfigError("placement: a pool needs at least one device, such as 'cuda:0' or 'cpu:0'")
         _check_count(len(pool), "a pool")

@@ -135,8 +135,6 @@ class PromptLoader:
         pools: PoolOptions | Mapping[str, Any] | None = None,
         task: str = "",
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
         if isinstance(data, PromptStream) and shuffle:
             raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
         self.data, self.batch_size = data, batch_size

@@ -30,13 +30,10 @@ def _as_it_is(batch: Any) -> Any:
 def ahead(batches: Iterator[Any], prepare: Callable[[Any], Any] = _as_it_is) -> Iterator[Any]:
     """The same batches, prepared, each read while the one before is used."""
 
-    def read() -> Any:
-        batch = next(batches, _END)
-        return batch if batch is _END else prepare(batch)
-
-    coming = beside(read, name="prefetch")
-    while (batch := coming.result()) is not _END:
-        coming = beside(read, name="prefetch")
+    rows = RowsAhead(map(prepare, batches))
+    rows.read(1)
+    while (batch := rows.next(_END)) is not _END:
+        rows.read(1)
         yield batch
 
 

@@ -46,12 +46,7 @@ class TaskLoader:
 
     @checked
     def __init__(
-        self,
-        sources: Mapping[str, Source],
-        shares: Weights | None = None,
-        *,
-        batch_size: Count,
-        seed: int = 0,
+        self, sources: Mapping[str, Source], shares: Weights | None = None, *, batch_size: Count, seed: int = 0
     ) -> None:
         if not sources:
             raise ConfigError("TaskLoader.sources: a batch has prompts of at least 1 task, not of none")

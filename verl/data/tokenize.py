@@ -11,7 +11,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 from verl.batch import Batch
 from verl.checked import checked
@@ -19,7 +19,7 @@ from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.forms import TRAINED
 from verl.data.prompts import PromptDataset, PromptStream, content_text, load_prompts
 from verl.data.text import spelled
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.record import Count
 
 Truncation = Literal["left", "right", "drop", "error"]
@@ -45,10 +45,6 @@ class PromptTokenizer:
         truncation: Truncation = "error",
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        if truncation not in get_args(Truncation):
-            raise ConfigError(f"truncation is one of {', '.join(get_args(Truncation))}, not '{truncation}'")
-        if max_prompt_length is not None and max_prompt_length < 1:
-            raise ConfigError(f"max_prompt_length must be at least 1, not {max_prompt_length}")
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation

@@ -79,10 +79,7 @@ def _try_out(model: Any, form: str) -> None:
             merged = outputs(model)
         with adapters_off(model, first):
             after = outputs(model)
-    for how, result in (
-        ("merged into their layers", merged),
-        ("opened again over their base", exported),
-    ):
+    for how, result in (("merged into their layers", merged), ("opened again over their base", exported)):
         if not _mean(result, live) <= rounding:
             raise ModelError(
                 f"adapters of this form ({form}) cannot be exported: {how}, the model's outputs differ by "

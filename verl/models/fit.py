@@ -245,12 +245,7 @@ def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[Weig
     inner: Any = getattr(model, "backbone", model)
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError:  # transformers 4 keeps the tensors of the files apart as they are
         return _sources_by_name(inner.base_model_prefix, model_weights(model), keys)
     changes = get_model_conversion_mapping(inner)

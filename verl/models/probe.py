@@ -45,8 +45,7 @@ def check_export(model: Any, path: Path, *, adapter: bool = False) -> None:
     if adapter:
         _check_adapter(model, path, fits)
     elif fits:
-        again = load_model(path, dtype=_dtype(model), kind=_kind(model))
-        _check_gap(model, again, str(path))
+        _check_gap(model, load_model(path, **_form(model)), str(path))
     else:
         _check_tensors(model, path)
         logger.info("%s: all tensors are the live model's; outputs, for %.1f GB, not compared", path, needed / 1e9)
@@ -62,7 +61,7 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
     try:
         if not base or isinstance(model, ValueModel) or not fits:
             raise ModelError("it is not named, has another head, or does not fit beside it")
-        plain = load_model(base, dtype=_dtype(model))
+        plain = load_model(base, **_form(model))
     except ModelError as error:
         logger.warning("%s was not compared with the live model, its base is not at hand: %s", path, error)
         return
@@ -82,7 +81,7 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
 def _check_gap(model: Any, again: Any, what: str, at_least: float = 0.0) -> None:
     gap = _gap(model, again)
     mean, most = float(gap.mean()), float(gap.max())
-    allowed = max(at_least, _TOLERANCE.get(_torch_dtype(model), _HALF))
+    allowed = max(at_least, _TOLERANCE.get(getattr(model, "backbone", model).dtype, _HALF))
     if not mean <= allowed:
         raise ModelError(
             f"{what} is not the model it was written from: on a probe outputs differ by {mean:.3g} on average and "
@@ -100,20 +99,14 @@ def _check_tensors(model: Any, path: Path) -> None:
     """Raises ModelError: a tensor of the directory is not that of the merged model."""
     from verl.models.source import ModelFiles
 
-    stored = ModelFiles(str(path), _kind(model), _dtype(model)).stream()  # type: ignore[arg-type]
+    stored = ModelFiles(str(path), **_form(model)).stream()
     for live, there in zip_longest(merged_shards(model), stored):
         if live is None or there is None or live.name != there.name or not torch.equal(live.tensor.cpu(), there.tensor):
             name = (live or there).name
             raise ModelError(f"{path} is not the model it was written from: '{name}' differs there, or is not there")
 
 
-def _kind(model: Any) -> Any:
-    return "value" if isinstance(model, ValueModel) else "causal"
-
-
-def _torch_dtype(model: Any) -> torch.dtype:
-    return getattr(model, "backbone", model).dtype  # type: ignore[no-any-return]
-
-
-def _dtype(model: Any) -> str:
-    return str(_torch_dtype(model)).removeprefix("torch.")
+def _form(model: Any) -> dict[str, Any]:
+    """In which dtype, and as which kind of model, its files are read."""
+    dtype = str(getattr(model, "backbone", model).dtype).removeprefix("torch.")
+    return {"dtype": dtype, "kind": "value" if isinstance(model, ValueModel) else "causal"}

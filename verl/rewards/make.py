@@ -17,6 +17,10 @@ from verl.rewards.registry import REWARDS, registered
 from verl.rewards.source import RewardSource, source_of
 from verl.user_functions import split_spec
 
+_TASK = ("reasoning_gym", "TaskReward")
+#: Module and class of rewards that take no more than their options.
+_BY_NAME = {"task": _TASK, "reasoning_gym": _TASK, "math": ("maths", "MathReward")}
+
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
     """A `RewardSource` from one of many things.
@@ -63,10 +67,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("functions", "FunctionReward", options, str(source))
     if isinstance(source, str) and (reward := registered(source)) is not None:
         return _make(_called(reward, source, options), options)
-    if isinstance(source, str) and source in ("task", "reasoning_gym"):
-        return _build("reasoning_gym", "TaskReward", options)
-    if isinstance(source, str) and source == "math":
-        return _build("maths", "MathReward", options)
+    if isinstance(source, str) and source in _BY_NAME:
+        return _build(*_BY_NAME[source], options)
     if isinstance(source, str) and source == "data_source":
         from verl.rewards.by_source import score_by_source
 
@@ -109,9 +111,7 @@ def _code(options: dict[str, Any]) -> RewardSource:
     evaluator = options.pop("evaluator", "tests")
     if evaluator not in ("tests", "codebleu"):
         raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {evaluator!r}")
-    return (
-        _build("code", "CodeReward", options) if evaluator == "tests" else _build("codebleu", "CodeBleuReward", options)
-    )
+    return _build(*{"tests": ("code", "CodeReward"), "codebleu": ("codebleu", "CodeBleuReward")}[evaluator], options)
 
 
 def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> RewardSource:

@@ -159,10 +159,8 @@ def _reached(value: Any, depth: int) -> Iterator[Any]:
             with suppress(ValueError):  # it is empty
                 inner.append(cell.cell_contents)
         inner += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-    elif isinstance(value, list | tuple | set):
-        inner = list(value)[:100]
-    elif isinstance(value, dict):
-        inner = list(value.values())[:100]
+    elif isinstance(value, list | tuple | set | dict):
+        inner = list(value.values() if isinstance(value, dict) else value)[:100]
     elif hasattr(value, "__dict__"):
         inner = [*vars(value).values(), getattr(type(value), "__call__", None)]  # noqa: B004
     for one in inner:

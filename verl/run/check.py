@@ -143,11 +143,7 @@ def _readers(
     yield "data.pools", any("reward" in each.roles for each in drawn), "they go by the rewards of sampled responses"
     yield "trainer.max_resamples", rejects, f"{of} no samples that are rejected"
     yield "trainer.max_resamples", trainer.max_staleness is None, "asynchronous training samples nothing again"
-    yield (
-        f"{_ROLLOUT}.n",
-        not config.tasks or rollout.n == 1,
-        "each of the tasks has its own n",
-    )  # 1: see translation
+    yield (f"{_ROLLOUT}.n", not config.tasks or rollout.n == 1, "each of the tasks has its own n")  # 1: see translation
     for name in (*(f"{_ROLLOUT}.{name}" for name in _SAMPLING), *_EVALUATION):
         yield name, samples, "nothing is sampled: the responses are recorded"
 

@@ -40,13 +40,7 @@ _CALLS = ("functional", "function_call", "function", "call_based")
 #: What tests read that only exists beside the program: its output, and what they replace in it.
 _LIVE = frozenset(("stdout", "stderr", "stdin", "redirect_stdout", "patch", "mock"))
 _PREPARATIONS = (
-    ast.Import,
-    ast.ImportFrom,
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-    ast.Assign,
-    ast.AnnAssign,
+    ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 )
 #: Without any of these, a text only fails where the program does.
 _CHECKS = re.compile("assert|raise|fail|exit")

@@ -44,6 +44,7 @@ COMMON = {
     "fractions": "Fraction",
     "decimal": "Decimal",
 }
+LIBRARIES = {name: module for module, names in COMMON.items() for name in names.split()}
 #: Modules as which tests import the program.
 PROGRAM = ("solution", "main", "program", "submission", "answer", "implementation", "your_module", "my_module")
 #: What a handle passes on: operations without an operand that the tests could expect something of; and the others.
@@ -169,9 +170,8 @@ class Asker:
             with contextlib.suppress(BrokenPipeError):
                 self.out.flush()
             line = self.lines.readline(1 << 24)
-            kind, content, changed = (
-                json.loads(line) if line.endswith("\n") else ("over", "the program has ended", None)
-            )
+            ended = ("over", "the program has ended", None)
+            kind, content, changed = json.loads(line) if line.endswith("\n") else ended
             self.over = str(content) if kind == "over" else None
         if self.over is not None:
             raise Over(self.over)
@@ -273,8 +273,7 @@ def run_program(program: str) -> tuple[dict[str, Any], str | None]:
     """What a program defines, as module "solution", and why it does not run. Common names need no import, as where
     such programs are written for (a class `Solution` with `List` in its signatures)."""
     module = sys.modules["solution"] = types.ModuleType("solution")
-    usual = {name: library for library, names in COMMON.items() for name in names.split() if name in program}
-    usual = {name: getattr(importlib.import_module(library), name) for name, library in usual.items()}
+    usual = {name: getattr(importlib.import_module(of), name) for name, of in LIBRARIES.items() if name in program}
     vars(module)["__builtins__"] = {**vars(builtins), **usual}
     problem: BaseException | None = None
     for flags in (0, __future__.annotations.compiler_flag):  # an annotation may name a class of the tests
@@ -397,23 +396,22 @@ class Names(dict[str, object]):
         self.source, self.entry = source, entry
         free = free_names(tree)
         self.modules = {name: module for name in free if (module := module_of(name, tree)) is not None}
-        self.libraries = {name: module for module, names in COMMON.items() for name in names.split()}
         self.checked = checked_names(tree)
         others = {name for name in free if not hasattr(builtins, name) and not name.startswith("__")}
-        self.keeps_to_python = bool(entry or self.checked or others - self.libraries.keys() - self.modules.keys())
+        self.keeps_to_python = bool(entry or self.checked or others - LIBRARIES.keys() - self.modules.keys())
 
     def __missing__(self, name: str) -> Any:
         if name in self.modules:
             return self.modules[name]
-        of_python = name not in self.checked and (hasattr(builtins, name) or name in self.libraries)
+        of_python = name not in self.checked and (hasattr(builtins, name) or name in LIBRARIES)
         if not of_python or not self.keeps_to_python:
             if name == "candidate" and self.entry:
                 return self.entry_point(self.entry)
             is_defined, value = self.source.lookup(name)
             if is_defined:
                 return value
-        if name in self.libraries:
-            return getattr(importlib.import_module(self.libraries[name]), name)
+        if name in LIBRARIES:
+            return getattr(importlib.import_module(LIBRARIES[name]), name)
         raise KeyError(name) if hasattr(builtins, name) else NameError(f"the program does not define '{name}'")
 
     def entry_point(self, path: str) -> Any:
@@ -458,10 +456,9 @@ def checked_names(tree: ast.AST) -> set[str]:
             of_program = PROGRAM if isinstance(node, ast.Import) else names if node.module in PROGRAM else []
             checked |= {*names} & {*of_program}
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            names_called = (
-                node.args if node.func.id == "check" else [node.func] if node.func.id in ("inf", "nan", "pi") else []
-            )
-            checked |= {argument.id for argument in names_called if isinstance(argument, ast.Name)}
+            constant = [node.func] if node.func.id in ("inf", "nan", "pi") else []
+            checked_here = node.args if node.func.id == "check" else constant
+            checked |= {argument.id for argument in checked_here if isinstance(argument, ast.Name)}
     return checked
 
 

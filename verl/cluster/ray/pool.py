@@ -141,8 +141,6 @@ class Pool:
             ConfigError: fewer than one, more than this machine bears, or Ray is not installed.
             ClusterError: there is no Ray cluster, see `cluster.connect`.
         """
-        if size < 1:
-            raise ConfigError(f"there must be at least one {self.role} worker, not {size}")
         check_count(size, f"{self.role} workers")
         with self.lock:
             self._ample_since, self._needed = time.monotonic(), 0
