@@ -48,13 +48,13 @@ from verl.rollout.tools import ToolEpisode, tool
 from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.evaluation import HeldOut, binomial_interval, paired_bootstrap
 from verl.trainer.guard import SafetyGuard
+from verl.trainer.keywords import TrainerKeywords
 from verl.trainer.options import (
     BufferOptions,
     CheckpointOptions,
     LimitOptions,
     LoggingOptions,
     PlacementOptions,
-    TrainerKeywords,
 )
 from verl.utils.batching import DynamicBatchSampler
 

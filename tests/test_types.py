@@ -11,7 +11,8 @@ import pytest
 import verl
 from tests.package import modules
 from verl.models.options import ModelOptions
-from verl.roles.settings import KEYWORDS, ActorArguments, ActorKeywords, CriticKeywords
+from verl.roles.keywords import ActorArguments, ActorKeywords, CriticKeywords
+from verl.roles.settings import KEYWORDS
 from verl.roles.workers import BuiltArguments, BuiltWorker
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions

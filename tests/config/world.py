@@ -116,7 +116,7 @@ def waiting(responses, prompts):
 
 
 async def twice(client, row):
-    from verl.rollout.episode import Turns
+    from verl.rollout.turns import Turns
 
     turns = Turns()
     for _ in range(2):

@@ -21,9 +21,9 @@ import torch
 from tests import forked
 from verl.batch import Batch
 from verl.errors import RewardError
-from verl.rewards.calls import MAX_HUNG
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, run_reward
+from verl.rewards.threads import MAX_HUNG
 from verl.roles.reward import Reward
 
 SAMPLES = Batch.from_rows([{"prompt": "p", "response": text, "reward_model": {"ground_truth": "1"}} for text in "abc"])

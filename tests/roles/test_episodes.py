@@ -17,7 +17,8 @@ from verl.batch import Batch
 from verl.errors import RolloutError
 from verl.report.samples import permuted, renamed
 from verl.rollout.base import SamplingParams
-from verl.rollout.episode import Client, Turns
+from verl.rollout.episode import Client
+from verl.rollout.turns import Turns
 
 TOOL = [70, 71, 72]
 

@@ -13,8 +13,8 @@ import pytest
 import verl
 from verl.config import load_config
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.episode import Turns
 from verl.rollout.gateway.gateway import Gateway
+from verl.rollout.turns import Turns
 from verl.run.check import check_settings
 from verl.run.train import train
 

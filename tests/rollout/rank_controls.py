@@ -16,8 +16,9 @@ import torch
 import verl
 from verl.rollout.base import SamplingParams, Verdict
 from verl.rollout.constrained import ConstrainedEpisode
-from verl.rollout.episode import Client, Turns
+from verl.rollout.episode import Client
 from verl.rollout.grammar import Grammar
+from verl.rollout.turns import Turns
 
 PROMPTS = ["Once upon a time", "In the beginning", "A", "The quick brown fox"]
 COLUMNS = ("response_tokens", "response", "finish", "rollout_log_probs", "response_mask", "rejected", "episode_error")

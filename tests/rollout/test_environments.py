@@ -19,8 +19,9 @@ from verl.config import load_config
 from verl.errors import ConfigError
 from verl.rollout.base import SamplingParams
 from verl.rollout.environments import EnvironmentEpisode, as_environments
-from verl.rollout.episode import Outcome, run_episodes
+from verl.rollout.episode import run_episodes
 from verl.rollout.gateway.template import ChatTemplate
+from verl.rollout.turns import Outcome
 from verl.run.check import check_settings
 from verl.trl import GRPOConfig, GRPOTrainer
 

@@ -13,7 +13,8 @@ from verl.errors import ConfigError, RolloutError
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
-from verl.rollout.episode import Client, Outcome, Turns, run_episodes, single_turn
+from verl.rollout.episode import Client, run_episodes, single_turn
+from verl.rollout.turns import Outcome, Turns
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 ROWS = [{"id": f"row {i}", "prompt_tokens": [10 + i, 11, 12]} for i in range(6)]

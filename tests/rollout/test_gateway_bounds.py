@@ -24,10 +24,11 @@ from tests.sockets import listeners
 from tests.templates import TOOL_FAMILIES
 from verl.errors import RolloutError
 from verl.rollout.base import Sample, SamplingParams
-from verl.rollout.episode import Outcome, run_episodes
+from verl.rollout.episode import run_episodes
 from verl.rollout.gateway import agents, server
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.gateway.linking import Conversations
+from verl.rollout.turns import Outcome
 
 pytest.importorskip("aiohttp")
 

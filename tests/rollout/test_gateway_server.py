@@ -22,11 +22,12 @@ from tests.templates import TOOL_FAMILIES
 from verl.batch import Batch
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams
-from verl.rollout.episode import Outcome, run_episodes
+from verl.rollout.episode import run_episodes
 from verl.rollout.gateway import agents, server
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Conversations
 from verl.rollout.rows import episode_rows
+from verl.rollout.turns import Outcome
 
 pytest.importorskip("aiohttp")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'

@@ -20,8 +20,9 @@ from verl.models.packed import PackedModel
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
-from verl.rollout.episode import Client, Turns, run_episodes
+from verl.rollout.episode import Client, run_episodes
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
+from verl.rollout.turns import Turns
 
 MakeModel = Callable[..., PreTrainedModel]
 

@@ -16,14 +16,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as safetensors
 
 from verl.batch import Batch
+from verl.checkpoint.directory import CheckpointStore
 from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
-from verl.checkpoint.store import (
-    CheckpointStore,
-    load_checkpoint,
-    model_identity,
-    save_checkpoint,
-    verify,
-)
+from verl.checkpoint.store import load_checkpoint, model_identity, save_checkpoint, verify
 from verl.errors import CheckpointError, DamagedCheckpointError
 from verl.schemas import CHECKPOINT
 from verl.weights import tensor_files

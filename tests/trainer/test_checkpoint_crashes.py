@@ -14,7 +14,8 @@ import torch
 
 from tests import forked
 from tests.trainer.test_checkpoint import IDENTITY, assert_holds, contents, store_with
-from verl.checkpoint.store import CheckpointStore, load_checkpoint, save_checkpoint, verify
+from verl.checkpoint.directory import CheckpointStore
+from verl.checkpoint.store import load_checkpoint, save_checkpoint, verify
 from verl.durable import staging_of
 from verl.errors import CheckpointError
 
@@ -33,7 +34,7 @@ def process(script: str, path: Path) -> subprocess.Popen[str]:
 
 SAVER = """
     import os, sys, torch
-    from verl.checkpoint.store import CheckpointStore
+    from verl.checkpoint.directory import CheckpointStore
     for line in sys.stdin:
         child = os.fork()
         if child:
@@ -82,7 +83,7 @@ def assert_whole(store: CheckpointStore) -> None:
 
 CRASHER = """
     import os, sys, torch
-    from verl.checkpoint.store import CheckpointStore
+    from verl.checkpoint.directory import CheckpointStore
     EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "shutil.copyfile")
     def save(step, value):
         tensors = {f"w{i}": torch.full((50_000,), float(value)) for i in range(4)}
@@ -141,7 +142,7 @@ def test_rollback_removes_what_came_after(tmp_path: Path) -> None:
 
 ROLLER = """
     import os, sys, torch
-    from verl.checkpoint.store import CheckpointStore
+    from verl.checkpoint.directory import CheckpointStore
     EVENTS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink")
     for line in sys.stdin:
         child = os.fork()

@@ -14,7 +14,7 @@ import pytest
 import verl
 from tests.properties import examples
 from tests.trainer.cases import SHORT, low_bytes, make
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.directory import CheckpointStore
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError, TrainingError

@@ -14,14 +14,13 @@ from tests.trainer.cases import SHORT, low_bytes
 from verl.algorithms import algorithm_names, make_algorithm
 from verl.algorithms.keywords import AlgorithmKeywords
 from verl.errors import ConfigError
+from verl.trainer.keywords import TrainerArguments, TrainerKeywords
 from verl.trainer.options import (
     BufferOptions,
     CheckpointOptions,
     LimitOptions,
     LoggingOptions,
     PlacementOptions,
-    TrainerArguments,
-    TrainerKeywords,
 )
 
 RECORDS = (PlacementOptions, BufferOptions, CheckpointOptions, LoggingOptions, LimitOptions)

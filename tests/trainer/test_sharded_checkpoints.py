@@ -22,7 +22,8 @@ from tests.trainer.runs import assert_same_run, run_dir, settings
 from tests.trainer.test_ranks import ranks_of, start
 from tests.trainer.test_state import low_bytes
 from tests.training.cases import ROWS, part, ragged_batch
-from verl.checkpoint.store import CheckpointStore, load_checkpoint, verify
+from verl.checkpoint.directory import CheckpointStore
+from verl.checkpoint.store import load_checkpoint, verify
 from verl.errors import CheckpointError
 from verl.weights.shard import Shard, checksum
 from verl.weights.tensor_files import read_shards

@@ -18,7 +18,8 @@ from safetensors.torch import load, save
 import verl
 from tests.trainer.cases import low_bytes
 from verl.checkpoint import state
-from verl.checkpoint.store import Checkpoint, CheckpointStore
+from verl.checkpoint.directory import CheckpointStore
+from verl.checkpoint.store import Checkpoint
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError

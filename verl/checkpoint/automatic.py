@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint import state
-from verl.checkpoint.saving import Saving
-from verl.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint
+from verl.checkpoint.directory import CheckpointStore
 from verl.cluster.controller import start
 from verl.errors import CheckpointError, ConfigError, VerlError
 
 if TYPE_CHECKING:
+    from verl.checkpoint.saving import Saving
+    from verl.checkpoint.store import Checkpoint
     from verl.data.prefetch import Loader
+    from verl.trainer.options import CheckpointOptions
     from verl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -40,22 +41,21 @@ class AutomaticCheckpoints:
         self.saved: int | None = None
 
     @classmethod
-    def of(
-        cls, directory: str | Path | None, every: int | None, keep: int | None, background: bool
-    ) -> AutomaticCheckpoints | None:
+    def of(cls, options: CheckpointOptions) -> AutomaticCheckpoints | None:
         """None where neither directory nor frequency is given.
 
         Raises:
             ConfigError: one is given without the other.
         """
+        directory, every, keep = options.checkpoint_dir, options.save_every, options.keep_checkpoints
         if directory is not None and every is not None:
-            return cls(directory, every, keep, background)
+            return cls(directory, every, keep, options.async_save)
         if directory is not None or every is not None:
             raise ConfigError(
                 "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
                 "other too, or call save_checkpoint(path) yourself"
             )
-        if keep is not None or background:
+        if keep is not None or options.async_save:
             name = "async_save" if keep is None else "keep_checkpoints"
             raise ConfigError(f"{name} is of automatic checkpoints: give checkpoint_dir= and save_every=")
         return None
@@ -69,6 +69,8 @@ class AutomaticCheckpoints:
         Returns:
             Why the disk did not take it, which is also logged.
         """
+        from verl.checkpoint import state
+
         with trainer.models_idle():
             if trainer.steps not in (self.saved, self._pending and self._pending.step):
                 self.finish()
@@ -102,6 +104,10 @@ class AutomaticCheckpoints:
         """See `Trainer.resume`."""
         self.finish()
         start()
+        if not self.store.steps():
+            return None
+        from verl.checkpoint import state
+
         checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer, data=data))
         if checkpoint is None:
             return None
@@ -110,6 +116,9 @@ class AutomaticCheckpoints:
 
     def rollback(self, trainer: Trainer, step: int) -> None:
         """See `Trainer.rollback`."""
+        from verl.checkpoint import state
+        from verl.checkpoint.store import load_checkpoint
+
         self.finish()
         start()
         checkpoint = load_checkpoint(self.store.path(step), state.identity(trainer))
@@ -130,6 +139,9 @@ class AutomaticCheckpoints:
 
     def last_good(self, trainer: Trainer) -> int | None:
         """The step of the newest checkpoint that did not come right after a skipped update."""
+        from verl.checkpoint import state
+        from verl.checkpoint.store import load_checkpoint
+
         self.finish()
         for step in reversed(self.store.steps()):
             try:
@@ -140,6 +152,8 @@ class AutomaticCheckpoints:
         return None
 
     def _restore(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+        from verl.checkpoint import state
+
         state.restore(trainer, checkpoint)
         self.store.rollback(checkpoint.step)
         self.saved = checkpoint.step

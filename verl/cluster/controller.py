@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checked import checked
-from verl.cluster.group import Job, RankGroup, Workers
 from verl.cluster.local import LocalGroup
 from verl.cluster.placement import DeviceMesh, ResourcePool
 from verl.cluster.world import TIMEOUT, RoleMeshes
@@ -23,6 +22,9 @@ from verl.training.options import TrainOptions, check_training, layout_of
 from verl.training.parallelize import rehearse
 from verl.weights.layout import Layout, Mesh
 from verl.weights.meshes import generation_mesh
+
+if TYPE_CHECKING:
+    from verl.cluster.group import Job, Workers
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
@@ -117,6 +119,8 @@ class Controller:
             self._check_model(meshes, options, model, rollout)
         if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes.meshes)
+        from verl.cluster.group import RankGroup
+
         return RankGroup(meshes, recipe, self._job)
 
     def _check_model(self, meshes: RoleMeshes, options: TrainOptions, model: Any, rollout: Any) -> None:

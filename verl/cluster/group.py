@@ -4,17 +4,15 @@ Ray has started, and how their answers are put together."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from verl.batch import Batch
-from verl.cluster.rank_context import ROLE, Dispatch, dispatch_of, name_of
+from verl.cluster.rank_context import check_answer, check_call, dispatch_of, name_of, timed
 from verl.cluster.world import RoleMeshes
-from verl.errors import BrokenCollectiveError, ClusterError, ConfigError, DataError, nearest
+from verl.errors import BrokenCollectiveError, ClusterError
 from verl.training.micro_batch import balanced
 
 logger = logging.getLogger(__name__)
@@ -205,59 +203,3 @@ def join_rows(parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
     order = [row for rows, _ in parts for row in rows]
     answers = [answer for rows, answer in parts if rows] or [parts[0][1]]
     return Batch.concat(answers).take(sorted(range(len(order)), key=order.__getitem__))
-
-
-def check_call(what: str, spec: Dispatch, meshes: Iterable[str], args: Sequence[Any]) -> None:
-    """Refuse what no rank could do.
-
-    Args:
-        what: "ROLE.METHOD", for messages.
-        meshes: those of the role.
-
-    Raises:
-        ConfigError: the role has no mesh of that name.
-        DataError: it is split by rows, and its first argument is no batch.
-    """
-    known = (ROLE, *meshes)
-    if spec.mesh not in known:
-        raise ConfigError(
-            f"'{what}' is a call of mesh '{spec.mesh}', and this role has no such mesh: {nearest(spec.mesh, known)}"
-        )
-    if spec.split == "rows" and not (args and isinstance(args[0], Batch)):
-        got = type(args[0]).__name__ if args else "none"
-        raise DataError(f"'{what}' is split by rows: its first argument, not by keyword, is a Batch; got {got}")
-
-
-def check_answer(what: str, rank: int, rows: int, answer: Any) -> None:
-    """Check a rank's answer to a call that collects rows.
-
-    Raises:
-        DataError: a rank's answer is not one row for each that it got.
-    """
-    if not isinstance(answer, Batch) or len(answer) != rows:
-        got = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
-        raise DataError(
-            f"'{what}' collects rows, and rank {rank} answered {rows} rows with {got}: return a Batch of one row for "
-            "each that came"
-        )
-
-
-@contextmanager
-def timed(what: str) -> Iterator[None]:
-    """Log how long a call took."""
-    began = time.perf_counter()
-    yield
-    logger.debug("%s took %.3f s", what, time.perf_counter() - began)
-
-
-@contextmanager
-def noted(text: str) -> Iterator[None]:
-    """Inside, an exception keeps its type and says where it arose: in a note, or before Python 3.11 in the log."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(text)
-        else:
-            logger.error("%s: %s", text, error)
-        raise

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from verl.cluster.group import check_answer, check_call, noted, timed
-from verl.cluster.rank_context import RankContext, dispatch_of, name_of
+from verl.cluster.rank_context import RankContext, check_answer, check_call, dispatch_of, name_of, noted, timed
 from verl.device import claim
 
 W = TypeVar("W")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.cluster.group import STREAMS, noted
-from verl.cluster.rank_context import dispatch_of
+from verl.cluster.group import STREAMS
+from verl.cluster.rank_context import dispatch_of, noted
 from verl.cluster.world import RoleMeshes, World
 from verl.ranks import who
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from verl.cluster.rank_context import ROLE, WEIGHTS, RankContext
-from verl.cluster.torchrun.meeting import joining, meet
 from verl.errors import BrokenCollectiveError
 from verl.ranks import who
 from verl.weights.layout import Mesh
@@ -69,6 +68,8 @@ class World:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         if not dist.is_initialized():
+            from verl.cluster.torchrun.meeting import joining, meet
+
             stay_on_loopback(size)
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             wait = timedelta(seconds=timeout)

@@ -13,10 +13,10 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.algorithms.keywords import AlgorithmKeywords
 from verl.config.document import describe, subsections
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
-from verl.config.translation import translated
 from verl.errors import ConfigError, nearest
 from verl.record import Record, SettingsError
 from verl.schemas import SETTINGS
@@ -93,7 +93,13 @@ def build_config(content: Mapping[str, Any], locations: Locations | None = None,
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
     """
     locations = dict(locations or {})
-    content = translated(_without_version(copy.deepcopy(dict(content)), locations, origin), locations, origin)
+    content = _without_version(copy.deepcopy(dict(content)), locations, origin)
+    ours = tuple(f"{key.path}." for key in describe())
+    options = {f"algorithm.{option}" for option in AlgorithmKeywords.__annotations__}
+    if not all(f"{name}.".startswith(ours) or name in options for name, _ in flat(content)):
+        from verl.config.translation import translated
+
+        content = translated(content, locations, origin)
     if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
         raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
     return _build(Config, content, locations, origin)

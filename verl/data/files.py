@@ -84,6 +84,25 @@ def inside(root: str | Path, name: str) -> Path:
     return target
 
 
+def recorded_files(path: str | Path | Sequence[str | Path]) -> list[Path]:
+    """These files, if they hold experience: Parquet with `prompt_tokens` and `response_tokens`; else none."""
+    if not isinstance(path, str | Path):
+        lists = [recorded_files(one) for one in path]
+        return [file for files in lists for file in files] if all(lists) else []
+    path = Path(path)
+    if path.is_dir():
+        files = [inside(path, entry.name) for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES]
+    else:
+        files = [path]
+    if not files or any(file.suffix != ".parquet" or not file.is_file() for file in files):
+        return []
+    try:
+        columns = pq.read_schema(files[0]).names
+    except (OSError, ValueError):
+        return []  # the reader of rows says what is wrong
+    return files if {"prompt_tokens", "response_tokens"} <= set(columns) else []
+
+
 def digest(rows: Iterable[Mapping[str, Any]]) -> str:
     """Sixteen hex digits over all values of the rows in order, whatever file or table holds them."""
     sha = hashlib.sha256()

@@ -24,13 +24,12 @@ from itertools import count, filterfalse, repeat
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from verl.batch import COMPUTED, Batch
 from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
-from verl.data.files import SUFFIXES, digest, inside, is_files, named, rows_by_file
+from verl.data.files import digest, is_files, named, recorded_files, rows_by_file
 from verl.data.forms import chat_of, readable_row, table_rows, usual_row
 from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
@@ -287,14 +286,9 @@ def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) 
     return reader.kind, _named(batch, files) if reader.kind == "experience" else batch
 
 
-def is_recorded(path: str | Path | Sequence[str | Path]) -> bool:
-    """Whether these files hold experience: Parquet with `prompt_tokens` and `response_tokens`."""
-    return bool(_recorded_files(path))
-
-
 def _recorded(path: str | Path | Sequence[str | Path]) -> Batch | None:
     """Experience in Parquet keeps its Arrow types."""
-    files = _recorded_files(path)
+    files = recorded_files(path)
     if not files:
         return None
     batches = [Batch.from_parquet(file) for file in files]
@@ -327,24 +321,6 @@ def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | Non
             return names
         owned = zip(names, files, strict=True)
         names = [f"{numbers[file]}.{name}" if name in shared else name for name, file in owned]
-
-
-def _recorded_files(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    if not isinstance(path, str | Path):
-        lists = [_recorded_files(one) for one in path]
-        return [file for files in lists for file in files] if all(lists) else []
-    path = Path(path)
-    if path.is_dir():
-        files = [inside(path, entry.name) for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES]
-    else:
-        files = [path]
-    if not files or any(file.suffix != ".parquet" or not file.is_file() for file in files):
-        return []
-    try:
-        columns = pq.read_schema(files[0]).names
-    except (OSError, ValueError):
-        return []  # the reader of rows says what is wrong
-    return files if {"prompt_tokens", "response_tokens"} <= set(columns) else []
 
 
 def _kind(fields: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ import faulthandler
 import logging
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
@@ -22,7 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from verl.cluster.ray import pool
 from verl.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
@@ -40,7 +40,8 @@ def dump_stacks(reason: str) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         logger.error("%s; stacks of all threads:\n%s", reason, file.read())
-    pool.dump_stacks()
+    if pool := sys.modules.get("verl.cluster.ray.pool"):  # else there are none
+        pool.dump_stacks()
 
 
 @dataclass(eq=False)

@@ -31,7 +31,6 @@ from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest
 from verl.models.fit import Fit, compare, is_tied_apart, stored_shapes, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
-from verl.models.int4 import to_int4
 from verl.models.lora import has_adapters
 from verl.weights.meta import on_meta
 
@@ -93,6 +92,8 @@ def load_model(
         model = model.float()
     model.eval()
     if dtype == "int4":
+        from verl.models.int4 import to_int4
+
         to_int4(model)
     return model
 
@@ -196,9 +197,8 @@ def _from_config(name: str, auto: Any, kind: str, options: dict[str, Any], devic
     """The model without weights."""
     changes = {key: value for key, value in options.items() if key not in ("dtype", "trust_remote_code")}
     config = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"], **changes)
-    model = on_meta(
-        partial(auto.from_config, config, **{k: options[k] for k in ("dtype", "trust_remote_code")}), device
-    )
+    plain = {key: options[key] for key in ("dtype", "trust_remote_code")}
+    model = on_meta(partial(auto.from_config, config, **plain), device)
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
 
 

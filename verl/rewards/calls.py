@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,12 +16,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from verl.errors import RewardError
-from verl.rewards.last_words import computing
 from verl.rewards.scores import Score, call_async, call_plain, failure
 
-#: Threads of one function that were left behind and may be alive at the same time.
-MAX_HUNG = 16
 ASYNC_CALLS = 64
 PULSE_SECONDS = 0.5
 #: Seconds for a function's `load`.
@@ -205,46 +200,6 @@ class FunctionCaller:
     def _leave(self, host: Any) -> None:
         """End a host at which a call is late."""
         self._end(host)
-
-
-class _Thread(Host):
-    def __init__(self, function: Callable[..., Any], is_awaited: bool, name: str) -> None:
-        super().__init__()
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        requests = iter(self._requests.get, None)
-        self.thread = threading.Thread(target=serve, args=(function, is_awaited, requests, self.answer), name=name)
-        self.thread.daemon = True
-        self.thread.start()
-
-    def send(self, number: int, *request: Any) -> None:
-        self._requests.put((number, *request))
-
-    def end(self) -> None:
-        self._requests.put(None)
-
-
-class ThreadCaller(FunctionCaller):
-    """Calls in a daemon thread."""
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        super().__init__(function, name)
-        self._hung: set[threading.Thread] = set()
-
-    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        with computing(self.name, timeout):
-            return await super().call(args, kwargs, rows, timeout)
-
-    def _start(self) -> Host:
-        return _Thread(self.function, self.is_async, f"reward {self.name}")
-
-    def _leave(self, host: _Thread) -> None:
-        self._end(host)
-        self._hung = {thread for thread in {*self._hung, host.thread} if thread.is_alive()}
-        if len(self._hung) >= MAX_HUNG:
-            raise RewardError(
-                f"reward function '{self.name}' hangs: {len(self._hung)} calls have not returned and cannot be "
-                "stopped. Fix it, or leave out process=False, so that it runs in a process that can be killed"
-            )
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
-from verl.rewards.calls import ThreadCaller, is_async
+from verl.rewards.calls import is_async
 from verl.rewards.composite import CompositeReward
 from verl.rewards.forms import recognise
 from verl.rewards.functions import FunctionReward
 from verl.rewards.make import make_reward
 from verl.rewards.processes import ProcessCaller
 from verl.rewards.source import RewardResult, leaves
+from verl.rewards.threads import ThreadCaller
 
 #: What the parameter of a reward function is called that gets the environments of its samples.
 PARAMETER = "environments"

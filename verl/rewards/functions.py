@@ -18,7 +18,7 @@ from verl.batch import WRITTEN, Batch
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError, nearest
 from verl.record import Count, Portion, Retries, Seconds
-from verl.rewards.calls import Caller, ThreadCaller, is_async
+from verl.rewards.calls import Caller, is_async
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.processes import ProcessCaller, can_travel
@@ -105,7 +105,12 @@ class FunctionReward:
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
         process = process and getattr(function, "process", True) and can_travel(function)
-        self.group: Caller = (ProcessCaller if process else ThreadCaller)(_weak(function), self.name)
+        if process:
+            self.group: Caller = ProcessCaller(_weak(function), self.name)
+        else:
+            from verl.rewards.threads import ThreadCaller
+
+            self.group = ThreadCaller(_weak(function), self.name)
         if workers:
             self.call_in(workers, spec)
         else:

@@ -16,7 +16,6 @@ from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.checked import checked
-from verl.cluster.group import Workers
 from verl.combinations import check
 from verl.data.chat import ChatTokenizer
 from verl.data.prefixes import with_prefixes
@@ -26,7 +25,6 @@ from verl.data.vocabulary import vocabulary_id
 from verl.errors import ConfigError, DataError, ModelError
 from verl.log import follow_log_level
 from verl.models.heads import ValueModel, score_model
-from verl.models.int4 import to_int4
 from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
 from verl.models.lora import has_adapters, reference_weights
 from verl.models.options import ModelOptions
@@ -40,9 +38,8 @@ from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences, expand
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
-from verl.roles.settings import ActorKeywords, as_name, sampler_options, with_engine
+from verl.roles.settings import as_name, sampler_options, with_engine
 from verl.rollout.base import SamplingParams, as_sampling
-from verl.rollout.episode import Episode
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
 from verl.weights.shard import Shard, checksum
@@ -58,6 +55,10 @@ from verl.workers.update import UpdatePart, UpdatePlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from verl.cluster.group import Workers
+    from verl.roles.keywords import ActorKeywords
+    from verl.rollout.episode import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -275,8 +276,6 @@ class Actor(ModelHandle[ActorWorker]):
             where it is not the one that log-probs and updates are otherwise of.
         """
         params = as_sampling(sampling, self.sampling)
-        if n < 1:
-            raise ConfigError(f"n is the number of samples a prompt, at least 1, not {n}")
         batch = self.prompts(prompts, key)
         rows = expand(batch if self.algorithm is None else self.prefixed(batch, self.algorithm), n)
         chunks = list(self.rollout(rows, params))
@@ -407,6 +406,8 @@ class Actor(ModelHandle[ActorWorker]):
         else:
             self.reference_model = copy.deepcopy(self.present_model()) if model is None else _language_model(model)
             if dtype == "int4":
+                from verl.models.int4 import to_int4
+
                 to_int4(self.reference_model)
         registry.add("Actor", reference=self.reference_model)
 

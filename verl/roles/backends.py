@@ -12,7 +12,7 @@ from verl.errors import ModelError
 from verl.record import Count
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.roles.settings import ActorArguments
+from verl.roles.keywords import ActorArguments
 from verl.roles.workers import BuiltArguments, BuiltWorker
 
 

@@ -12,8 +12,6 @@ from typing_extensions import Unpack
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.checked import checked
-from verl.cluster.group import Workers
-from verl.data.alignment import CharacterAlignment
 from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
@@ -27,7 +25,7 @@ from verl.ranks import registry
 from verl.record import Seed
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.handle import H, ModelHandle, P
-from verl.roles.settings import CriticKeywords, as_name
+from verl.roles.settings import as_name
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
 from verl.workers.update import UpdatePart, UpdatePlan
@@ -35,8 +33,11 @@ from verl.workers.update import UpdatePart, UpdatePlan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from verl.cluster.group import Workers
+    from verl.data.alignment import CharacterAlignment
     from verl.models.source import ModelFiles, ModelSource
     from verl.roles.actor import Actor
+    from verl.roles.keywords import CriticKeywords
 
 
 class Critic(ModelHandle[CriticWorker]):
@@ -151,6 +152,8 @@ class Critic(ModelHandle[CriticWorker]):
         if spelling == vocabulary_id(self.tokenizer):
             return None
         if spelling not in self._alignments:
+            from verl.data.alignment import CharacterAlignment
+
             self._alignments[spelling] = CharacterAlignment(actor, self.tokenizer)
         return self._alignments[spelling]
 

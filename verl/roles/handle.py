@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from verl.cluster.controller import Controller
-from verl.cluster.group import Workers
 from verl.errors import ConfigError
 from verl.models.adapter_check import check_adapters
 from verl.models.lora import add_lora, has_adapters
@@ -25,6 +24,8 @@ from verl.workers.update import UpdatePlan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from verl.cluster.group import Workers
 
 P = ParamSpec("P")
 H = TypeVar("H", bound="ModelHandle[Any]")

@@ -13,7 +13,6 @@ from pydantic import Field
 from verl.batch import Batch
 from verl.checked import checked
 from verl.cluster.controller import Controller, start
-from verl.cluster.group import Workers
 from verl.errors import CheckpointError, ConfigError, RewardError
 from verl.log import follow_log_level
 from verl.models.portable import PortableModel
@@ -25,10 +24,11 @@ from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_responses
 from verl.roles.settings import as_name
-from verl.workers.reward import RewardWorker
 
 if TYPE_CHECKING:
+    from verl.cluster.group import Workers
     from verl.roles.reward_pool import RewardPool
+    from verl.workers.reward import RewardWorker
 
 
 class Reward:
@@ -116,6 +116,8 @@ class Reward:
         if pool.parallel != "data":
             raise ConfigError(f"placement: a {role} model is whole on each of its devices: parallel='data', not others")
         for source in models:
+            from verl.workers.reward import RewardWorker
+
             recipe = partial(RewardWorker, PortableModel(source.model), source.batch_size)
             source.score_tokens = partial(_scores, controller.group(role, recipe))
 
@@ -222,4 +224,6 @@ class Reward:
 def _scores(group: Workers[RewardWorker], tokens: list[list[int]]) -> list[float]:
     """The scores of texts by the workers of a reward model."""
     rows = Batch.from_columns({"prompt_tokens": tokens, "response_tokens": [[] for _ in tokens]})
+    from verl.workers.reward import RewardWorker
+
     return list(group.call(RewardWorker.scores, rows)["scores"])

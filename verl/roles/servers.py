@@ -22,8 +22,8 @@ from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.columns import expand
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
-from verl.rollout.episode import Turns, response_columns
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
+from verl.rollout.turns import Turns, response_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from verl.errors import ConfigError, nearest
 from verl.ranks import local_ranks, registry, torchrun_ranks
 from verl.roles.actor import Actor
-from verl.roles.settings import ActorArguments
+from verl.roles.keywords import ActorArguments
 from verl.training.options import FSDPConfig, OptimConfig, TrainOptions
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.rollout.base import Guard, Verdict
-from verl.rollout.episode import DEADLINE, Client, Turns
+from verl.rollout.episode import DEADLINE, Client
 from verl.rollout.grammar import Grammar
+from verl.rollout.turns import Turns
 
 
 class ScoreGuard:

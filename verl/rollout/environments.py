@@ -42,10 +42,11 @@ from verl.errors import ConfigError, DataError, RolloutError, nearest
 from verl.record import Count, Seconds
 from verl.rewards.forms import user_columns
 from verl.rollout.base import Sample
-from verl.rollout.episode import Client, LateError, Turns, with_deadline
+from verl.rollout.episode import Client, LateError, with_deadline
 from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.tools import MAX_HUNG, Call, Tool, ToolEpisode, call_beside, tool
+from verl.rollout.turns import Turns
 from verl.user_code import describe, show_once, traceback_of
 from verl.user_functions import load_function
 

@@ -20,16 +20,14 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import pyarrow as pa
 
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.base import Finish, Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
+from verl.rollout.base import Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
 from verl.rollout.stop_strings import cut_text
+from verl.rollout.turns import Outcome, Turns
 from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -58,86 +56,7 @@ class LeftOutError(RolloutError):
         self.reason = reason
 
 
-@dataclass
-class Turns:
-    """One response, turn by turn, as the columns of its row, which are aligned. An episode may return several, its
-    trajectories, each with a prompt of its own.
-
-    Attributes:
-        rejected: number of responses that were discarded before this one.
-        temperatures: those at which the policy sampled.
-        prompt_tokens: in place of the row's; None: they are the row's.
-        name: of the trajectory, such as that of the sub-agent which wrote it.
-        own_reward: of this trajectory alone, which is then compared with those of its name, not with the episodes.
-        call_rewards: of single turns, by the position of their last token in the response.
-        messages: the conversation, for rewards to read.
-        reward: of the episode, where it says one itself; the same in all of its trajectories, or in one.
-        truncated: whether the episode was cut short, by a bound or by the model's context; so in one of them.
-        calls_left_out: how many turns of the episode are in none of its trajectories, by reason; in one of them.
-        token_versions: of each token, that of the weights which began the turn that sampled it; -1: it was read.
-    """
-
-    response_tokens: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    rollout_log_probs: list[float] = field(default_factory=list)
-    finish: Finish = "stop"
-    policy_version: int = 0
-    rejected: int = 0
-    temperatures: set[float] = field(default_factory=set)
-    prompt_tokens: list[int] | None = None
-    name: str = ""
-    own_reward: float | None = None
-    call_rewards: dict[int, float] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, Any]] | None = None
-    reward: float | None = None
-    truncated: bool = False
-    calls_left_out: Mapping[str, int] = field(default_factory=dict)
-    token_versions: list[int] = field(default_factory=list)
-
-    def wrote(self, sample: Sample, reward: float | None = None) -> Turns:
-        """Append what the policy sampled, and its own reward; `policy_version` is the oldest of all turns."""
-        first = not any(self.response_mask)
-        self.policy_version = sample.policy_version if first else min(self.policy_version, sample.policy_version)
-        self.response_tokens += sample.tokens
-        self.response_mask += [1] * len(sample.tokens)
-        self.rollout_log_probs += sample.log_probs
-        self.token_versions += [sample.policy_version] * len(sample.tokens)
-        if reward is not None and sample.tokens:
-            self.call_rewards[len(self.response_tokens) - 1] = reward
-        self.finish = sample.finish
-        if sample.temperature is not None:
-            self.temperatures.add(sample.temperature)
-        return self
-
-    def read(self, tokens: Sequence[int]) -> Turns:
-        """Append tokens that the policy did not sample."""
-        self.response_tokens += tokens
-        self.response_mask += [0] * len(tokens)
-        self.rollout_log_probs += [0.0] * len(tokens)
-        self.token_versions += [-1] * len(tokens)
-        return self
-
-
-def response_columns(turns: Sequence[Turns], is_double: bool = False) -> dict[str, Any]:
-    """The columns of finished responses. Their log-probs stay in fp64 if `is_double`; else they become fp32."""
-    names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
-    columns: dict[str, Any] = {name: [getattr(turn, name) for turn in turns] for name in names}
-    if is_double:  # lists would be stored as fp32
-        columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
-    return columns
-
-
 Episode = Callable[["Client", Mapping[str, Any]], Awaitable[Sequence[Turns]]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The responses of the row `index`, or why there are none, in words and in one."""
-
-    index: int
-    responses: Sequence[Turns]
-    error: str | None = None
-    reason: str | None = None
 
 
 async def single_turn(client: Client, row: Mapping[str, Any]) -> list[Turns]:

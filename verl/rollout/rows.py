@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from verl.batch import Batch
-from verl.rollout.episode import Outcome, Turns, response_columns
+from verl.rollout.turns import Outcome, Turns, response_columns
 
 
 def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_double: bool = False) -> Batch:

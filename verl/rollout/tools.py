@@ -35,7 +35,8 @@ from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, nearest
 from verl.record import Count, Processes, Seconds
 from verl.rollout.base import LongPromptError, Sample
-from verl.rollout.episode import Client, LateError, Turns, with_deadline
+from verl.rollout.episode import Client, LateError, with_deadline
+from verl.rollout.turns import Turns
 from verl.user_code import show_once, traceback_of
 
 if TYPE_CHECKING:

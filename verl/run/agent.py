@@ -15,10 +15,11 @@ from verl.errors import ConfigError
 from verl.report.completions import spans
 from verl.roles.actor import Actor
 from verl.rollout.environments import as_episode
-from verl.rollout.episode import Client, Turns
+from verl.rollout.episode import Client
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Call
 from verl.rollout.gateway.messages import Message
+from verl.rollout.turns import Turns
 from verl.user_functions import load_function
 
 #: Characters of a message in a warning.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.config import Config
 from verl.config.schema import is_by_task, mixed
 from verl.data.by_task import COLUMN, by_task
+from verl.data.files import recorded_files
 from verl.data.loader import PromptLoader
-from verl.data.offline import OfflineDatasetLoader, is_recorded
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
@@ -21,9 +21,10 @@ from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from verl.data.offline import OfflineDatasetLoader
     from verl.roles.actor import Actor
 
-Data = PromptDataset | OfflineDatasetLoader
+Data: TypeAlias = "PromptDataset | OfflineDatasetLoader"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class RunData:
 def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
     """Whether the run learns from recorded responses: the algorithm always does, or the data are experience."""
     files = _file(config.data.train) or [*mixed(config.data.train)]
-    return not algorithm.online or (not config.tasks and is_recorded(files))
+    return not algorithm.online or (not config.tasks and bool(recorded_files(files)))
 
 
 def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadData:
@@ -142,7 +143,7 @@ def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, flo
 
 def _unseen(held_out: Data, train: Mapping[str, Data], notes: list[str]) -> PromptDataset | Batch:
     """The held-out rows whose prompt does not occur in training."""
-    recorded = [data for data in train.values() if isinstance(data, OfflineDatasetLoader)]
+    recorded = [data for data in train.values() if not isinstance(data, PromptDataset)]
     if isinstance(held_out, PromptDataset):
         prompts = [data for data in train.values() if isinstance(data, PromptDataset)]
         held_out, overlap = check_disjoint(prompts, held_out)
@@ -213,6 +214,8 @@ def prompts_of(config: Config, source: Any, limit: int | None = None) -> PromptD
 
 
 def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
+    from verl.data.offline import OfflineDatasetLoader
+
     data = config.data
     file = _file(source)
     if file is None:
@@ -238,7 +241,7 @@ def _file(source: Any) -> str | None:
 
 def _tokenized(config: Config, data: Data, actor: Actor, split: str, notes: list[str]) -> Data:
     """The data with token columns; what became of what is too long goes to the notes."""
-    if isinstance(data, OfflineDatasetLoader):
+    if not isinstance(data, PromptDataset):
         notes += _tokenize(config, data, actor, split)
         return data
     limit = _prompt_limit(config, actor)

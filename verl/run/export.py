@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from verl.checkpoint import state
+from verl.checkpoint.directory import CheckpointStore
 from verl.checkpoint.saving import MANIFEST
-from verl.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint
+from verl.checkpoint.store import Checkpoint, load_checkpoint
 from verl.config import load_config
 from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.checked import checked
@@ -14,7 +14,9 @@ from verl.errors import ConfigError
 from verl.keywords import takes
 from verl.record import Count, NotNegative
 from verl.rollout.base import SamplingParams
-from verl.rollout.episode import Episode
+
+if TYPE_CHECKING:
+    from verl.rollout.episode import Episode
 
 #: What a task is called where there is only one.
 MAIN = "main"

@@ -10,7 +10,6 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.data.forms import uncollated
-from verl.data.offline import OfflineDatasetLoader
 from verl.data.tokenize import KnownPrompts
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import RolloutNode
@@ -92,6 +91,8 @@ class ActiveTask:
         if self.algorithm.online or isinstance(prompts, Batch):
             return self.actor.prompts(prompts, key=key)
         prompts = uncollated(prompts, "the batch") if isinstance(prompts, Mapping) else prompts
+        from verl.data.offline import OfflineDatasetLoader
+
         batch = OfflineDatasetLoader(prompts, self.actor.tokenizer).batch
         names = {column: [f"{key}.{name}" for name in batch[column]] for column in ("id", "group")}
         return self.actor.prompts(batch.drop(names).add(names), key=key)

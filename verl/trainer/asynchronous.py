@@ -44,7 +44,7 @@ from verl.rollout.options import Temperature
 from verl.threads import beside
 from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.options import TrainerArguments
+from verl.trainer.keywords import TrainerArguments
 from verl.trainer.requirements import check_asynchronous
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished

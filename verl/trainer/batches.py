@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader
-from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader, Prefetch, ahead
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.task_loader import pooled, sources_of
@@ -61,6 +60,8 @@ def as_loader(
         {} if max_prompt_length is None else {"max_prompt_length": max_prompt_length, "truncation": truncation}
     )
     if not trainer.task.algorithm.online:
+        from verl.data.offline import OfflineDatasetLoader
+
         return OfflineDatasetLoader(data, trainer.actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
     if not is_files(data) and not hasattr(data, "__len__"):
         stream = stream_prompts(data)
@@ -88,6 +89,8 @@ def one_pass(loader: Any) -> int:
     """
     if not hasattr(loader, "__len__"):
         raise ConfigError("the data have no length: say how many steps, fit(data, steps)")
+    from verl.data.offline import OfflineDatasetLoader
+
     return math.ceil(len(loader) / (loader.batch_size if isinstance(loader, OfflineDatasetLoader) else 1))
 
 

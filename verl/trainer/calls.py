@@ -9,11 +9,11 @@ from typing import Any
 from verl.algorithms import algorithm_names, make_algorithm
 from verl.algorithms.keywords import AlgorithmKeywords
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.roles.settings import ActorKeywords
+from verl.roles.keywords import ActorKeywords
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.evaluation import HeldOut
 from verl.trainer.interleaved import InterleavedTrainer
-from verl.trainer.options import TrainerArguments
+from verl.trainer.keywords import TrainerArguments
 from verl.trainer.trainer import Trainer
 
 

@@ -25,7 +25,7 @@ from verl.record import Staleness
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.trainer.collector import Samples
-from verl.trainer.options import TrainerArguments
+from verl.trainer.keywords import TrainerArguments
 from verl.trainer.requirements import check_corrected
 from verl.trainer.trainer import Trainer
 

@@ -11,17 +11,13 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, InstanceOf
 
 from verl.algorithms import BaseAlgorithm
-from verl.algorithms.keywords import AlgorithmKeywords
 from verl.checked import validated
-from verl.data.buffers import Buffer
 from verl.errors import ConfigError
 from verl.keywords import takes
 from verl.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
 from verl.report.sinks import Logger
-from verl.rollout.base import SamplingParams
 from verl.tasks.file import read_tasks
 from verl.tasks.task import Task, algorithm_beside, check_tasks
-from verl.trainer.evaluation import HeldOut
 
 RecordT = TypeVar("RecordT", bound="_Options")
 
@@ -52,73 +48,56 @@ class CheckpointOptions(_Options):
     """Automatic checkpoints: with both `checkpoint_dir` and `save_every`, one every so many steps and at the end of
     `fit`; a failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one."""
 
-    checkpoint_dir: str | Path | None = output(default=None, description="where they are")
-    save_every: Count | None = output(default=None, description="steps from one to the next")
-    keep_checkpoints: Count | None = output(
-        default=None, description="how many step-<number> stay there, the newest (None: all)"
-    )
-    async_save: bool = cost(
-        default=False,
-        description="write them while training goes on, from a copy in host memory",
-    )
+    checkpoint_dir: str | Path | None = output(None, "where they are")
+    save_every: Count | None = output(None, "steps from one to the next")
+    keep_checkpoints: Count | None = output(None, "how many step-<number> stay there, the newest (None: all)")
+    async_save: bool = cost(False, "write them while training goes on, from a copy in host memory")
 
 
 class BufferOptions(_Options):
     """Where samples wait for an update."""
 
-    buffer: Any = cost(
-        default="memory", description="memory, disk, distributed (shared on a Ray cluster), or an instance"
-    )
-    buffer_size: Count | None = limit(default=None, description="samples that wait at most (None: any number)")
-    buffer_dir: str | Path = output(
-        default="buffer", description="where a disk buffer lies; the name of a distributed one"
-    )
-    update_freq: Count | None = output(
-        default=None, description="an update each time so many new samples have come (None: every step)"
-    )
+    buffer: Any = cost("memory", "memory, disk, distributed (shared on a Ray cluster), or an instance")
+    buffer_size: Count | None = limit(None, "samples that wait at most (None: any number)")
+    buffer_dir: str | Path = output("buffer", "where a disk buffer lies; the name of a distributed one")
+    update_freq: Count | None = output(None, "an update each time so many new samples have come (None: every step)")
 
 
 class LoggingOptions(_Options):
     """Where metrics go."""
 
     log_dir: str | Path | bool | None = output(
-        default=None,
-        description="of TensorBoard events and metrics.jsonl (None: runs/<algorithm>-<time>; False: nowhere). What "
+        None,
+        "of TensorBoard events and metrics.jsonl (None: runs/<algorithm>-<time>; False: nowhere). What "
         "another run logged there is moved into earlier-1 (or -2, ...), unless this one goes on from a checkpoint",
     )
-    logger: Logger | None = output(default=None, description="in the place of log_dir")
-    on_log_hook: Callable[[int, dict[str, Any]], None] | None = output(
-        default=None, description="fn(step, record) gets every log record"
-    )
-    timeline: str | Path | None = output(default=None, description="a trace of what worked when is written there")
+    logger: Logger | None = output(None, "in the place of log_dir")
+    on_log_hook: Callable[[int, dict[str, Any]], None] | None = output(None, "fn(step, record) gets every log record")
+    timeline: str | Path | None = output(None, "a trace of what worked when is written there")
 
 
 class LimitOptions(_Options):
     """When a step, or the run, gives up."""
 
-    deadline: Seconds = limit(
-        default=1800.0, description="seconds for one call of a node, and for ranks to wait for each other"
-    )
-    max_resamples: Natural = limit(
-        default=4, description="further rollouts in one step for prompts whose samples the algorithm rejects"
-    )
+    deadline: Seconds = limit(1800.0, "seconds for one call of a node, and for ranks to wait for each other")
+    max_resamples: Natural = limit(4, "further rollouts in one step for prompts whose samples the algorithm rejects")
     max_skipped_updates: Count = limit(
-        default=5, description="updates in a row that may be skipped for non-finite numbers before the run ends"
+        5, "updates in a row that may be skipped for non-finite numbers before the run ends"
     )
     max_failed_episodes: Portion = limit(
-        default=0.5, description="share of the latest 256 samples, once there are 64, whose episode may fail"
+        0.5, "share of the latest 256 samples, once there are 64, whose episode may fail"
     )
 
 
 class PlacementOptions(_Options):
     """Where the models run, and how their ranks share the training; see `DeviceMesh`."""
 
-    placement: Any = cost(default=None, description="of all roles (None: where the handles say)")
-    device_map: Any = cost(default=None, description="the same")
-    num_rollout_workers: Processes | None = cost(default=None, description="instead: ranks that only generate")
-    num_update_workers: Processes | None = cost(default=None, description="instead: ranks that train")
-    strategy: Any = cost(default=None, description="ddp, fsdp, deepspeed or megatron, for all models; or a placement")
-    use_amp: bool | None = cost(default=None, description="of actor and critic, see Actor (None: as they say)")
+    placement: Any = cost(None, "of all roles (None: where the handles say)")
+    device_map: Any = cost(None, "the same")
+    num_rollout_workers: Processes | None = cost(None, "instead: ranks that only generate")
+    num_update_workers: Processes | None = cost(None, "instead: ranks that train")
+    strategy: Any = cost(None, "ddp, fsdp, deepspeed or megatron, for all models; or a placement")
+    use_amp: bool | None = cost(None, "of actor and critic, see Actor (None: as they say)")
 
 
 #: Keywords that are no field of a record, and what they must be.
@@ -140,54 +119,6 @@ def others(keywords: dict[str, Any]) -> dict[str, Any]:
         SettingsError: a value is wrong.
     """
     return validated("Trainer", _OTHERS, {name: keywords.pop(name) for name in _OTHERS if name in keywords})
-
-
-class TrainerKeywords(AlgorithmKeywords, total=False):
-    """Further keywords of a trainer: fields of its records by their own names, and options of the algorithm."""
-
-    reward_fn: Any
-    cost: Any
-    environment: Any
-    config_path: str | Path | None
-    dataloader: Iterable[Any] | None
-    permute_rewards: bool
-    leave_out: bool
-    checkpoint_dir: str | Path | None
-    save_every: int | None
-    keep_checkpoints: int | None
-    async_save: bool
-    buffer_size: int | None
-    buffer_dir: str | Path
-    update_freq: int | None
-    log_dir: str | Path | bool | None
-    logger: Logger | None
-    on_log_hook: Callable[[int, dict[str, Any]], None] | None
-    timeline: str | Path | None
-    deadline: float
-    max_resamples: int
-    max_skipped_updates: int
-    max_failed_episodes: float
-    device_map: Any
-    num_rollout_workers: int | None
-    num_update_workers: int | None
-    strategy: Any
-    use_amp: bool | None
-
-
-class TrainerArguments(TrainerKeywords, total=False):
-    """All arguments of `Trainer` but its models and its reward, for those that pass them on."""
-
-    algorithm: str | BaseAlgorithm | None
-    tasks: Sequence[Task] | None
-    n: int | None
-    sampling: SamplingParams | Mapping[str, Any] | None
-    nodes: Mapping[str, Any] | Iterable[str]
-    held_out: HeldOut | None
-    placement: Any
-    buffer: str | Buffer | BufferOptions
-    checkpoints: CheckpointOptions | Mapping[str, Any] | None
-    logging: LoggingOptions | Mapping[str, Any] | None
-    limits: LimitOptions | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -251,6 +182,9 @@ def tasks_of(
             raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
         tasks = read_tasks(config_path)
     if tasks is None:
+        from verl.algorithms.keywords import AlgorithmKeywords
+        from verl.trainer.keywords import TrainerArguments
+
         known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
         only = algorithm_beside(known, algorithm, keywords)
         played = getattr(actor, "rewarding_episode", None)

@@ -13,16 +13,14 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Unpack
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.checked import checked
-from verl.checkpoint import state
 from verl.checkpoint.automatic import AutomaticCheckpoints
-from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
@@ -59,7 +57,6 @@ from verl.trainer.options import (
     CheckpointOptions,
     LimitOptions,
     LoggingOptions,
-    TrainerKeywords,
     TrainerOptions,
     others,
     tasks_of,
@@ -72,6 +69,10 @@ from verl.trainer.task_records import joined
 from verl.trainer.update_buffer import UpdateBuffer
 from verl.trainer.update_phase import UpdatePhase, of_task, skipped_roles
 from verl.weights.layout import Mesh
+
+if TYPE_CHECKING:
+    from verl.checkpoint.store import Checkpoint
+    from verl.trainer.keywords import TrainerKeywords
 
 logger = logging.getLogger(__name__)
 
@@ -170,10 +171,7 @@ class Trainer:
         if permute_rewards:
             for task in tasks:
                 check_permuted(task.algorithm)
-        saving = options.checkpoints
-        self.checkpoints = AutomaticCheckpoints.of(
-            saving.checkpoint_dir, saving.save_every, saving.keep_checkpoints, saving.async_save
-        )
+        self.checkpoints = AutomaticCheckpoints.of(options.checkpoints)
         self.limits = options.limits
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=tasks[0].algorithm.head)
         self._make_tasks(tasks, critic, options)
@@ -706,6 +704,8 @@ class Trainer:
         Raises:
             CheckpointError: the disk did not take it, or what is at `path` is no checkpoint; it is untouched.
         """
+        from verl.checkpoint import state
+
         if self.checkpoints is not None:
             self.checkpoints.close()  # one save at a time
         with self.models_idle():
@@ -722,6 +722,8 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint is damaged, or belongs to another model or algorithm.
         """
+        from verl.checkpoint import state
+
         state.load(self, Path(path))
         self._goes_on = True
         if self.checkpoints is not None:

@@ -20,9 +20,9 @@ from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
-from verl.rollout.episode import Episode, Outcome, Turns, outcomes, response_columns
 from verl.rollout.options import SamplerOptions
 from verl.rollout.rows import episode_rows
+from verl.rollout.turns import Outcome, Turns, response_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -36,6 +36,7 @@ from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_update
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.rollout.episode import Episode
     from verl.workers.generation import GenerationModel
 
 logger = logging.getLogger(__name__)
@@ -216,6 +217,8 @@ class ActorWorker(TrainedWorker):
         if episode is None:
             ended = _single_turns(engine, prompts, rows)
         else:
+            from verl.rollout.episode import outcomes
+
             ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, self.eos_token_ids)
         with closing(ended):  # cancels unfinished requests before the engine is used again
             version = None if episode is None else engine.policy_version

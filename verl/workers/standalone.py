@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from verl.batch import Batch
     from verl.roles.actor import Actor
     from verl.rollout.base import RolloutEngine
-    from verl.rollout.episode import Turns
     from verl.rollout.options import SamplerOptions
+    from verl.rollout.turns import Turns
     from verl.weights.shard import Shard
 
 #: Seconds for a part of the weights to come from the object store.
@@ -152,7 +152,7 @@ class StandaloneWorker(PooledWorker):
             engine.add(Request(id_, tokens, greedy if is_greedy else params))
 
     def _step(self, engine: RolloutEngine, index: int) -> Iterator[Finished]:
-        from verl.rollout.episode import Turns, response_columns
+        from verl.rollout.turns import Turns, response_columns
 
         began = time.time()
         samples = engine.step()

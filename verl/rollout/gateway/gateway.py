@@ -20,12 +20,13 @@ from verl.checked import checked
 from verl.data.chat import template_inputs
 from verl.errors import ConfigError
 from verl.record import Count, Portion, Seconds
-from verl.rollout.episode import Client, LateError, LeftOutError, Turns, with_deadline
+from verl.rollout.episode import Client, LateError, LeftOutError, with_deadline
 from verl.rollout.gateway.agents import AgentError, KilledError, Verdict, agent_of, verdict_of
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
 from verl.rollout.gateway.session import Bounds, Rules, Session, left_out
 from verl.rollout.gateway.template import ChatTemplate
+from verl.rollout.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
