@@ -319,10 +319,8 @@ def alive(pid: int) -> bool:
     """Whether a process of this machine has that id."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # of another user
     return True
 
 

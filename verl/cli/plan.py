@@ -28,14 +28,11 @@ def plan(config: Config) -> dict[str, str]:
         ConfigError: the placement is none.
     """
     policy, trainer = config.actor_rollout_ref, config.trainer
+    tasks = {f"task {task.name}": _task(config, task) for task in config.tasks}
     lines = {
         "run directory": str(Path(trainer.output_dir, run_id(config))),
         "model": _model(policy.model.path or ""),
-        **(
-            _one_task(config)
-            if not config.tasks
-            else {f"task {task.name}": _task(config, task) for task in config.tasks}
-        ),
+        **(tasks or _one_task(config)),
         "data": f"{_source(config.data.train)}; held out: {_source(config.data.eval)}",
         "a step": _step(config),
         "engine": _engine(policy.rollout, policy.model),

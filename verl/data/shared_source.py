@@ -68,10 +68,9 @@ class SharedSource:
     def _read(self, waiting: deque[Any], epoch: int) -> bool:
         """Read on until a row has come; False: the epoch has no more."""
         with self._lock:
-            while not waiting:
-                if epoch != self._epoch or not self._next():
-                    return False
-            return True
+            while not waiting and epoch == self._epoch and self._next():
+                pass
+            return bool(waiting)
 
     def _next(self) -> bool:
         if not self._receiving:

@@ -292,12 +292,8 @@ def paired_bootstrap(
     rng = np.random.default_rng(seed)
     count = len(differences)
     block = max(1, 4_000_000 // count)  # bounds the memory of the drawn indices
-    means = np.concatenate(
-        [
-            differences[rng.integers(0, count, (min(block, n - start), count))].mean(axis=1)
-            for start in range(0, n, block)
-        ]
-    )
+    sizes = (min(block, n - start) for start in range(0, n, block))
+    means = np.concatenate([differences[rng.integers(0, count, (size, count))].mean(axis=1) for size in sizes])
     low, high = np.quantile(means, [_TAIL, 1 - _TAIL])
     return Interval(float(differences.mean()), float(low), float(high))
 
