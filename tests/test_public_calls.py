@@ -34,8 +34,8 @@ from tests.algorithms import test_options
 from tests.algorithms.support import OFFLINE, ONLINE
 from tests.conftest import Plain, byte_tokenizer, config_of, save_tiny
 from verl.algorithms import make_algorithm
-from verl.algorithms.keywords import AlgorithmKeywords
 from verl.batch import Batch
+from verl.config.algorithm_options import AlgorithmKeywords
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import get_dataloader
 from verl.errors import VerlError

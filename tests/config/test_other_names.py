@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import forked
-from verl.config import load_config
+from verl.config import describe, load_config
+from verl.config.algorithm_options import AlgorithmKeywords
+from verl.config.other_names import NAMES, OWN
 from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,20 @@ def test_how_many_keys_are_taken() -> None:
     taken = [key for key in KEYS if is_taken(key)]
     print(f"verl keys: {len(taken)} of {len(KEYS)}")
     assert set(KEYS) - set(taken) == {"actor_rollout_ref.actor.ppo_micro_batch_size=128"}
+
+
+def test_settings_under_our_names_alone_read_no_table_of_others() -> None:
+    ours, options = (
+        [key.path for key in describe()],
+        {f"algorithm.{name}" for name in AlgorithmKeywords.__annotations__},
+    )
+    shared = {name for name in NAMES for key in ours if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")}
+    assert shared | (NAMES.keys() & options) == OWN
+    code = "import sys; from verl.config import load_config as read; read(None, sys.argv[1:]); print(*sys.modules)"
+    for more, is_read in (["algorithm.kl_in=none", False], ["trainer.experiment_name=a", True]):
+        settings = ["actor_rollout_ref.model.path=MODEL", "data.train.path=train.parquet", "reward.name=math", more]
+        run = subprocess.run([sys.executable, "-c", code, *settings], capture_output=True, text=True, check=True)
+        assert ("verl.config.other_names" in run.stdout.split()) == is_read
 
 
 def test_names_and_values_are_translated() -> None:

@@ -12,7 +12,7 @@ import pytest
 import verl
 from tests.trainer.cases import SHORT, low_bytes
 from verl.algorithms import algorithm_names, make_algorithm
-from verl.algorithms.keywords import AlgorithmKeywords
+from verl.config.algorithm_options import AlgorithmKeywords
 from verl.errors import ConfigError
 from verl.trainer.keywords import TrainerArguments, TrainerKeywords
 from verl.trainer.options import (

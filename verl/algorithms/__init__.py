@@ -3,7 +3,7 @@
 Reading order: `base`, `loss_terms`, `grpo`, `policy`, `responses`, `episodes`, `advantages`, `losses`, `aggregation`,
 `kl`, `correction`, `ppo`, `registry`, `default`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `gmpo`, `gpg`, `rloo`,
 `reinforce_pp`, `remax`, `opo`, `grpo_passk`, `distillation`, `constrained_decoding`, `reward_conditioned`, `safe_rlhf`,
-`lagrangian`, `sft`, `pairs`, `dpo`, `simpo`, `orpo`, `kto`, `reward_model`, `keywords`.
+`lagrangian`, `sft`, `pairs`, `dpo`, `simpo`, `orpo`, `kto`, `reward_model`.
 """
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, RoleObjective

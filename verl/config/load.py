@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.algorithms.keywords import AlgorithmKeywords
+from verl.config.algorithm_options import AlgorithmKeywords
 from verl.config.document import describe, subsections
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile

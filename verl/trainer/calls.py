@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.algorithms import algorithm_names, make_algorithm
-from verl.algorithms.keywords import AlgorithmKeywords
+from verl.config.algorithm_options import AlgorithmKeywords
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.roles.keywords import ActorKeywords
 from verl.trainer.asynchronous import AsyncTrainer

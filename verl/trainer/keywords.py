@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.keywords import AlgorithmKeywords
+from verl.config.algorithm_options import AlgorithmKeywords
 
 if TYPE_CHECKING:
     from verl.algorithms import BaseAlgorithm

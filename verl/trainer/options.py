@@ -182,7 +182,7 @@ def tasks_of(
             raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
         tasks = read_tasks(config_path)
     if tasks is None:
-        from verl.algorithms.keywords import AlgorithmKeywords
+        from verl.config.algorithm_options import AlgorithmKeywords
         from verl.trainer.keywords import TrainerArguments
 
         known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()

@@ -1,4 +1,5 @@
-"""The options of all algorithms that come with the package, as keywords of calls that make one: for type checkers.
+"""The options of all algorithms that come with the package, as keywords of calls that make one: for type checkers, and
+for what reads settings without torch.
 
 Each algorithm checks its own at run time. An algorithm of your own, with options of its own, is made first:
 `Trainer(..., algorithm=Mine(option=...))`.
