@@ -92,8 +92,9 @@ def _field(changes: Change, default: Any = ..., description: str = "", **options
             `added`: earlier versions have it not, and its default means what they do: at it, a run of theirs goes on;
             `later`, why only the default is accepted so far: better refused than read and ignored.
     """
-    notes = {name: options.pop(name) for name in ("free", "added", "later") if name in options}
-    return Field(default, description=description, json_schema_extra={"changes": changes, **notes}, **options)
+    notes: dict[str, Any] = {"changes": changes}
+    notes |= {name: options.pop(name) for name in ("free", "added", "later") if name in options}
+    return Field(default, description=description, json_schema_extra=notes, **options)
 
 
 result: Any = partial(_field, "result")
