@@ -160,6 +160,22 @@ def test_the_head_computes_what_the_policy_wrote_alone(
     assert bool((log_probs(engine, batch) != 0).all())
 
 
+def by_ratio(x: LossInput) -> Loss:
+    assert x.log_probs is not None
+    return Loss(total=(x.weights * (x.log_probs - x.columns["old_log_probs"]).exp()).sum())
+
+
+def test_a_loss_of_ratios_is_finite_where_the_policy_wrote_nothing() -> None:
+    """Whatever the log-probs of what it read."""
+    batch, lengths = forked_batch(), forked_batch().lengths("response_tokens")
+    mask = batch.tensor("response_mask").bool()
+    old = torch.where(mask, -3.0, -1000.0).double()
+    needs = LossNeeds(columns=["old_log_probs"])
+    part = LossPart(batch.add({"old_log_probs": (old, lengths)}), by_ratio, token_weights(batch), needs)
+    found = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
+    assert all(bool(gradient.isfinite().all()) for gradient in found.values()) and found
+
+
 def test_rows_of_which_the_policy_wrote_nothing() -> None:
     read = Batch.from_columns({"prompt_tokens": [[1]], "response_tokens": [[2, 3]], "response_mask": [[0, 0]]})
     part = LossPart(
