@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the isolated environment of a peer under .bench/NAME, from pinned versions, if it is not there.
 #   benchmarks/peer_env.sh trl        prints the path of the environment's Python as its last line
-#   benchmarks/peer_env.sh agents     what agents are written with, for tests/rollout/test_gateway_agents.py
+#   benchmarks/peer_env.sh agents     what agents are written with, for tests/rollout/test_gateway_agents.py and test_gateway_clients.py
 #   benchmarks/peer_env.sh preload    Intel's OpenMP and tcmalloc: prints what LD_PRELOAD takes (Debian and its kin)
 # PYTHON chooses the interpreter, TORCH_ARGS is passed to pip where it installs torch.
 set -euo pipefail

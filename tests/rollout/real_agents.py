@@ -106,50 +106,6 @@ def anthropic_messages(stream: bool = False) -> str:
         chat.append({"role": "user", "content": results})
 
 
-def refused(kind: type[Exception], call: Callable[[], Any]) -> Any:
-    """The error that a client makes of a refusal."""
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError(f"not refused: {kind}")
-
-
-def errors() -> str:
-    """What the clients make of refusals."""
-    import anthropic
-    import openai
-
-    chat: Any = [{"role": "user", "content": QUESTION}]
-    client = openai.OpenAI(max_retries=2)
-
-    def ask(**fields: Any) -> Any:
-        return client.chat.completions.create(**{"model": "gpt-4o", "messages": chat, **fields})
-
-    assert refused(openai.BadRequestError, lambda: ask(messages=chat * 400)).code == "context_length_exceeded"
-    assert refused(openai.BadRequestError, lambda: ask(messages=chat * 400, stream=True)).status_code == 400
-    audio = {"voice": "alloy", "format": "wav"}
-    assert refused(openai.BadRequestError, lambda: ask(audio=audio)).code == "unsupported_parameter"
-    missing = refused(openai.NotFoundError, lambda: client.embeddings.create(model="x", input="x"))
-    assert "/v1/chat/completions" in str(missing)
-    refused(openai.NotFoundError, client.files.list)
-    stored = {"model": "x", "input": "x", "previous_response_id": "resp_1"}
-    assert "whole conversation" in str(refused(openai.BadRequestError, lambda: client.responses.create(**stored)))
-    other = openai.OpenAI(api_key="sk-other")
-    refused(openai.AuthenticationError, lambda: other.chat.completions.create(model="x", messages=chat))
-    messages = anthropic.Anthropic().messages
-    long = {"model": "x", "max_tokens": 9, "messages": chat * 400}
-    assert "prompt is too long" in str(refused(anthropic.BadRequestError, lambda: messages.create(**long)))
-    keyless = anthropic.Anthropic(api_key="sk-other").messages
-    refused(anthropic.AuthenticationError, lambda: keyless.create(**{**long, "messages": chat}))
-    assert client.models.list().data[0].id == "policy"
-    ask()
-    # The bound is used up: refused, and not tried again.
-    assert refused(openai.PermissionDeniedError, ask).code == "budget_exceeded"
-    refused(anthropic.PermissionDeniedError, lambda: messages.create(**{**long, "messages": chat}))
-    return "4"
-
-
 def agents_sdk(responses: bool) -> str:
     import agents
 
@@ -206,7 +162,6 @@ KINDS: dict[str, Callable[[], str]] = {
     "openai responses stream": lambda: openai_responses(True),
     "anthropic": anthropic_messages,
     "anthropic stream": lambda: anthropic_messages(True),
-    "errors": errors,
     "openai-agents": lambda: agents_sdk(False),
     "openai-agents responses": lambda: agents_sdk(True),
     "pydantic-ai": lambda: pydantic("openai-chat:gpt-4o"),

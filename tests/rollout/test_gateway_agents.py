@@ -48,8 +48,3 @@ def test_smolagents_rewrites_its_history() -> None:
     run = play("smolagents", [CALL, FINAL])
     assert len(run.records) == 1, run.outcome.error
     assert [len(one.calls) for one in run.records[0].trajectories] == [1, 1]
-
-
-def test_what_clients_make_of_errors() -> None:
-    run = play("errors", ["4<|im_end|>"], max_length=600, max_calls=1)
-    assert run.outcome.error is None and run.record.truncated

@@ -14,10 +14,9 @@ import httpx
 import pytest
 
 from tests.rollout.learned import check_learned
-from tests.rollout.test_gateway_server import ADD, HELLO, Broken, Run, failing, post
+from tests.rollout.test_gateway_server import ADD, HELLO, Broken, Run, asking_again, failing, post
 from tests.rollout.test_tools import Scripted
 from verl.rollout.base import Sample
-from verl.rollout.gateway import server
 
 pytest.importorskip("aiohttp")
 OTHER = [{"role": "user", "content": "Something else."}]
@@ -88,24 +87,7 @@ def test_late() -> None:
 
 
 def test_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, lost = server.Listener._send, list[int]()
-
-    async def send(self: Any, request: Any, body: Any, delivery: Any) -> Any:
-        if not lost:
-            lost.append(1)
-            request.transport.close()
-            raise ConnectionResetError
-        return await real(self, request, body, delivery)
-
-    monkeypatch.setattr(server.Listener, "_send", send)
-
-    def agent(base_url: str, api_key: str, row: Any) -> float:
-        with pytest.raises(httpx.HTTPError):
-            post(base_url, api_key, {"messages": HELLO})
-        post(base_url, api_key, {"messages": HELLO}, **{"x-stainless-retry-count": "1"})
-        return 1.0
-
-    run = Run(agent, TURNS)
+    run = Run(asking_again(monkeypatch), TURNS)
     assert run.record.left_out == {"retried": 1}
     check_learned(run.outcome, run.engine.tokenizer, [BESIDE], 1.0)
 

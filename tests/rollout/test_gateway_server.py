@@ -399,9 +399,9 @@ def test_too_many_open_requests() -> None:
     assert statuses.count(429) == 8
 
 
-def test_a_retry_takes_the_place_of_what_was_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = server.Listener._send
-    lost: list[int] = []
+def asking_again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
+    """An agent whose first answer is lost on the way, so that it sends the request again."""
+    real, lost = server.Listener._send, list[int]()
 
     async def send(self: Any, request: Any, body: Any, delivery: Any) -> Any:
         if not lost:
@@ -410,15 +410,18 @@ def test_a_retry_takes_the_place_of_what_was_not_delivered(monkeypatch: pytest.M
             raise ConnectionResetError
         return await real(self, request, body, delivery)
 
-    monkeypatch.setattr(server.Listener, "_send", send)
-
     def agent(base_url: str, api_key: str, row: Any) -> float:
         with pytest.raises(httpx.HTTPError):
             post(base_url, api_key, {"messages": HELLO})
         post(base_url, api_key, {"messages": HELLO}, **{"x-stainless-retry-count": "1"})
         return 1.0
 
-    run = Run(agent, ["One.<|im_end|>", "Two.<|im_end|>"])
+    monkeypatch.setattr(server.Listener, "_send", send)
+    return agent
+
+
+def test_a_retry_takes_the_place_of_what_was_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(asking_again(monkeypatch), ["One.<|im_end|>", "Two.<|im_end|>"])
     assert run.record.left_out == {"retried": 1}
     assert run.engine.tokenizer.decode(run.outcome.responses[0].response_tokens) == "Two.<|im_end|>"
 

@@ -21,6 +21,7 @@ import torch
 
 import verl
 from tests import ranks
+from tests.trainer import refused_agents
 from tests.trainer.timeline_file import read_timeline
 from verl.batch import Batch
 from verl.cluster.ray import pool
@@ -436,6 +437,10 @@ def test_what_cannot_be_is_refused(tiny: Path) -> None:
         make(tiny, rollout_workers=0)
     with pytest.raises(ConfigError, match="leave update_freq, buffer_size out"):
         make(tiny, update_freq=8, buffer_size=16)
+    for played in (refused_agents.gateway, refused_agents.shop):
+        actor = verl.Actor(str(tiny), episode=played)
+        with pytest.raises(ConfigError, match=r"no episodes, agents or environments: leave max_staleness out"):
+            verl.AsyncTrainer(actor, algorithm="grpo", batch_size=2)
     trainer = make(tiny)
     with pytest.raises(ConfigError, match="advance"):
         trainer.step(["one"])

@@ -20,6 +20,10 @@ from verl.errors import CheckpointError, ConfigError, DataError, ModelError, Rew
 from verl.run.check import check_settings
 from verl.run.train import train
 
+HERE = Path(__file__).parents[1]
+AGENT = f"{HERE}/trainer/refused_agents.py:gateway"
+SHOP = f"{HERE}/trainer/refused_agents.py:shop"
+
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, tiny: Path, make_tiny: Any) -> None:
     train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 2})))
@@ -71,6 +75,8 @@ def test_bad_input_is_refused_in_plain_words(
             "has no reference .* set algorithm.kl_in",
         ),
         ({"trainer.max_staleness": 1, "algorithm.rollout_is": None}, "does not correct"),
+        ({"trainer.max_staleness": 1, "actor_rollout_ref.rollout.episode": AGENT}, "leave max_staleness out, or"),
+        ({"trainer.max_staleness": 1, "actor_rollout_ref.rollout.environment": SHOP}, "leave max_staleness out, or"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )

@@ -35,6 +35,7 @@ from verl.algorithms.loss_terms import LossNeeds, LossPart
 from verl.attention import prefix_tree as trees
 from verl.batch import Batch
 from verl.models.heads import ValueModel
+from verl.models.packed import PackedModel
 from verl.training.forward import Forward
 from verl.training.micro_batch import Limits, deal, shared_tokens
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
@@ -125,6 +126,66 @@ def test_gradients_of_a_critic() -> None:
         for share in (True, False)
     )
     assert_same(found, expected, 1e-10)
+
+
+def by_weight(x: LossInput) -> Loss:
+    assert x.log_probs is not None and x.entropy is not None
+    per_token = torch.where(x.weights != 0, x.log_probs * x.columns["advantages"] - x.entropy, 0.0)
+    return Loss(total=(x.weights * per_token).sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"share_prompts": False}, {"max_tokens_per_micro_batch": 40}])
+def test_the_head_computes_what_the_policy_wrote_alone(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token that was sampled once, whatever repeats it; predictions are of all tokens."""
+    rows: list[int] = []
+    real = PackedModel.log_probs
+
+    def counted(self: PackedModel, hidden: Any, *arguments: Any, **more: Any) -> Any:
+        rows.append(len(hidden))
+        return real(self, hidden, *arguments, **more)
+
+    monkeypatch.setattr(PackedModel, "log_probs", counted)
+    batch, needs = forked_batch(), LossNeeds(columns=["advantages"], entropy=True)
+    unmasked = batch.drop(["response_mask"])
+    results, counts = [], []
+    for each in (batch, unmasked):
+        rows.clear()
+        engine = make_engine(tiny_model("qwen2"), optim=OPTIM, **options)
+        results.append(gradients_of(engine, [LossPart(each, by_weight, token_weights(batch), needs)]))
+        counts.append(sum(rows))
+    assert_same(results[0], results[1], 1e-12)
+    assert counts == [sum(map(sum, batch["response_mask"])), sum(batch.lengths("response_tokens"))]
+    assert bool((log_probs(engine, batch) != 0).all())
+
+
+def by_ratio(x: LossInput) -> Loss:
+    assert x.log_probs is not None
+    return Loss(total=(x.weights * (x.log_probs - x.columns["old_log_probs"]).exp()).sum())
+
+
+def test_a_loss_of_ratios_is_finite_where_the_policy_wrote_nothing() -> None:
+    """Whatever the log-probs of what it read."""
+    batch, lengths = forked_batch(), forked_batch().lengths("response_tokens")
+    mask = batch.tensor("response_mask").bool()
+    old = torch.where(mask, -3.0, -1000.0).double()
+    needs = LossNeeds(columns=["old_log_probs"])
+    part = LossPart(batch.add({"old_log_probs": (old, lengths)}), by_ratio, token_weights(batch), needs)
+    found = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
+    assert all(bool(gradient.isfinite().all()) for gradient in found.values()) and found
+
+
+def test_rows_of_which_the_policy_wrote_nothing() -> None:
+    read = Batch.from_columns({"prompt_tokens": [[1]], "response_tokens": [[2, 3]], "response_mask": [[0, 0]]})
+    part = LossPart(
+        read.add({"advantages": [[1.0, 1.0]]}),
+        by_weight,
+        torch.ones(2),
+        LossNeeds(columns=["advantages"], entropy=True),
+    )
+    found = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
+    assert all(float(gradient.abs().max()) == 0 for gradient in found.values())
 
 
 @examples(20)

@@ -25,7 +25,8 @@ class LossInput:
     """
 
     log_probs: Tensor | None = None
-    """`[R]`, with gradient: log-probs of the response tokens, of temperature-scaled logits (an LM head)."""
+    """`[R]`, with gradient: log-probs of the response tokens, of temperature-scaled logits (an LM head). This, the
+    entropy and columns of log-probs are 0 where `mask` is False: the head skips these tokens."""
     entropy: Tensor | None = None
     """`[R]`, with gradient: entropy, in nats, of what each token was drawn from; None unless the loss needs it."""
     values: Tensor | None = None

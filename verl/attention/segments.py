@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import and_, eq
@@ -55,8 +55,20 @@ class Packed:
     predict: Tensor  # [R] index into [T] of the hidden state that predicts each response token, rows in order
     targets: Tensor  # [R] the response tokens
     last: Tensor  # [S] index into [T] of the last token of each row that was fed
-    # From numbers read at `predict` or `last` to those of all rows, where ranks each hold a slice of the tokens.
+    # From numbers read at `predict` or `last` to those of all rows, where they are of some tokens, or a rank's slice.
     gather: Callable[[Tensor], Tensor] = lambda values: values
+
+    def predicting(self, mask: Tensor) -> Packed:
+        """Predictions of the response tokens alone that the mask `[R]` has; those of the others are 0."""
+        count, index = len(mask), to_device(mask.nonzero()[:, 0], self.targets.device)
+        if len(index) == count:
+            return self
+        return replace(
+            self,
+            predict=self.predict[index],
+            targets=self.targets[index],
+            gather=lambda values: values.new_zeros(count).index_copy(0, index, values),
+        )
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object
     check_corrected(algorithm)
     if episode is not None or not isinstance(engine, str):
         raise ConfigError(
-            "standalone rollout workers take an engine by name or FILE.py:CLASS, and no episode: train "
-            "synchronously, or leave rollout.episode out"
+            "asynchronous training takes an engine by name or FILE.py:CLASS, and plays no episodes, agents or "
+            "environments: leave max_staleness out, or rollout.episode and rollout.environment"
         )
     if tensor_parallel > 1:
         raise ConfigError(

@@ -89,9 +89,12 @@ class Forward(nn.Module):
         return torch.autocast(self.packed.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def pack(self, batch: Batch, tree: PrefixTree | None = None) -> Packed:
-        """The rows of a micro-batch as flat tokens, or this rank's slice of these; `tree` as of `pack_rows`."""
+        """The rows of a micro-batch as flat tokens, or this rank's slice of these; `tree` as of `pack_rows`. The head
+        of a language model skips what the policy did not write, if there is a `response_mask`."""
         columns = batch["prompt_tokens"], batch["response_tokens"]
         flat = pack_rows(*columns, self.packed.device, self.share_prompts, self.head == "score", tree)
+        if self.head == "lm" and "response_mask" in batch:
+            flat = flat.predicting(batch.tensor("response_mask"))
         return flat if self.slicing is None else self.slicing(flat)
 
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:

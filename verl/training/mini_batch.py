@@ -66,10 +66,13 @@ class MiniBatch:
         if "old_log_probs" in wanted and "log_probs" in outputs:
             # One step on the policy's own samples: the policy that wrote them is the one of this very forward.
             columns.setdefault("old_log_probs", outputs["log_probs"].detach())
+        mask = to_device(mask, device, torch.bool)
+        # So that ratios are 1 where the head skips tokens.
+        columns |= {name: torch.where(mask, columns[name], 0.0) for name in columns if name.endswith("log_probs")}
         return LossInput(
             **outputs,
             weights=to_device(torch.cat([self._weights[row] for row in rows]), device, self._precision),
-            mask=to_device(mask, device, torch.bool),
+            mask=mask,
             sequence=to_device(torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)), device),
             num_sequences=len(rows),
             columns=columns,

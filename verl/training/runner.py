@@ -124,6 +124,7 @@ class MicroBatchRunner:
         self.forward.check_wanted(names)
         self.forward.check_batch(batch)
         lengths = [1] * len(batch) if self.forward.head == "score" else batch.lengths("response_tokens")
+        batch = batch.drop(["response_mask"])  # all tokens are predicted
         (dealt,), tree = deal(batch, range(len(batch)), 1, self._limits())
         dealt += [[]] * (self._most(len(dealt)) - len(dealt))
         micro_batches = (

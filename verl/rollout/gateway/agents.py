@@ -96,12 +96,8 @@ def agent_of(agent: Any, environment: Mapping[str, str] | None = None) -> Agent:
     words = agent
     with suppress(ValueError):  # quotes that do not close
         words = shlex.split(agent) if isinstance(agent, str) else agent
-    if (
-        isinstance(words, str)
-        or not isinstance(words, Sequence)
-        or not words
-        or not all(isinstance(word, str) for word in words)
-    ):
+    is_list = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
+    if not is_list or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"an agent is a function (base_url, api_key, row), a command or an address, not {agent!r}")
     return _Command(words, environment or {})
 

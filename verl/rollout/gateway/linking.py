@@ -45,8 +45,11 @@ class Prompt:
     @property
     def tokens(self) -> list[int]:
         """Of the whole prompt."""
-        parts = [part for call in lineage(self.parent) for part in (call.prompt.read, call.sample.tokens)]
-        return [*itertools.chain(*parts, self.read)]
+        tokens: list[int] = []
+        for call in lineage(self.parent):
+            tokens += call.prompt.read
+            tokens += call.sample.tokens
+        return tokens + self.read
 
     @property
     def cached(self) -> int:
@@ -109,6 +112,7 @@ class Conversations:
         self._numbers = itertools.count()
         self.reader = PieceReader(template.chat)
         self._begin = Piece()
+        self._known: dict[Message, Message] = {}
         self._by_messages: defaultdict[int, list[Call]] = defaultdict(list)
 
     def ask(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
@@ -117,6 +121,8 @@ class Conversations:
         Raises:
             DataError: the template refuses the messages.
         """
+        # What is known of a message, and its text's hash, is kept for all calls in which it stands.
+        messages = [self._known.setdefault(message, message) for message in messages]
         first: tuple[tuple[Message, ...], str] | None = None
         digests = [*prefix_digests(messages)]
         for call in self._candidates(messages, digests):

@@ -212,7 +212,7 @@ class Listener:
         asked = dialect.read(body)
         news: News = asyncio.Queue()
         tell = news.put_nowait if asked.stream else None
-        answering = session.begin(asked, _headers(request.headers), content, tell)
+        answering = session.during(session.answer(asked, _headers(request.headers), content, tell))
         try:
             if asked.stream:
                 answering.add_done_callback(lambda done: news.put_nowait(None))

@@ -172,12 +172,6 @@ class Session:
         for task in self._answering:
             task.cancel()
 
-    def begin(
-        self, request: ChatRequest, headers: Headers, body: bytes, tell: Tell | None = None
-    ) -> asyncio.Task[Delivery]:
-        """`answer`, see `during`."""
-        return self.during(self.answer(request, headers, body, tell))
-
     def during(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work as a task that ends with the episode.
 

@@ -30,9 +30,9 @@ HERMES = (
     '{{ \'{"name": "function name", "arguments": {"argument name": "value"}}\\n</tool_call>\' }}'
     "{{ eos_token + '\\n' }}{%- endif %}"
     "{%- for m in messages %}{%- if m['role'] == 'tool' %}"
-    "{%- if loop.first or loop.previtem['role'] != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
+    "{%- if (loop.previtem or {})['role'] != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
     "{{ '\\n<tool_response>\\n' + m['content'] + '\\n</tool_response>' }}"
-    "{%- if loop.last or loop.nextitem['role'] != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
+    "{%- if (loop.nextitem or {})['role'] != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
     "{%- elif not (m['role'] == 'system' and tools and loop.first) %}"
     "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
     "{%- for call in m['tool_calls'] or [] %}{{ '\\n' if m['content'] or not loop.first else '' }}"

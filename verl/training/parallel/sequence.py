@@ -65,7 +65,7 @@ class SequenceSlices:
 
         def whole(values: Tensor) -> Tensor:
             padded = pad(values, (0, most - len(values)))
-            return joined(padded, [most] * self._size, self._group).index_select(0, position)
+            return flat.gather(joined(padded, [most] * self._size, self._group).index_select(0, position))
 
         return replace(
             flat,
