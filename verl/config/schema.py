@@ -403,6 +403,7 @@ class TrainerConfig(Record):
     )
     save_every: Count | None = free("output", 10, "steps between checkpoints (null: only at the end)")
     keep_checkpoints: Count = free("output", 2, "how many checkpoints to keep")
+    resume: bool = free("output", True, "go on with an unfinished run (false: begin anew, as --fresh does)")
     async_save: bool = free("cost", False, "write checkpoints while training goes on, from a copy in host memory")
     loggers: Annotated[tuple[Logger, ...], AsTuple] = free(
         "output", ("console", "tensorboard"), "where metrics go besides metrics.jsonl"

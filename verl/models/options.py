@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from verl.record import Count, Record, Strings, cost, limit, result, wrong
+from verl.record import Count, Record, Strings, added, cost, limit, result, wrong
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -56,6 +56,9 @@ class ModelOptions(Record):
         default=None,
         description="train adapters in the place of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
         "defaults, or lists of layers by name as targets (null: train the weights)",
+    )
+    max_position_embeddings: Count | None = added(
+        "limit", None, "longest prompt and response together, in the place of what the model's config says (null)"
     )
     trust_remote_code: bool = limit(default=False, description="run Python code that comes with the model")
     enable_gradient_checkpointing: bool = cost(

@@ -70,6 +70,7 @@ class CriticKeywords(TypedDict, total=False):
     moments: Literal["bfloat16", "float32"] | None
     max_grad_norm: float | None
     warmup_steps: int
+    warmup_ratio: float
     schedule: Literal["constant", "linear", "cosine"] | Callable[[int], float]
     total_steps: int | None
 
