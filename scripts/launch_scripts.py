@@ -34,10 +34,22 @@ _LAUNCH = re.compile(r"(?:^|[./])(main_\w+|\w*main|\w*sft_trainer(?:_ray)?)(?:\.
 _NO_TRAINING = ("main_generation", "main_generation_server", "main_eval")
 #: Folders of trainers whose loss is in their code, and in no setting.
 _OWN_LOSS = ("sppo", "spin", "flowrl", "vla")
+#: Settings of a script that learns from images, whose rows `verl train` refuses when it reads them.
+_IMAGES = re.compile(r"data\.image_key=|freeze_vision_tower=|/geo3k/|-VL-")
 #: For a script that asks for some: processes of a node, and where to save.
 _ARGUMENTS = ("2", "saved")
 _SETTING = re.compile(r"[+~]{0,2}([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 _SECONDS = 10
+#: A reward in which samples of a random model differ.
+_SCORE = """\
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(set(solution_str)) % 7)
+"""
+#: A template that ends each message, as those of models for chats do.
+_CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 _ACTOR = "actor_rollout_ref.actor"
 #: What bash reads first: a script neither leaves its folder nor stops at what a stand-in does not answer.
 _PRELUDE = r"""
@@ -113,6 +125,7 @@ def local(settings: Sequence[str], folder: Path) -> list[str]:
     present = {
         r"data\.train_files": f"[{folder}/{kind}-train.parquet]",
         r"data\.val_files": f"[{folder}/{kind}-val.parquet]",
+        r"reward_model\.model\.path": f"{folder}/scorer",
         r".*model\.(path|tokenizer_path|partial_pretrain|input_tokenizer)|.*_model_path": f"{folder}/model",
         r".*reward_function\.path": f"{folder}/reward.py",
         r"trainer\.logger": "console",  # trackers are installed where they are used
@@ -125,8 +138,7 @@ def local(settings: Sequence[str], folder: Path) -> list[str]:
         if key.endswith("reward_function.name"):
             function = folder / f"reward_{value}.py"  # a module is imported once
             changed = [other.replace(f"{folder}/reward.py", str(function)) for other in changed]
-            score = f"def {value}(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
-            function.write_text(score)
+            function.write_text(_SCORE.replace("compute_score", value))
     return changed
 
 
@@ -140,6 +152,8 @@ def check(launch: Launch, folder: Path) -> Outcome:
         return Outcome(
             launch, (f"{launch.module}: the loss of {own} is in its trainer: write an algorithm of your own",)
         )
+    if images := next((word for word in launch.settings if _IMAGES.search(word)), None):
+        return Outcome(launch, (f"{images}: models are of text alone here: there is nothing to write instead",))
     try:
         check_settings(load_config(None, local(launch.settings, folder)))
     except VerlError as error:
@@ -167,6 +181,11 @@ def small(settings: Sequence[str]) -> list[str]:
             "async_training.require_batches": 2, "rollout.total_rollout_steps": 16, "rollout.total_epochs": None,
             "trainer.total_training_steps": None,
         }  # fmt: skip
+    if "model.partial_pretrain" in values:  # two batches are all rows
+        changed = {
+            "data.train_batch_size": 4, "data.max_length": None, "trainer.total_epochs": 1, "trainer.device": None,
+            "trainer.experiment_name": "small", "trainer.default_local_dir": "runs",
+        }  # fmt: skip
     of_ranks = r".*(megatron\.\w+_size|strategy|ulysses_\w+|_offload|fsdp_size|forward_prefetch|mixed_precision\.\w+)"
     of_lengths = r".*(overlong_buffer(_cfg)?\.len|max_resp_len)"
     kept = []
@@ -184,8 +203,8 @@ class Meaning:
     Attributes:
         samples: of a step.
         updates: optimizer steps of a step.
-        rates: learning rates of the first two steps. A warm-up ends with the step that they name; here it does not
-            begin with 0.
+        rates: learning rates of the first two steps, each the mean over its updates. A warm-up rises from update to
+            update, does not begin with 0, and ends with the step that the settings name.
         loss: advantages, loss, its bounds, how it is put together, and where the KL counts.
     """
 
@@ -209,6 +228,9 @@ def means(settings: Sequence[str]) -> Meaning:
             return usual
         return value.lower() == "true" if isinstance(usual, bool) else type(usual)(value)
 
+    if "model.partial_pretrain" in values:  # 8 rows; a cosine from its first update on, as a tenth of two is none
+        lr = get("optim.lr", 1e-5)
+        return Meaning(get("data.train_batch_size", 256), 1, (lr, lr / 2), "likelihood")
     prompts, n = get("data.train_batch_size", 1024), get("actor_rollout_ref.rollout.n", 1)
     if not get("algorithm.filter_groups.enable", False):
         prompts = get("data.gen_batch_size", prompts)
@@ -219,8 +241,10 @@ def means(settings: Sequence[str]) -> Meaning:
     updates = max(1, prompts // mini) * get(f"{_ACTOR}.ppo_epochs", 1)
     warmup = max(0, get(f"{_ACTOR}.optim.lr_warmup_steps", -1))
     lr = get(f"{_ACTOR}.optim.lr", 1e-6)
-    rates = tuple(lr * min(1.0, step * batches / warmup if warmup else 1.0) for step in (1, 2))
-    return Meaning(prompts * batches * n, updates * batches, rates, _loss(get))
+    risen = [min(1.0, update / (warmup * updates or 1)) for update in range(1, 2 * updates * batches + 1)]
+    updates *= batches
+    rates = tuple(lr * sum(part) / updates for part in (risen[:updates], risen[updates:]))
+    return Meaning(prompts * batches * n, updates, rates, _loss(get))
 
 
 def _loss(get: Callable[[str, Any], Any]) -> str:
@@ -249,11 +273,14 @@ def does(run: Path) -> Meaning:
     steps = [record for record in records if "loss/actor" in record]
     options = config.algorithm.options
     tables = sorted((run / "completions").glob("train-*.parquet"))
-    assert len(steps) == len(tables) == 2 and all(math.isfinite(step["loss/actor"]) for step in steps), steps
-    samples = {pq.read_metadata(table).num_rows for table in tables}
+    assert len(steps) == 2 and all(math.isfinite(step["loss/actor"]) for step in steps), steps
+    samples = {pq.read_metadata(table).num_rows for table in tables} or {config.data.batch_size}
     updates = {step["update/steps/actor"] for step in steps}
     assert len(samples) == len(updates) == 1, (samples, updates)
+    rates = tuple(step["lr/actor"] for step in steps)
     algorithm = make_algorithm(config.algorithm.name, **options)
+    if not algorithm.online:
+        return Meaning(samples.pop(), int(updates.pop()), rates, "likelihood")
     low, high = algorithm.clip_bounds
     names = {
         "ppo": "gae vanilla",
@@ -266,7 +293,7 @@ def does(run: Path) -> Meaning:
     together = "its own" if config.algorithm.name in ("gspo", "gmpo") else algorithm.loss_agg_mode
     kl = "no KL" if algorithm.kl_in == "none" else f"KL {algorithm.kl_coef} in the {algorithm.kl_in}"
     loss = f"{name} [{low}, {high}] {together}, {kl}, entropy {float(algorithm.entropy_coeff)}"
-    return Meaning(samples.pop(), int(updates.pop()), tuple(step["lr/actor"] for step in steps), loss)
+    return Meaning(samples.pop(), int(updates.pop()), rates, loss)
 
 
 def run_small(launch: Launch, folder: Path) -> tuple[Meaning, Meaning]:
@@ -277,7 +304,8 @@ def run_small(launch: Launch, folder: Path) -> tuple[Meaning, Meaning]:
     """
     settings = small(local(launch.settings, folder))
     given = {_SETTING.fullmatch(word)[1] for word in settings}  # type: ignore[index]
-    reward = [] if given & {"custom_reward_function.path"} else [f"custom_reward_function.path={folder}/reward.py"]
+    scored = given & {"custom_reward_function.path", "model.partial_pretrain"} or "reward_model.enable=True" in settings
+    reward = [] if scored else [f"custom_reward_function.path={folder}/reward.py"]
     command = [sys.executable, "-m", "verl", "train", *settings, *reward, "--fresh"]
     with tempfile.TemporaryDirectory() as runs:
         variables = {**os.environ, "PYTHONPATH": str(_ROOT)}
@@ -293,12 +321,19 @@ def drawn(launches: Sequence[Launch], folder: Path) -> list[Launch]:
 
 
 def make_local_names(folder: Path) -> None:
-    """A tiny model, data in their three forms, and a function that scores."""
+    """A tiny model, one that scores, data in their three forms, and a function that scores."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     model = [sys.executable, str(_ROOT / "benchmarks" / "made_model.py"), "tiny", str(folder / "model")]
     subprocess.run(model, cwd=_ROOT, check=True, capture_output=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = _CHAT
+    sizes = AutoConfig.from_pretrained(folder / "model", num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    AutoModelForSequenceClassification.from_config(sizes).save_pretrained(folder / "scorer")
+    for name in ("model", "scorer"):
+        tokenizer.save_pretrained(folder / name)
     for name, first in (("train", 0), ("val", 8)):
         rows: dict[str, list[dict[str, Any]]] = {"prompts": [], "demonstrations": [], "chats": []}
         for number in range(first, first + 8):
@@ -311,9 +346,7 @@ def make_local_names(folder: Path) -> None:
             rows["chats"].append({"messages": [*chat, {"role": "assistant", "content": answer}]})
         for kind, of_kind in rows.items():
             pq.write_table(pa.Table.from_pylist(of_kind), folder / f"{kind}-{name}.parquet")
-    score = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    score += "    return float(len(set(solution_str)) % 7)\n"  # which samples of a random model differ in
-    (folder / "reward.py").write_text(score)
+    (folder / "reward.py").write_text(_SCORE)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from launch_scripts import Launch, check, launches, make_local_names  # noqa: E402
+from launch_scripts import Launch, Meaning, check, launches, make_local_names, means, run_small  # noqa: E402
 
 KEYS = {
     line.partition(" ")[0]: int(line.partition(" ")[2])
@@ -99,6 +99,49 @@ def test_a_refusal_names_the_key(names: Path) -> None:
     bad = Launch(Path("x.sh"), "verl.trainer.main_ppo", (*BASE, "trainer.critic_warmup=5", "data.image_key=pictures"))
     said = "\n".join(check(bad, names).refusals)
     assert "trainer.critic_warmup" in said and "data.image_key" in said and "leave it out" in said
+
+
+def test_a_script_that_asks_for_arguments_gets_some(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        '[ "$#" -lt 2 ] && exit 1; torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer a.b=$2'
+    )
+    (launch,) = launches(tmp_path / "run.sh")
+    assert (launch.module, launch.settings) == ("verl.trainer.fsdp_sft_trainer", ("a.b=saved",))
+
+
+def test_what_no_setting_tells_is_refused(names: Path) -> None:
+    assert check(Launch(Path("x.sh"), "recipe.sppo.main_sppo", (*BASE,)), names).refusals != ()
+    images = (*BASE, "data.val_files=/data/geo3k/test.parquet")
+    assert "text alone" in check(Launch(Path("x.sh"), "verl.trainer.main_ppo", images), names).refusals[0]
+
+
+def test_what_settings_mean_by_their_source() -> None:
+    actor = "actor_rollout_ref.actor"
+    usual = means([])
+    assert usual == Meaning(1024, 4, (1e-6, 1e-6), "gae vanilla [0.2, 0.2] token-mean, no KL, entropy 0.0")
+    some = [*BASE, f"{actor}.ppo_epochs=2", f"{actor}.optim.lr_warmup_steps=2", f"{actor}.use_kl_loss=True"]
+    assert means(some).is_as(
+        Meaning(
+            128, 8, (9e-6 / 32, 25e-6 / 32), "grpo vanilla [0.2, 0.2] token-mean, KL 0.001 in the loss, entropy 0.0"
+        )
+    )
+    streamed = [*some, "rollout.total_rollout_steps=64", "async_training.trigger_parameter_sync_step=2"]
+    assert (means(streamed).samples, means(streamed).updates) == (64, 4)
+    assert not means(some).is_as(usual)
+
+
+@pytest.mark.slow
+def test_two_steps_do_what_the_settings_mean(names: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    settings = (
+        *BASE,
+        f"{actor}.optim.lr_warmup_steps=10",
+        f"{actor}.clip_ratio_high=0.28",
+        f"{actor}.use_kl_loss=True",
+    )
+    meaning, deed = run_small(Launch(Path("x.sh"), "verl.trainer.main_ppo", settings), names)
+    assert deed.is_as(meaning) and (meaning.samples, meaning.updates) == (32, 4)
+    assert "[0.2, 0.28]" in deed.loss and "KL 0.001 in the loss" in deed.loss
 
 
 def test_every_key_has_an_answer() -> None:
