@@ -41,6 +41,7 @@ class CriticKeywords(TypedDict, total=False):
 
     dtype: str
     lora: LoraOptions | Mapping[str, Any] | None
+    max_position_embeddings: int | None
     trust_remote_code: bool
     enable_gradient_checkpointing: bool
     gradient_checkpointing: bool

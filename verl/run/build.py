@@ -152,11 +152,10 @@ def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:
     optim = update.optim
     if config.trainer.control == "zero_lr":
         optim = optim.replace(lr=0.0)
-    steps = optim.total_steps or config.trainer.total_steps * UpdatePlan(update.mini_batch_size, update.epochs).updates(
-        rows
-    )
-    if optim.total_steps is None and optim.schedule != "constant":
-        optim = optim.replace(total_steps=max(1, steps))
+    updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(rows)
+    steps = optim.total_steps or max(1, config.trainer.total_steps * updates)
+    if optim.schedule != "constant":
+        optim = optim.replace(total_steps=steps)
     if optim.warmup_ratio:
         optim = optim.replace(warmup_ratio=0.0, warmup_steps=int(optim.warmup_ratio * steps))
     return update.replace(optim=optim)
