@@ -11,7 +11,9 @@ and data replaced by files that are there, and no tracker.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -19,18 +21,36 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import md5
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 #: A module that trains: its settings are what `verl train` reads.
 _LAUNCH = re.compile(r"(?:^|[./])(main_\w+|\w*main|\w*sft_trainer(?:_ray)?)(?:\.py)?$")
 _NO_TRAINING = ("main_generation", "main_generation_server", "main_eval")
+#: Folders of trainers whose loss is in their code, and in no setting.
+_OWN_LOSS = ("sppo", "spin", "flowrl", "vla")
+#: Settings of a script that learns from images, whose rows `verl train` refuses when it reads them.
+_IMAGES = re.compile(r"data\.image_key=|freeze_vision_tower=|/geo3k/|-VL-")
+#: For a script that asks for some: processes of a node, and where to save.
+_ARGUMENTS = ("2", "saved")
 _SETTING = re.compile(r"[+~]{0,2}([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 _SECONDS = 10
+#: A reward in which samples of a random model differ.
+_SCORE = """\
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(set(solution_str)) % 7)
+"""
+#: A template that ends each message, as those of models for chats do.
+_CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_ACTOR = "actor_rollout_ref.actor"
 #: What bash reads first: a script neither leaves its folder nor stops at what a stand-in does not answer.
 _PRELUDE = r"""
 PATH="$STAND_INS"; exec 9>"$STAND_INS.calls"
@@ -69,8 +89,8 @@ class Outcome:
 
 
 def launches(script: Path) -> Iterator[Launch]:
-    """The calls of trainers that a shell script makes."""
-    for words in _calls(script):
+    """The calls of trainers that a shell script makes; one that makes none without arguments gets some."""
+    for words in next(filter(None, (list(_calls(script, *arguments)) for arguments in ((), _ARGUMENTS))), []):
         module = next((word for word in words if _LAUNCH.search(word) and "=" not in word), None)
         if module is None or module.rpartition(".")[2] in _NO_TRAINING:
             continue
@@ -78,15 +98,15 @@ def launches(script: Path) -> Iterator[Launch]:
         yield Launch(script, module, tuple(settings))
 
 
-def _calls(script: Path) -> Iterator[list[str]]:
-    """The arguments of each call of Python that the script makes."""
+def _calls(script: Path, *arguments: str) -> Iterator[list[str]]:
+    """The arguments of each call of Python that the script, called with `arguments`, makes."""
     text = re.sub(r"\d?>&\d|&>>?\s*\S+|\d?>>?\s*[^\s(|;&]+", "", script.read_text(errors="replace"))
     text = re.sub(r"/(?:\w+/)*bin/(?=python|torchrun)", "", text)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "prelude").write_text(_PRELUDE)
         (Path(folder) / "bin").mkdir()
         variables = {"HOME": "/home/user", "STAND_INS": f"{folder}/bin", "BASH_ENV": f"{folder}/prelude"}
-        bash = [shutil.which("bash") or "/bin/bash", "-c", text, str(script)]
+        bash = [shutil.which("bash") or "/bin/bash", "-c", text, str(script), *arguments]
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 bash, cwd=f"{folder}/bin", env=variables, timeout=_SECONDS,
@@ -100,10 +120,13 @@ def _calls(script: Path) -> Iterator[list[str]]:
 
 def local(settings: Sequence[str], folder: Path) -> list[str]:
     """The settings, with models, data and functions of rewards that are there."""
+    kind = "prompts" if "model.partial_pretrain" not in " ".join(settings) else "demonstrations"
+    kind = "chats" if "data.multiturn.enable=true" in settings else kind
     present = {
-        r"data\.train_files": f"[{folder}/train.parquet]",
-        r"data\.val_files": f"[{folder}/val.parquet]",
-        r".*model\.(path|tokenizer_path|partial_pretrain)|.*_model_path": f"{folder}/model",
+        r"data\.train_files": f"[{folder}/{kind}-train.parquet]",
+        r"data\.val_files": f"[{folder}/{kind}-val.parquet]",
+        r"reward_model\.model\.path": f"{folder}/scorer",
+        r".*model\.(path|tokenizer_path|partial_pretrain|input_tokenizer)|.*_model_path": f"{folder}/model",
         r".*reward_function\.path": f"{folder}/reward.py",
         r"trainer\.logger": "console",  # trackers are installed where they are used
     }
@@ -115,8 +138,7 @@ def local(settings: Sequence[str], folder: Path) -> list[str]:
         if key.endswith("reward_function.name"):
             function = folder / f"reward_{value}.py"  # a module is imported once
             changed = [other.replace(f"{folder}/reward.py", str(function)) for other in changed]
-            score = f"def {value}(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
-            function.write_text(score)
+            function.write_text(_SCORE.replace("compute_score", value))
     return changed
 
 
@@ -126,6 +148,12 @@ def check(launch: Launch, folder: Path) -> Outcome:
     from verl.errors import VerlError
     from verl.run.check import check_settings
 
+    if own := next((name for name in _OWN_LOSS if f"{name}." in launch.module), None):
+        return Outcome(
+            launch, (f"{launch.module}: the loss of {own} is in its trainer: write an algorithm of your own",)
+        )
+    if images := next((word for word in launch.settings if _IMAGES.search(word)), None):
+        return Outcome(launch, (f"{images}: models are of text alone here: there is nothing to write instead",))
     try:
         check_settings(load_config(None, local(launch.settings, folder)))
     except VerlError as error:
@@ -134,15 +162,11 @@ def check(launch: Launch, folder: Path) -> Outcome:
 
 
 def small(settings: Sequence[str]) -> list[str]:
-    """The settings for one process on a CPU: as many mini-batches, short texts."""
+    """The settings for one process on a CPU: short texts, batches of a few mini-batches, each of two prompts."""
     values = {match[1]: match[2] for word in settings if (match := _SETTING.fullmatch(word))}
-    prompts, mini = (
-        int(values.get(key, usual))
-        for key, usual in (("data.train_batch_size", 1024), ("actor_rollout_ref.actor.ppo_mini_batch_size", 256))
-    )
-    parts = max(1, min(4, prompts // mini))
-    changed = {
-        "data.train_batch_size": parts * 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    parts = min(4, means(settings).updates // int(values.get(f"{_ACTOR}.ppo_epochs", 1)))
+    changed: dict[str, object] = {
+        "data.train_batch_size": parts * 2, f"{_ACTOR}.ppo_mini_batch_size": 2,
         "data.gen_batch_size": None, "data.max_prompt_length": 64, "data.max_response_length": 8,
         "trainer.n_gpus_per_node": 1, "trainer.nnodes": 1, "rollout.n_gpus_per_node": None, "rollout.nnodes": None,
         "trainer.total_training_steps": 2, "trainer.total_epochs": None, "trainer.device": None,
@@ -151,6 +175,17 @@ def small(settings: Sequence[str]) -> list[str]:
         "trainer.default_local_dir": "runs", "actor_rollout_ref.rollout.prompt_length": None,
         "actor_rollout_ref.rollout.response_length": None, "critic.ppo_mini_batch_size": None,
     }  # fmt: skip
+    if "rollout.total_rollout_steps" in values:
+        changed |= {
+            "data.train_batch_size": 0, "async_training.trigger_parameter_sync_step": 2,
+            "async_training.require_batches": 2, "rollout.total_rollout_steps": 16, "rollout.total_epochs": None,
+            "trainer.total_training_steps": None,
+        }  # fmt: skip
+    if "model.partial_pretrain" in values:  # two batches are all rows
+        changed = {
+            "data.train_batch_size": 4, "data.max_length": None, "trainer.total_epochs": 1, "trainer.device": None,
+            "trainer.experiment_name": "small", "trainer.default_local_dir": "runs",
+        }  # fmt: skip
     of_ranks = r".*(megatron\.\w+_size|strategy|ulysses_\w+|_offload|fsdp_size|forward_prefetch|mixed_precision\.\w+)"
     of_lengths = r".*(overlong_buffer(_cfg)?\.len|max_resp_len)"
     kept = []
@@ -161,47 +196,157 @@ def small(settings: Sequence[str]) -> list[str]:
     return [*kept, *(f"{key}={value}" for key, value in changed.items() if value is not None)]
 
 
-def run_small(launch: Launch, folder: Path) -> str:
-    """Two steps of a launch, small: what its settings mean here, and the last line of the run."""
+@dataclass(frozen=True)
+class Meaning:
+    """What settings mean, by their source.
+
+    Attributes:
+        samples: of a step.
+        updates: optimizer steps of a step.
+        rates: learning rates of the first two steps, each the mean over its updates. A warm-up rises from update to
+            update, does not begin with 0, and ends with the step that the settings name.
+        loss: advantages, loss, its bounds, how it is put together, and where the KL counts.
+    """
+
+    samples: int
+    updates: int
+    rates: tuple[float, ...]
+    loss: str
+
+    def is_as(self, other: Meaning) -> bool:
+        """Whether both mean the same; of rates, to rounding."""
+        return replace(self, rates=other.rates) == other and all(map(math.isclose, self.rates, other.rates))
+
+
+def means(settings: Sequence[str]) -> Meaning:
+    """What settings mean, read as the source of volcengine/verl reads them, with the defaults of its YAML."""
+    values = {match[1]: match[2] for word in settings if (match := _SETTING.fullmatch(word))}
+
+    def get(key: str, usual: Any) -> Any:
+        value = values.get(key, "null")
+        if value in ("null", "None", ""):
+            return usual
+        return value.lower() == "true" if isinstance(usual, bool) else type(usual)(value)
+
+    if "model.partial_pretrain" in values:  # 8 rows; a cosine from its first update on, as a tenth of two is none
+        lr = get("optim.lr", 1e-5)
+        return Meaning(get("data.train_batch_size", 256), 1, (lr, lr / 2), "likelihood")
+    prompts, n = get("data.train_batch_size", 1024), get("actor_rollout_ref.rollout.n", 1)
+    if not get("algorithm.filter_groups.enable", False):
+        prompts = get("data.gen_batch_size", prompts)
+    mini, batches = get(f"{_ACTOR}.ppo_mini_batch_size", 256), 1
+    if "rollout.total_rollout_steps" in values:
+        batches = get("async_training.trigger_parameter_sync_step", 4)
+        prompts = mini * get("async_training.require_batches", 1)
+    updates = max(1, prompts // mini) * get(f"{_ACTOR}.ppo_epochs", 1)
+    warmup = max(0, get(f"{_ACTOR}.optim.lr_warmup_steps", -1))
+    lr = get(f"{_ACTOR}.optim.lr", 1e-6)
+    risen = [min(1.0, update / (warmup * updates or 1)) for update in range(1, 2 * updates * batches + 1)]
+    updates *= batches
+    rates = tuple(lr * sum(part) / updates for part in (risen[:updates], risen[updates:]))
+    return Meaning(prompts * batches * n, updates, rates, _loss(get))
+
+
+def _loss(get: Callable[[str, Any], Any]) -> str:
+    estimator, mode = get("algorithm.adv_estimator", "gae"), get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+    clip = get(f"{_ACTOR}.clip_ratio", 0.2)
+    low, high = (get(f"{_ACTOR}.clip_ratio_{side}", clip) for side in ("low", "high"))
+    kl = "no KL"
+    if get(f"{_ACTOR}.use_kl_loss", False):
+        kl = f"KL {get(f'{_ACTOR}.kl_loss_coef', 0.001)} in the loss"
+    elif get("algorithm.use_kl_in_reward", False):
+        kl = f"KL {get('algorithm.kl_ctrl.kl_coef', 0.001)} in the reward"
+    entropy = get(f"{_ACTOR}.entropy_coeff", 0.0)
+    together = "its own" if mode in ("gspo", "geo_mean") else get(f"{_ACTOR}.loss_agg_mode", "token-mean")
+    return f"{estimator} {mode} [{low}, {high}] {together}, {kl}, entropy {entropy}"
+
+
+def does(run: Path) -> Meaning:
+    """What a run of two steps did, by the settings and the log that it wrote."""
+    import pyarrow.parquet as pq
+
+    from verl.algorithms import make_algorithm
     from verl.config import load_config
 
-    settings = local(launch.settings, folder)
-    config = load_config(None, settings)
-    actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
-    meaning = (
-        f"batch {data.batch_size} x {rollout.n}, mini-batch {actor.mini_batch_size}, lr {actor.optim.lr} "
-        f"{actor.optim.schedule} after {actor.optim.warmup_steps}, {config.algorithm.name} {config.algorithm.options}"
-    )
-    reward = [] if config.reward.model or config.reward.path else [f"custom_reward_function.path={folder}/reward.py"]
-    command = [sys.executable, "-m", "verl", "train", *small(settings), *reward, "--fresh"]
+    config = load_config(run / "config.yaml")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss/actor" in record]
+    options = config.algorithm.options
+    tables = sorted((run / "completions").glob("train-*.parquet"))
+    assert len(steps) == 2 and all(math.isfinite(step["loss/actor"]) for step in steps), steps
+    samples = {pq.read_metadata(table).num_rows for table in tables} or {config.data.batch_size}
+    updates = {step["update/steps/actor"] for step in steps}
+    assert len(samples) == len(updates) == 1, (samples, updates)
+    rates = tuple(step["lr/actor"] for step in steps)
+    algorithm = make_algorithm(config.algorithm.name, **options)
+    if not algorithm.online:
+        return Meaning(samples.pop(), int(updates.pop()), rates, "likelihood")
+    low, high = algorithm.clip_bounds
+    names = {
+        "ppo": "gae vanilla",
+        "gspo": "grpo gspo",
+        "gmpo": "grpo geo_mean",
+        "cispo": "grpo cispo",
+        "dapo": "grpo vanilla",
+    }
+    name = names.get(config.algorithm.name, f"{config.algorithm.name} vanilla")
+    together = "its own" if config.algorithm.name in ("gspo", "gmpo") else algorithm.loss_agg_mode
+    kl = "no KL" if algorithm.kl_in == "none" else f"KL {algorithm.kl_coef} in the {algorithm.kl_in}"
+    loss = f"{name} [{low}, {high}] {together}, {kl}, entropy {float(algorithm.entropy_coeff)}"
+    return Meaning(samples.pop(), int(updates.pop()), rates, loss)
+
+
+def run_small(launch: Launch, folder: Path) -> tuple[Meaning, Meaning]:
+    """Two steps of a launch, small: what its settings mean, and what the run did.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    settings = small(local(launch.settings, folder))
+    given = {_SETTING.fullmatch(word)[1] for word in settings}  # type: ignore[index]
+    scored = given & {"custom_reward_function.path", "model.partial_pretrain"} or "reward_model.enable=True" in settings
+    reward = [] if scored else [f"custom_reward_function.path={folder}/reward.py"]
+    command = [sys.executable, "-m", "verl", "train", *settings, *reward, "--fresh"]
     with tempfile.TemporaryDirectory() as runs:
         variables = {**os.environ, "PYTHONPATH": str(_ROOT)}
         done = subprocess.run(command, cwd=runs, capture_output=True, text=True, timeout=300, env=variables)
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "step 2/2" in line or "error:" in line]
-    return f"{meaning}\n    {said[-1] if said else done.stderr[-1500:]}"
+        if done.returncode:
+            raise RuntimeError(f"{launch.script}: {done.stderr[-3000:]}")
+        return means(settings), does(Path(runs) / "runs" / "latest")
+
+
+def drawn(launches: Sequence[Launch], folder: Path) -> list[Launch]:
+    """In the order of a hash of their paths."""
+    return sorted(launches, key=lambda one: md5(str(one.script.relative_to(folder)).encode()).hexdigest())
 
 
 def make_local_names(folder: Path) -> None:
-    """A tiny model, a row of data in their form, and a function that scores."""
+    """A tiny model, one that scores, data in their three forms, and a function that scores."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     model = [sys.executable, str(_ROOT / "benchmarks" / "made_model.py"), "tiny", str(folder / "model")]
     subprocess.run(model, cwd=_ROOT, check=True, capture_output=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = _CHAT
+    sizes = AutoConfig.from_pretrained(folder / "model", num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    AutoModelForSequenceClassification.from_config(sizes).save_pretrained(folder / "scorer")
+    for name in ("model", "scorer"):
+        tokenizer.save_pretrained(folder / name)
     for name, first in (("train", 0), ("val", 8)):
-        rows = [
-            {
-                "data_source": "openai/gsm8k",
-                "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
-                "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
-                "extra_info": {"index": number},
-            }
-            for number in range(first, first + 8)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
-    score = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    score += "    return float(len(set(solution_str)) % 7)\n"  # which samples of a random model differ in
-    (folder / "reward.py").write_text(score)
+        rows: dict[str, list[dict[str, Any]]] = {"prompts": [], "demonstrations": [], "chats": []}
+        for number in range(first, first + 8):
+            question, answer = f"{number} + 1 =", str(number + 1)
+            chat = [{"role": "user", "content": question}]
+            about = {"extra_info": {"index": number, "question": question, "answer": answer}}
+            scored = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": answer}}
+            rows["prompts"].append({"prompt": chat, **scored, **about})
+            rows["demonstrations"].append({"prompt": question, "response": answer, **about})
+            rows["chats"].append({"messages": [*chat, {"role": "assistant", "content": answer}]})
+        for kind, of_kind in rows.items():
+            pq.write_table(pa.Table.from_pylist(of_kind), folder / f"{kind}-{name}.parquet")
+    (folder / "reward.py").write_text(_SCORE)
 
 
 def main() -> None:
@@ -223,8 +368,10 @@ def main() -> None:
         make_local_names(Path(folder))
         outcomes = [check(call, Path(folder)) for call in first]
         accepted = [outcome.launch for outcome in outcomes if not outcome.refusals]
-        for launch in sorted(accepted, key=lambda one: md5(one.script.name.encode()).hexdigest())[: options.run]:
-            print(f"{launch.script.relative_to(options.folder)}: {run_small(launch, Path(folder))}", flush=True)
+        for launch in drawn(accepted, options.folder)[: options.run]:
+            meaning, deed = run_small(launch, Path(folder))
+            verdict = "as its settings say" if deed.is_as(meaning) else f"MEANS {meaning}"
+            print(f"{launch.script.relative_to(options.folder)}: {deed}, {verdict}", flush=True)
     reasons = Counter(re.sub(r" \(override '.*?'\)", "", line) for outcome in outcomes for line in outcome.refusals)
     if options.verbose:
         for outcome in outcomes:

@@ -140,7 +140,7 @@ def test_settings_that_contradict_the_algorithm_are_refused(
         "dpo", "actor_rollout_ref.actor.mini_batch_size=5", "data.batch_size=2", "actor_rollout_ref.rollout.n=3"
     )
     assert "must be a JSONL or Parquet file" in told("sft", "data.train={task: chain_sum}")
-    assert "data.chat is for prompts" in told("sft", "data.chat=true")
+    assert "data.prompt_column is for prompts" in told("sft", "data.prompt_column=prompt")
     assert "data.max_response_length is for recorded" in told("ppo", "data.max_response_length=3")
     assert "nothing would run" in told("ppo", "trainer.total_steps=0", "data.eval=null")
 

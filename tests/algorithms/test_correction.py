@@ -12,7 +12,7 @@ from verl.algorithms import make_algorithm
 from verl.algorithms.correction import LogRatio, Rejection, accepted, importance_weights, mismatch
 from verl.algorithms.loss_terms import combine_metrics
 from verl.algorithms.responses import Responses
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 
 ROWS = [[0.5, -1.0, 0.2], [], [1.5], [-0.1, 0.0]]
 
@@ -162,3 +162,19 @@ def test_importance_weights_scale_the_loss() -> None:
     weighted = torch.autograd.grad(algorithm.compute_loss(loss_input(algorithm, done, log_probs=leaf)).total, leaf)[0]
     free = torch.autograd.grad(plain.compute_loss(loss_input(plain, base, log_probs=leaf)).total, leaf)[0]
     assert torch.allclose(weighted, free * done.tensor("rollout_is_weights"))
+
+
+def test_the_ratio_may_be_to_the_engines_own_log_probs() -> None:
+    """No weights, and no log-probs of the trainer: the ratio alone tells the policy from the one that sampled."""
+    batch = experience([2, 3], ["a", "a"], [1.0, 0.0])
+    algorithm = make_algorithm("grpo", rollout_is="ratio")
+    done, _ = algorithm.prepare(batch)
+    assert done["old_log_probs"] == batch["rollout_log_probs"] != batch["log_probs"]
+    assert "rollout_is_weights" not in done
+    assert algorithm.keeps_old_log_probs and not algorithm.needs_old_log_probs
+    with pytest.raises(DataError, match="no column 'rollout_log_probs'"):
+        algorithm.prepare(batch.drop(["rollout_log_probs"]))
+    with pytest.raises(ConfigError, match="rollout_rs reads the trainer's log-probs"):
+        make_algorithm("grpo", rollout_is="ratio", rollout_rs="token_k1")
+    with pytest.raises(ConfigError, match="its loss has no ratio"):
+        make_algorithm("gpg", rollout_is="ratio")

@@ -17,6 +17,7 @@ from tests import forked
 from verl.cli.main import app
 from verl.cli.plan import plan
 from verl.config import load_config
+from verl.user_functions import load_function
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"
@@ -237,7 +238,7 @@ def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     dry = verl(*arguments, "--dry-run", cwd=where)
     assert dry.returncode == 0, dry.stderr
     few = ("trainer.total_steps=1", "data.batch_size=2", "actor_rollout_ref.rollout.n=2", "data.eval=null")
-    few += ("actor_rollout_ref.rollout.max_new_tokens=4", "data.chat=false", "trainer.eval_every=null")
+    few += ("actor_rollout_ref.rollout.max_new_tokens=4", "data.system_prompt=null", "trainer.save_every=null")
     run = verl(*arguments, *few, cwd=where)
     assert run.returncode == 0, run.stderr
     program = str(Path(sys.executable).with_name("verl"))
@@ -246,6 +247,24 @@ def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     assert other.stdout.endswith("next: cd 'two words' && verl train recipe.yaml\n"), other.stderr
     again = verl("init", "sums", cwd=tmp_path)
     assert again.returncode == 2 and "not an empty directory" in again.stderr
+
+
+def test_what_init_writes_is_small_and_holds_out_what_it_does_not_train(tmp_path):
+    """Two CPU cores without bf16 are to show a first step in a minute and a result in five."""
+    assert CliRunner().invoke(app, ["init", str(tmp_path / "sums"), "--model", "m"]).exit_code == 0
+    config = load_config(tmp_path / "sums" / "recipe.yaml")
+    trained, held_out = (
+        [json.loads(line) for line in (tmp_path / "sums" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "held_out")
+    )
+    prompts = [row["prompt"] for row in (*trained, *held_out)]
+    assert len({*prompts}) == len(prompts) == 400
+    assert all(sum(map(int, re.findall(r"\d+", row["prompt"]))) == row["answer"] for row in trained)
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    tokens = rollout.max_new_tokens * (rollout.n * config.data.batch_size * trainer.total_steps + 2 * len(held_out))
+    assert tokens <= 15_000 and trainer.eval_every is None
+    score = load_function(f"{tmp_path}/sums/rewards.py:correct")
+    assert score(["18", "3 + 15 = 18.", "It is 17", "none"], [], [18] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 TASKS = """

@@ -298,3 +298,9 @@ def run(config: Config, number: int) -> Seen:
     steps = [learned(line) for line in lines if "loss/actor" in line]
     ended = {"steps": len(steps), "resamples": sum(line.get("rollout/resamples", 0) for line in lines)}
     return Seen({"samples": columns, "steps": steps, "weights": {**weights}}, ended=ended)
+
+
+def again(config: Config, number: int) -> Seen:
+    """A run of which all but the last step was there before."""
+    train(config.replace(trainer=config.trainer.replace(total_steps=config.trainer.total_steps - 1)))
+    return run(config, number)

@@ -11,6 +11,7 @@ import torch
 
 from tests.config.observed import (
     Observer,
+    again,
     costs,
     data,
     engine_samples,
@@ -59,7 +60,7 @@ class Shown:
     @property
     def tries(self) -> int:
         """Inputs that are tried, one after the other, until the two values differ."""
-        if self.observer in (data, run):  # of files, which are as they are
+        if self.observer in (again, data, run):  # of files, which are as they are
             return 1
         return 3 if self.observer in (two_ranks(samples), two_ranks(updates)) else TRIES  # a job takes seconds
 
@@ -168,6 +169,7 @@ def training(section: str, model: str, needs: Mapping[str, Any]) -> dict[str, Sh
         f"{section}.optim.weight_decay_on": Shown(
             updates, "all", "matrices", needs={f"{section}.optim.weight_decay": 0.5}
         ),
+        f"{section}.optim.warmup_ratio": Shown(updates, 0.0, 0.9, {"trainer.total_steps": 20}),
         f"{section}.optim.total_steps": Shown(updates, 4, 8, needs={f"{section}.optim.schedule": "linear"}),
         f"{section}.mini_batch_size": Shown(updates, None, 4, {"data.batch_size": 8}),
         f"{section}.epochs": Shown(updates, 1, 2),
@@ -180,6 +182,7 @@ def training(section: str, model: str, needs: Mapping[str, Any]) -> dict[str, Sh
         f"{model}.lora.r": Shown(updates, 2, 4),
         f"{model}.lora.alpha": Shown(updates, 4.0, 8.0, {f"{model}.lora.r": 2}, slow=True),
         f"{model}.lora.targets": Shown(updates, ["all-linear"], ["c_attn"], {f"{model}.lora.r": 2}, slow=True),
+        f"{model}.max_position_embeddings": Shown(updates, None, 8),  # of a table that the files have otherwise
         f"{model}.trust_remote_code": Shown(updates, False, True, {f"{model}.path": "../coded"}),
         f"{model}.enable_gradient_checkpointing": Shown(
             updates, False, True, count="training/checkpointing.py:_evaluated"
@@ -407,6 +410,7 @@ def trainer() -> dict[str, Shown]:
         "keep_checkpoints": Shown(run, 2, 1, {"trainer.save_every": 1}, slow=True),
         "async_save": Shown(run, False, True, {"trainer.save_every": 1}, count="workers/saving.py:_copied", slow=True),
         "loggers": Shown(run, [], ["tensorboard"], slow=True),
+        "resume": Shown(again, True, False, slow=True),
         "max_staleness": Shown(run, 0, 2, {"trainer.total_steps": 4}, slow=True),
         "timeline": Shown(run, False, True, slow=True),
         "control": Shown(run, None, "zero_lr", slow=True),

@@ -1,4 +1,4 @@
-"""Launch scripts of volcengine/verl: their keys, with how many of 203 scripts have each (release 0.6.1), and what they
+"""Launch scripts of volcengine/verl: their keys, with how many of 212 scripts have each (release 0.6.1), and what they
 mean here."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from launch_scripts import Launch, check, launches, make_local_names  # noqa: E402
+from launch_scripts import Launch, Meaning, check, launches, make_local_names, means, run_small  # noqa: E402
 
 KEYS = {
     line.partition(" ")[0]: int(line.partition(" ")[2])
@@ -45,7 +45,10 @@ LEARNS = """
     trainer.resume_* trainer.ref_update_freq async_training.* *.mtp.* *.router_replay.* *.freeze_vision_tower
     *.moe_router_dtype *.moe_aux_loss_coeff *.attention_dropout
 """.split()  # noqa: SIM905
-SPEED_THERE = {"data.val_batch_size", "data.filter_overlong_prompts_workers"}
+SPEED_THERE = {
+    "data.val_batch_size", "data.filter_overlong_prompts_workers", "async_training.checkpoint_engine.",
+    "async_training.use_trainer_do_validate",
+}  # fmt: skip
 #: A script in their manner.
 SCRIPT = r"""
 set -xeuo pipefail
@@ -96,6 +99,49 @@ def test_a_refusal_names_the_key(names: Path) -> None:
     bad = Launch(Path("x.sh"), "verl.trainer.main_ppo", (*BASE, "trainer.critic_warmup=5", "data.image_key=pictures"))
     said = "\n".join(check(bad, names).refusals)
     assert "trainer.critic_warmup" in said and "data.image_key" in said and "leave it out" in said
+
+
+def test_a_script_that_asks_for_arguments_gets_some(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        '[ "$#" -lt 2 ] && exit 1; torchrun --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer a.b=$2'
+    )
+    (launch,) = launches(tmp_path / "run.sh")
+    assert (launch.module, launch.settings) == ("verl.trainer.fsdp_sft_trainer", ("a.b=saved",))
+
+
+def test_what_no_setting_tells_is_refused(names: Path) -> None:
+    assert check(Launch(Path("x.sh"), "recipe.sppo.main_sppo", (*BASE,)), names).refusals != ()
+    images = (*BASE, "data.val_files=/data/geo3k/test.parquet")
+    assert "text alone" in check(Launch(Path("x.sh"), "verl.trainer.main_ppo", images), names).refusals[0]
+
+
+def test_what_settings_mean_by_their_source() -> None:
+    actor = "actor_rollout_ref.actor"
+    usual = means([])
+    assert usual == Meaning(1024, 4, (1e-6, 1e-6), "gae vanilla [0.2, 0.2] token-mean, no KL, entropy 0.0")
+    some = [*BASE, f"{actor}.ppo_epochs=2", f"{actor}.optim.lr_warmup_steps=2", f"{actor}.use_kl_loss=True"]
+    assert means(some).is_as(
+        Meaning(
+            128, 8, (9e-6 / 32, 25e-6 / 32), "grpo vanilla [0.2, 0.2] token-mean, KL 0.001 in the loss, entropy 0.0"
+        )
+    )
+    streamed = [*some, "rollout.total_rollout_steps=64", "async_training.trigger_parameter_sync_step=2"]
+    assert (means(streamed).samples, means(streamed).updates) == (64, 4)
+    assert not means(some).is_as(usual)
+
+
+@pytest.mark.slow
+def test_two_steps_do_what_the_settings_mean(names: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    settings = (
+        *BASE,
+        f"{actor}.optim.lr_warmup_steps=10",
+        f"{actor}.clip_ratio_high=0.28",
+        f"{actor}.use_kl_loss=True",
+    )
+    meaning, deed = run_small(Launch(Path("x.sh"), "verl.trainer.main_ppo", settings), names)
+    assert deed.is_as(meaning) and (meaning.samples, meaning.updates) == (32, 4)
+    assert "[0.2, 0.28]" in deed.loss and "KL 0.001 in the loss" in deed.loss
 
 
 def test_every_key_has_an_answer() -> None:
@@ -169,6 +215,85 @@ def test_sizes_of_megatron() -> None:
     more = [*sizes, f"{megatron}.context_parallel_size=2", "actor_rollout_ref.actor.strategy=megatron"]
     actor = load_config(None, [*BASE, *more]).actor_rollout_ref.actor
     assert (actor.strategy, actor.ulysses_sequence_parallel_size) == ("fsdp", 2)
+
+
+def test_streamed_samples_are_a_step_between_two_synchronisations() -> None:
+    """`fully_async_policy`: batches of 4 mini-batches of 8 prompts, 2 of them on weights of one version."""
+    streamed = [
+        *(word for word in BASE if "train_batch_size" not in word), "data.train_batch_size=0", "data.gen_batch_size=1",
+        "async_training.require_batches=4", "async_training.trigger_parameter_sync_step=2", "data.val_files=v.parquet",
+        "async_training.staleness_threshold=0.5", "async_training.partial_rollout=True", "rollout.test_freq=10",
+        "rollout.total_rollout_steps=6400", "rollout.total_epochs=10", "actor_rollout_ref.hybrid_engine=False",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+    ]  # fmt: skip
+    config = load_config(None, [*streamed, "async_training.use_rollout_log_probs=True"])
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    assert (config.data.batch_size, actor.mini_batch_size, actor.optim.warmup_steps) == (64, 32, 40)
+    assert (trainer.total_steps, trainer.total_epochs, trainer.eval_every, trainer.max_staleness) == (100, None, 10, 1)
+    assert config.algorithm.options["rollout_is"] == "ratio"
+    rejected = ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.99_1.01"]
+    decoupled = [f"algorithm.rollout_correction.{word}" for word in rejected]
+    algorithm = load_config(None, [*streamed, "async_training.compute_prox_log_prob=True", *decoupled]).algorithm
+    assert {"rollout_is": None, "rollout_rs_lower": 0.99, "rollout_rs_threshold": 1.01}.items() <= (
+        algorithm.options.items()
+    )
+    with pytest.raises(ConfigError, match=r"use_rollout_log_probs .*write compute_prox_log_prob"):
+        load_config(None, [*streamed, "async_training.use_rollout_log_probs=False"])
+
+
+def test_the_ratio_may_be_to_the_engine() -> None:
+    correction = "algorithm.rollout_correction"
+    words = [f"{correction}.bypass_mode=true", f"{correction}.rollout_is=token", f"{correction}.rollout_is_threshold=3"]
+    options = load_config(None, [*BASE, *words]).algorithm.options
+    assert options["rollout_is"] == "ratio" and "rollout_is_threshold" not in options
+    with pytest.raises(ConfigError, match="write one number, or LOWER_UPPER"):
+        load_config(None, [*BASE, f"{correction}.rollout_rs=token_k1", f"{correction}.rollout_rs_threshold=high"])
+
+
+def test_what_a_script_generates_is_its_batch() -> None:
+    """Their loader's batches are of `gen_batch_size`, which filtering brings down to `train_batch_size`."""
+    assert load_config(None, [*BASE, "data.gen_batch_size=48"]).data.batch_size == 48
+    filtered = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
+    assert load_config(None, [*BASE, "data.gen_batch_size=48", *filtered]).data.batch_size == 32
+
+
+def test_their_trainer_of_demonstrations() -> None:
+    """`fsdp_sft_trainer`, which has sections of its own, and a schedule of all epochs."""
+    settings = [
+        "data.train_files=train.parquet", "data.val_files=test.parquet", "data.prompt_key=extra_info",
+        "data.response_key=extra_info", "data.prompt_dict_keys=[question]", "+data.response_dict_keys=[answer]",
+        "data.micro_batch_size_per_gpu=4", "optim.lr=1e-4", "model.partial_pretrain=MODEL", "model.lora_rank=32",
+        "model.target_modules=all-linear", "ulysses_sequence_parallel_size=2", "use_remove_padding=true",
+        "trainer.default_local_dir=saved", "trainer.logger=console", "trainer.total_epochs=2",
+    ]  # fmt: skip
+    config = load_config(None, settings)
+    policy, data = config.actor_rollout_ref, config.data
+    assert (config.algorithm.name, policy.model.path, policy.model.lora.r) == ("sft", "MODEL", 32)
+    assert (data.batch_size, data.chat) == (256, True)
+    assert data.columns == {"prompt": "extra_info.question", "completion": "extra_info.answer"}
+    optim = policy.actor.optim
+    assert (optim.lr, optim.betas, optim.weight_decay, optim.schedule) == (1e-4, (0.9, 0.95), 0.01, "cosine")
+    assert (optim.warmup_ratio, policy.actor.micro_batch_size, policy.actor.strategy) == (0.1, 4, "fsdp")
+    assert (config.trainer.total_epochs, config.trainer.eval_before, config.trainer.save_every) == (2, False, None)
+    chats = ["data.multiturn.enable=true", "data.multiturn.messages_key=turns", "data.max_length=64"]
+    config = load_config(None, [*settings, *chats])
+    assert (config.data.columns, config.data.chat) == ({"messages": "turns"}, None)
+    with pytest.raises(ConfigError, match=r"(?s)data.truncation: 'left'.*trainer.total_training_steps: 5"):
+        load_config(None, [*settings, "data.truncation=left", "trainer.total_training_steps=5"])
+    with pytest.raises(ConfigError, match=r"model.lora_adapter_path .*merge the adapters"):
+        load_config(None, [*settings, "model.lora_adapter_path=adapters"])
+
+
+def test_a_start_and_a_length_of_ones_own() -> None:
+    model = "actor_rollout_ref.model"
+    for override in ("override_config", "override_config.model_config"):
+        config = load_config(None, [*BASE, f"{model}.{override}.max_position_embeddings=32768"])
+        assert config.actor_rollout_ref.model.max_position_embeddings == 32768
+    assert config.trainer.resume
+    assert not load_config(None, [*BASE, "trainer.resume_mode=disable"]).trainer.resume
+    assert load_config(None, [*BASE, "trainer.resume_from_path=x"]).trainer.resume, "read with resume_path alone"
+    with pytest.raises(ConfigError, match=r"trainer.resume_mode .*trainer.output_dir"):
+        load_config(None, [*BASE, "trainer.resume_mode=resume_path"])
 
 
 def test_what_is_of_no_effect_may_decide_another_setting() -> None:

@@ -258,3 +258,13 @@ def test_columns_of_openrlhf_and_of_any_names(tokenizer: Any) -> None:
     assert named.kind == "pairs" and named.batch["response_tokens"] == usual.batch["response_tokens"]
     with pytest.raises(DataError, match=r"row 1: there is no column 'worse' \(data.columns\): it has"):
         OfflineDatasetLoader([pair, {"q": "a", "better": "b"}], tokenizer, columns=columns)
+
+
+def test_a_column_may_be_part_of_another_and_a_text_a_chat() -> None:
+    row = {"extra_info": {"question": "one", "answer": "two"}, "prompt": [{"role": "user", "content": "other"}]}
+    columns = {"prompt": "extra_info.question", "completion": "extra_info.answer"}
+    (messages,) = OfflineDatasetLoader([row], columns=columns, chat=True).batch["messages"]
+    assert json.loads(messages) == [{"role": "user", "content": "one"}]
+    assert OfflineDatasetLoader([row], columns=columns).batch["prompt"] == ["one"]
+    with pytest.raises(DataError, match=r"there is no column 'extra_info.reply'"):
+        OfflineDatasetLoader([row], columns={**columns, "completion": "extra_info.reply"})

@@ -46,6 +46,13 @@ def test_cosine_passes_the_middle_at_one_half() -> None:
     assert factors[9] == pytest.approx(0.0)
 
 
+def test_a_warm_up_by_share_needs_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"of a run's steps, .* set optim.warmup_steps"):
+        _factors(1, warmup_ratio=0.1)
+    with pytest.raises(ConfigError, match="warmup_ratio: is in the place of warmup_steps"):
+        OptimConfig(warmup_ratio=0.1, warmup_steps=2)
+
+
 def test_a_decay_without_an_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="total_steps"):
         lr_factor(OptimConfig(schedule="cosine"), 0)

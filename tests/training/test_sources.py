@@ -83,6 +83,17 @@ def test_files_of_a_backbone_are_read_by_parts_too(tmp_path: Path) -> None:
     assert checksum(files.stream()) == checksum(model_shards(files.load()))
 
 
+def test_a_model_may_take_more_positions_than_its_files_say(tmp_path: Path) -> None:
+    """Rotary ones, which are computed; a table of learned ones has as many as it has."""
+    for name in ("llama", "gpt2"):
+        tiny_model(name).save_pretrained(tmp_path / name)
+    files = ModelFiles(str(tmp_path / "llama"), positions=4096)
+    assert files.load().config.max_position_embeddings == files.on_meta().config.max_position_embeddings == 4096
+    assert checksum(files.stream()) == checksum(model_shards(ModelFiles(str(tmp_path / "llama")).load()))
+    with pytest.raises(ModelError, match="wpe"):
+        ModelFiles(str(tmp_path / "gpt2"), positions=4096).load()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe", "phimoe"])
 def test_weights_from_files_are_those_of_the_model_that_is_loaded(tmp_path: Path, model: str, dtype: str) -> None:

@@ -164,6 +164,11 @@ class BaseAlgorithm(ABC):
         return "old_log_probs" in self.loss_columns
 
     @property
+    def keeps_old_log_probs(self) -> bool:
+        """Whether the only step on the policy's own samples, too, reads the `old_log_probs` of `prepare`."""
+        return self.needs_log_probs
+
+    @property
     def own_rewards(self) -> str | None:
         """The name of an option, if set, that rewards or punishes responses besides the given rewards."""
         return None

@@ -82,7 +82,8 @@ class PolicyGradient(BaseAlgorithm):
             too: then k3's is that of the KL (DeepSeek-V3.2, arXiv:2512.02556).
         kl_coef: weight of the KL; with kl_target (nats a token) it starts there and adapts over kl_horizon samples.
         rollout_is, rollout_is_threshold, rollout_is_lower, rollout_is_normalize: importance weights between the
-            engine's and the trainer's log-probs, applied when the batch has both; see `correction`.
+            engine's and the trainer's log-probs, applied when the batch has both; see `correction`. "ratio": no
+            weights; the loss's own ratio is to the engine's log-probs, and the trainer computes none before the update.
         rollout_rs, rollout_rs_threshold, rollout_rs_lower: rejection between them.
     """
 
@@ -102,7 +103,7 @@ class PolicyGradient(BaseAlgorithm):
     kl_coef: NotNegative = 0.01
     kl_target: Positive | None = None
     kl_horizon: Count = 10_000
-    rollout_is: Level | None = "token"
+    rollout_is: Level | Literal["ratio"] | None = "token"
     rollout_is_threshold: Positive = 2.0
     rollout_is_lower: NotNegative | None = None
     rollout_is_normalize: bool = False
@@ -118,6 +119,9 @@ class PolicyGradient(BaseAlgorithm):
                 "start from, or kl_in='none' for no KL at all"
             )
         check_weight_bounds(self.rollout_is_threshold, self.rollout_is_lower)
+        if self.by_ratio and (self.rollout_rs is not None or "clip_ratio" in self.unread):
+            why = "its loss has no ratio" if self.rollout_rs is None else "rollout_rs reads the trainer's log-probs"
+            raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")
         if self.rollout_rs is not None:
             rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
         self._kl = KLController(self.kl_coef, self.kl_target, self.kl_horizon)
@@ -137,13 +141,26 @@ class PolicyGradient(BaseAlgorithm):
             unread["kl_by_ratio"] = "it is about the KL in the loss: set kl_in='loss', or leave it out"
         if self.kl_in == "reward" and (self.kl_estimator or "").endswith("+"):
             unread["kl_estimator"] = "a '+' is about the gradient, and a reward has none: leave the '+' out"
-        if self.rollout_is is None:
+        if self.rollout_is is None or self.by_ratio:
             bounds = ("rollout_is_threshold", "rollout_is_lower", "rollout_is_normalize")
             unread |= dict.fromkeys(bounds, "there are no importance weights: set rollout_is, or leave it out")
         if self.rollout_rs is None:
             limits = ("rollout_rs_threshold", "rollout_rs_lower")
             unread |= dict.fromkeys(limits, "nothing is rejected: set rollout_rs, or leave it out")
         return unread
+
+    @property
+    def by_ratio(self) -> bool:
+        """Whether the loss's ratio is to the policy as the engine computed it."""
+        return self.rollout_is == "ratio"
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return super().needs_old_log_probs and not self.by_ratio
+
+    @property
+    def keeps_old_log_probs(self) -> bool:
+        return super().keeps_old_log_probs or self.by_ratio
 
     @property
     def roles(self) -> frozenset[str]:
@@ -210,6 +227,9 @@ class PolicyGradient(BaseAlgorithm):
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, metrics = drop_abstained(batch, by_group=self.needs_groups)
+        if self.by_ratio:
+            old = {"old_log_probs": batch.arrow("rollout_log_probs")}
+            batch = batch.drop(["log_probs", "old_log_probs"]).add(old)
         batch, measured = self._correct(old_log_probs(batch))
         episodes = Episodes(batch)
         batch, responses = episodes.rows, episodes.responses
@@ -306,7 +326,7 @@ class PolicyGradient(BaseAlgorithm):
         responses = Responses(batch)
         log_ratio = LogRatio.of(responses, responses.tokens("log_probs"), responses.tokens("rollout_log_probs"))
         columns, weights = {}, None
-        if self.rollout_is is not None:
+        if self.rollout_is is not None and self.rollout_is != "ratio":
             weights = columns["rollout_is_weights"] = importance_weights(
                 log_ratio, self.rollout_is, self.rollout_is_threshold, self.rollout_is_lower, self.rollout_is_normalize
             )

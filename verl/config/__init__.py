@@ -1,6 +1,7 @@
 """Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run.
 
-Reading order: `schema`, `tasks`, `load`, `document`, `algorithm_options`, `other_names`, `unused_names`, `translation`.
+Reading order: `schema`, `tasks`, `load`, `document`, `algorithm_options`, `other_names`, `sft_names`,
+`unused_names`, `translation`.
 """
 
 from verl.config.document import commented_yaml, describe, differences, markdown

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 Get = Callable[[str], Any]
 #: From a value, and what else is given, to our keys with their values.
 Translate = Callable[[Any, Get], Mapping[str, Any]]
+_ASYNC = "async_training"
 ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _ALGORITHMS = {"gae": "ppo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 #: Our algorithm of GRPO's advantages with that loss.
@@ -69,13 +71,49 @@ def is_theirs(get: Get) -> bool:
     return get("data.train_files") is not None and get("data.train_batch_size") is not None
 
 
+def is_streamed(get: Get) -> bool:
+    """Whether the trainer takes samples as they come, in no batches of `data.train_batch_size`."""
+    return get("rollout.total_rollout_steps") is not None or get(f"{_ASYNC}.trigger_parameter_sync_step") is not None
+
+
+def _fetched(get: Get) -> Any:
+    """Prompts that the schedule of the optimizer counts as one step: of streamed samples, those fetched at a time."""
+    if is_streamed(get):
+        return (get(f"{ACTOR}.ppo_mini_batch_size") or 256) * (get(f"{_ASYNC}.require_batches") or 1)
+    generated = None if get("algorithm.filter_groups.enable") else get("data.gen_batch_size")
+    return get("data.train_batch_size") if generated is None else generated
+
+
+def _prompts(get: Get) -> Any:
+    """Prompts of a step here: of streamed samples, those between two synchronisations of the weights."""
+    return _fetched(get) * (get(f"{_ASYNC}.trigger_parameter_sync_step") or 4) if is_streamed(get) else _fetched(get)
+
+
 def _batch_size(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"data.batch_size": value, **({} if get(f"{_ROLLOUT}.n") is not None else {f"{_ROLLOUT}.n": 1})}
+    return {"data.batch_size": _prompts(get), **({} if get(f"{_ROLLOUT}.n") is not None else {f"{_ROLLOUT}.n": 1})}
 
 
-def _generated(value: Any, get: Get) -> Mapping[str, Any]:
-    if value != get("data.train_batch_size") and not get("algorithm.filter_groups.enable"):
-        raise RefusedError("is the batch of a step there, whatever train_batch_size says: write data.batch_size, once")
+def _rollout_steps(value: Any, get: Get) -> Mapping[str, Any]:
+    return {"trainer.total_steps": max(1, value // _prompts(get)) if isinstance(value, int) else value}
+
+
+def _staleness(value: Any, get: Get) -> Mapping[str, Any]:
+    """A share of samples there, whole steps here."""
+    return {"trainer.max_staleness": ceil(value) if isinstance(value, int | float) else value}
+
+
+def _by_engine(get: Get) -> bool:
+    """Whether the ratio of the loss is to the log-probs of the engine."""
+    if is_streamed(get) and not get(f"{_ASYNC}.compute_prox_log_prob"):
+        return True
+    return bool(get("algorithm.rollout_correction.bypass_mode"))
+
+
+def _engine_log_probs(value: Any, get: Get) -> Mapping[str, Any]:
+    if not value and _by_engine(get):
+        raise RefusedError(
+            "old log-probs are those of the weights that a step begins with: write compute_prox_log_prob"
+        )
     return {}
 
 
@@ -83,7 +121,7 @@ def _samples(key: str) -> Translate:
     """Prompts there, samples here."""
 
     def translate(value: Any, get: Get) -> Mapping[str, Any]:
-        if isinstance(value, int) and isinstance(prompts := get("data.train_batch_size"), int) and is_theirs(get):
+        if isinstance(value, int) and isinstance(prompts := _prompts(get), int) and is_theirs(get):
             value = min(value, prompts)
         return {key: value * (get(f"{_ROLLOUT}.n") or 1) if isinstance(value, int) else value}
 
@@ -149,7 +187,9 @@ def _algorithm(value: Any, get: Get) -> Mapping[str, Any]:
         raise
     if not (get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward") or get("algorithm.kl_in")):
         options["kl_in"] = "none"
-    if is_theirs(get) and get("algorithm.rollout_correction.rollout_is") is None:
+    if _by_engine(get):
+        options["rollout_is"] = "ratio"
+    elif is_theirs(get) and get("algorithm.rollout_correction.rollout_is") is None:
         options["rollout_is"] = None
     if name in ("dapo", "gspo", "gmpo", "cispo"):  # whose bounds are not 0.2
         both = get(f"{ACTOR}.clip_ratio") or 0.2
@@ -249,7 +289,23 @@ def _adaptive(key: str) -> Translate:
 def _correction(key: str) -> Translate:
     """An option of the correction that `rollout_is` or `rollout_rs` turns on."""
     switch = "algorithm.rollout_correction." + ("rollout_rs" if "rs" in key else "rollout_is")
-    return lambda value, get: {f"algorithm.{key}": value} if get(switch) is not None else {}
+
+    def translate(value: Any, get: Get) -> Mapping[str, Any]:
+        if get(switch) is None or ("is" in key and _by_engine(get)):
+            return {}
+        if key == "rollout_rs_threshold" and isinstance(value, str):  # "0.999_1.001"
+            lower, _, upper = value.partition("_")
+            return {"algorithm.rollout_rs_lower": _number(lower), "algorithm.rollout_rs_threshold": _number(upper)}
+        return {f"algorithm.{key}": value}
+
+    return translate
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        raise RefusedError("write one number, or LOWER_UPPER") from None
 
 
 def _filter_metric(value: Any, get: Get) -> Mapping[str, Any]:
@@ -347,6 +403,13 @@ def _engine(value: Any, get: Get) -> Mapping[str, Any]:
     return {f"{_ROLLOUT}.name": value}
 
 
+_GO_ON = "write trainer.output_dir: the run there goes on"
+
+
+def _resume(value: Any, get: Get) -> Mapping[str, Any]:
+    return {"trainer.resume": False} if value == "disable" else _only("auto", instead=_GO_ON)(value, get)
+
+
 def _model_length(value: Any, get: Get) -> Mapping[str, Any]:
     longest = (get("data.max_prompt_length") or 0) + (get("data.max_response_length") or 0)
     if isinstance(value, int) and value < longest:
@@ -356,7 +419,7 @@ def _model_length(value: Any, get: Get) -> Mapping[str, Any]:
 
 def _updates(get: Get) -> int:
     """Optimizer steps of one step: a schedule there counts steps, and here updates."""
-    prompts, mini = get("data.train_batch_size"), get(f"{ACTOR}.ppo_mini_batch_size")
+    prompts, mini = _fetched(get), get(f"{ACTOR}.ppo_mini_batch_size")
     parts = max(1, prompts // mini) if isinstance(prompts, int) and isinstance(mini, int) and mini else 1
     return parts * (get(f"{ACTOR}.ppo_epochs") or 1)
 
@@ -372,7 +435,7 @@ def _warmup_share(optim: str) -> Translate:
         if not value or (get(f"{optim}.lr_warmup_steps") or -1) > 0:
             return {}
         if not isinstance(total, int) or not isinstance(value, float):
-            raise RefusedError(f"write {optim}.warmup_steps, in steps")
+            return {f"{optim}.warmup_ratio": value}
         return {f"{optim}.warmup_steps": int(value * total) * _updates(get)}
 
     return translate
@@ -434,7 +497,11 @@ NAMES: dict[str, Translate] = {
     "data.train_files": _source("data.train"),
     "data.val_files": _source("data.eval"),
     "data.train_batch_size": _batch_size,
-    "data.gen_batch_size": _generated,
+    "data.gen_batch_size": lambda value, get: (
+        {}
+        if get("data.train_batch_size") is not None or get("algorithm.filter_groups.enable")
+        else {"data.batch_size": value}
+    ),
     "data.max_response_length": _to(f"{_ROLLOUT}.max_new_tokens"),
     "data.filter_overlong_prompts": lambda value, get: {"data.truncation": "drop"} if value else {},
     "data.truncation": lambda value, get: {} if get("data.filter_overlong_prompts") else {"data.truncation": value},
@@ -448,6 +515,11 @@ NAMES: dict[str, Translate] = {
     f"{_MODEL}.fused_kernel_options.impl_backend": lambda value, get: (
         {} if get(f"{_MODEL}.use_fused_kernels") is False else {f"{_MODEL}.fused_kernel_options.impl_backend": value}
     ),
+    **{
+        f"{section}.{override}.max_position_embeddings": _to(f"{section}.max_position_embeddings")
+        for section in (_MODEL, "critic.model")
+        for override in ("override_config", "override_config.model_config")
+    },
     f"{_MODEL}.lora_rank": _rank,
     f"{_MODEL}.lora_alpha": _lora("alpha"),
     f"{_MODEL}.target_modules": _lora("targets"),
@@ -461,7 +533,20 @@ NAMES: dict[str, Translate] = {
         {f"{ACTOR}.fsdp_config.optimizer_offload": True} if value else {}
     ),
     f"{ACTOR}.fsdp_config.model_dtype": _to(f"{_MODEL}.dtype"),
-    "actor_rollout_ref.hybrid_engine": lambda value, get: {"trainer.max_staleness": 1} if value is False else {},
+    "actor_rollout_ref.hybrid_engine": lambda value, get: (
+        {"trainer.max_staleness": 1} if value is False and not is_streamed(get) else {}
+    ),
+    f"{_ASYNC}.require_batches": _nothing,
+    f"{_ASYNC}.trigger_parameter_sync_step": _nothing,
+    f"{_ASYNC}.staleness_threshold": _staleness,
+    f"{_ASYNC}.partial_rollout": _only(True, instead="unfinished responses go on with new weights: leave it out"),
+    f"{_ASYNC}.use_rollout_log_probs": _engine_log_probs,
+    f"{_ASYNC}.compute_prox_log_prob": _nothing,
+    "rollout.total_rollout_steps": _rollout_steps,
+    "rollout.total_epochs": lambda value, get: (
+        {} if get("rollout.total_rollout_steps") is not None else {"trainer.total_epochs": value}
+    ),
+    "rollout.test_freq": _evaluated(_without("trainer.eval_every", -1, 0)),
     f"{_ROLLOUT}.name": _engine,
     f"{_ROLLOUT}.rollout_per_device_batch_size": _to(f"{_ROLLOUT}.max_num_seqs"),
     f"{_ROLLOUT}.top_k": lambda value, get: {f"{_ROLLOUT}.top_k": 0 if value == -1 else value},
@@ -490,7 +575,7 @@ NAMES: dict[str, Translate] = {
     "algorithm.filter_groups.enable": _nothing,
     "algorithm.filter_groups.metric": _filter_metric,
     "algorithm.filter_groups.max_num_gen_batches": _rollouts,
-    "algorithm.rollout_correction.rollout_is": _to("algorithm.rollout_is"),
+    "algorithm.rollout_correction.rollout_is": _correction("rollout_is"),
     "algorithm.rollout_correction.rollout_is_threshold": _correction("rollout_is_threshold"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": _correction("rollout_is_normalize"),
     "algorithm.rollout_correction.rollout_rs": _to("algorithm.rollout_rs"),
@@ -499,22 +584,25 @@ NAMES: dict[str, Translate] = {
     "algorithm.rollout_correction.loss_type": _only(
         "ppo_clip", instead="write algorithm.name of such a loss, or leave it out"
     ),
-    "algorithm.rollout_correction.bypass_mode": _only(
-        False, instead="the trainer's log-probs are the old ones: leave it out"
-    ),
+    "algorithm.rollout_correction.bypass_mode": _nothing,
     "custom_reward_function.path": _reward,
     "custom_reward_function.name": _nothing,
     "reward_model.enable": _nothing,
     "reward_model.model.path": _reward_model,
+    "reward_model.model.input_tokenizer": _as(f"{_MODEL}.path", instead="responses have the policy's: leave it out"),
     "reward_model.reward_manager": _manager,
     "reward_model.reward_kwargs.max_resp_len": _nothing,
     **{f"{section}.{key}": _nothing for section in _OVERLONG for key in ("enable", "len", "penalty_factor")},
     "trainer.total_training_steps": _to("trainer.total_steps"),
     "trainer.total_epochs": lambda value, get: (
-        {} if get("trainer.total_training_steps") is not None and is_theirs(get) else {"trainer.total_epochs": value}
+        {}
+        if (get("trainer.total_training_steps") is not None and is_theirs(get)) or is_streamed(get)
+        else {"trainer.total_epochs": value}
     ),
     "trainer.save_freq": _without("trainer.save_every", -1, 0),
-    "trainer.test_freq": _evaluated(_without("trainer.eval_every", -1, 0)),
+    "trainer.test_freq": lambda value, get: (
+        {} if is_streamed(get) else _evaluated(_without("trainer.eval_every", -1, 0))(value, get)
+    ),
     "trainer.val_before_train": _evaluated(lambda value, get: {} if value else {"trainer.eval_before": False}),
     "trainer.val_only": lambda value, get: {"trainer.total_steps": 0} if value else {},
     "trainer.logger": _loggers,
@@ -526,7 +614,10 @@ NAMES: dict[str, Translate] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": _to(f"{_ROLLOUT}.tensor_model_parallel_size"),
     "trainer.n_gpus_per_node": _gpus,
     "trainer.critic_warmup": _only(0, instead="there is no such phase here: leave it out"),
-    "trainer.resume_mode": _only("auto", instead="write verl train --fresh: the same command goes on"),
+    "trainer.resume_mode": _resume,
+    "trainer.resume_from_path": lambda value, get: (
+        {} if get("trainer.resume_mode") != "resume_path" else _only(None, instead=_GO_ON)(value, get)
+    ),
 }
 #: Their names that are ours, too, and mean the same.
 OWN = frozenset((

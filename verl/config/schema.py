@@ -367,6 +367,7 @@ class TrainerConfig(Record):
     )
     save_every: Count | None = output(10, "steps between checkpoints (null: only at the end)", free=True)
     keep_checkpoints: Count = output(2, "how many checkpoints to keep", free=True)
+    resume: bool = output(True, "go on with an unfinished run (false: begin anew, as --fresh does)", free=True)
     async_save: bool = cost(False, "write checkpoints while training goes on, from a copy in host memory", free=True)
     loggers: Annotated[tuple[Logger, ...], AsTuple] = output(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl", free=True

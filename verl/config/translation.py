@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 from verl.config.document import describe
-from verl.config.other_names import ACTOR, NAMES, OWN, Get, RefusedError, is_theirs, usual_strategy
+from verl.config.other_names import ACTOR, NAMES, OWN, Get, RefusedError, is_streamed, is_theirs, usual_strategy
+from verl.config.sft_names import MODEL, of_sft
 from verl.config.unused_names import reason_of, refusal
 from verl.errors import ConfigError
 
@@ -39,6 +40,11 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
     Raises:
         ConfigError: a key is given under two names, or has a value that means something else here.
     """
+    refusals: list[str] = []
+    if _get(content, MODEL, None) is not None:
+        moved, refusals = of_sft({name: _get(content, name, None) for name in _leaves(content)})
+        content.clear()
+        _put_all(content, moved, locations)
     values = {name: value for name in NAMES if (value := _get(content, name, _MISSING)) is not _MISSING}
     reasons = {name: reason for name in _leaves(content) if (reason := reason_of(name)) and name not in _ours()}
     if not values.keys() - OWN and not reasons:
@@ -46,7 +52,8 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
     ignored = {name: _get(content, name, None) for name in reasons}  # which others may go by all the same
     for name in (*values, *reasons):
         _take(content, name)
-    refusals = [] if "data.train_files" not in values else list(_take_refused(content, locations))
+    if "data.train_files" in values:
+        refusals += _take_refused(content, locations)
     if "data.train_files" not in values and (recorded := values.pop("data.max_response_length", None)) is not None:
         _put(content, "data.max_response_length", recorded)  # ours then, which is about recorded responses
     values = {name: value for name, value in values.items() if value is not None}
@@ -71,10 +78,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
             renamed[key] = (name, item)
     if refusals:
         raise ConfigError(f"{origin}: " + "\n  ".join(refusals))
-    for key, (name, item) in renamed.items():
-        _put(content, key, item)
-        if where := locations.get(tuple(name.split("."))):
-            locations[tuple(key.split("."))] = where
+    _put_all(content, renamed, locations)
     if reasons:
         logger.warning("of no effect here: %s", ", ".join(reasons))
     return content
@@ -94,7 +98,9 @@ def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) ->
         shared = ("ppo_mini_batch_size", "ppo_epochs")
         usual |= {f"critic.{name}": of for name in shared if (of := get(f"{ACTOR}.{name}")) is not None}
         usual |= {"critic.ppo_mini_batch_size": get(f"{ACTOR}.ppo_mini_batch_size") or 256}
-    if get("trainer.total_training_steps") is None and get("trainer.total_steps") is None:
+    if is_streamed(get):
+        usual |= {"async_training.staleness_threshold": 0.1, "async_training.use_rollout_log_probs": True}
+    elif get("trainer.total_training_steps") is None and get("trainer.total_steps") is None:
         usual["trainer.total_epochs"] = 30
     rewards = ("custom_reward_function.path", "reward", "tasks", "actor_rollout_ref.rollout.episode")
     if not get("reward_model.enable") and not any(get(name) for name in rewards):
@@ -162,6 +168,16 @@ def _put(content: dict[str, Any], name: str, value: Any) -> None:
     for part in path:
         section = section.setdefault(part, {})
     section[last] = value
+
+
+def _put_all(
+    content: dict[str, Any], renamed: Mapping[str, tuple[str, Any]], locations: dict[tuple[str, ...], str]
+) -> None:
+    """Values by key, each with the key that it had, whose place in a file it keeps."""
+    for key, (name, value) in renamed.items():
+        _put(content, key, value)
+        if where := locations.get(tuple(name.split("."))):
+            locations[tuple(key.split("."))] = where
 
 
 def _where(name: str, locations: Mapping[tuple[str, ...], str]) -> str:

@@ -37,6 +37,7 @@ UNUSED = {
         *.rollout.scheduling_policy *.rollout.mode *.rollout.load_format
         actor_rollout_ref.rollout.skip_tokenizer_init actor_rollout_ref.rollout.agent.num_workers
         *.rollout.multi_stage_wake_up *.update_weights_bucket_megabytes *.rollout.checkpoint_engine.*
+        async_training.checkpoint_engine.* async_training.use_trainer_do_validate
         *.engine_kwargs.vllm.disable_mm_preprocessor_cache *.engine_kwargs.vllm.compilation_config.*
         *.engine_kwargs.sglang.attention_backend *.engine_kwargs.trtllm.batch_wait_* *.engine_kwargs.vllm
         *.engine_kwargs.sglang *.engine_kwargs.trtllm *.engine_kwargs actor_rollout_ref.model.use_liger
@@ -139,10 +140,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.rollout_correction.rollout_token_veto_threshold": (
         (), "write rollout_rs=token_k1 with a lower bound, which leaves such tokens out"),
     "algorithm.rollout_correction.use_policy_gradient": ((False,), "write algorithm.name=gpg, whose loss has no ratio"),
-    "async_training.* rollout.total_rollout_steps rollout.total_epochs rollout.test_freq": (
-        (), "write trainer.max_staleness, steps that a sample may be behind (docs/asynchronous.md)"),
+    "async_training.*": ((), "write trainer.max_staleness, steps that a sample may be behind (docs/asynchronous.md)"),
     "reward_model.model.path": ((), ""),
-    "reward_model.model.input_tokenizer reward_model.model.trust_remote_code reward_model.model.use_fused_kernels "
+    "reward_model.model.trust_remote_code reward_model.model.use_fused_kernels "
     "reward_model.max_length": ((False, True), "a reward model has its own tokenizer: leave it out"),
     "reward_model.sandbox_fusion.url": ((), "write reward.name=code, whose tests run in a sandbox here"),
     "reward_model.reward_kwargs.* reward_model.reward_loop_* reward_manager.*": (
@@ -150,7 +150,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "write a reward of your own: reward.path=FILE.py:FUNCTION"),
     "reward_model.model.* reward_model.mini_batch_size": (
         (), "no reward model is trained beside the policy (PRIME): train one before, algorithm.name=reward_model"),
-    "trainer.resume_from_path": ((), "write trainer.output_dir: the run there goes on"),
     "trainer.default_hdfs_dir": ((), "write trainer.output_dir, a directory"),
     "trainer.ref_update_freq": ((), "the reference policy stays as it is: leave it out"),
     "trainer.num_* transfer_queue.* trainer.n_*": ((False,), "there is no transfer queue here: leave it out"),

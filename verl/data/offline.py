@@ -56,11 +56,13 @@ class OfflineDatasetLoader:
         tokenizer: adds `prompt_tokens`, `response_tokens` and `response_mask`; `tokenize` does that later.
         batch_size: groups in a batch that iteration gives (a pair is one group).
         system_prompt: starts each chat that has none.
+        chat: a prompt that is a text becomes a chat's user message.
         max_prompt_length, truncation: as for prompts; a dropped prompt takes its whole group along.
         max_response_length: longer responses lose their end, and are counted in `counts`.
         max_length: of prompt and response together: a longer response loses its end likewise, and a group with a prompt
             that leaves it no room is dropped.
-        columns: what your data call a column of the forms above, such as {"prompt": "input", "chosen": "better"}.
+        columns: what your data call a column of the forms above, such as {"prompt": "input", "chosen": "better"};
+            "a.b" is the part b of a column a that holds mappings.
 
     `kind` is "pairs", "labels", "demonstrations" or "experience".
 
@@ -81,6 +83,7 @@ class OfflineDatasetLoader:
         seed: int = 0,
         shuffle: bool = True,
         system_prompt: str | None = None,
+        chat: bool = False,
         max_prompt_length: Count | None = None,
         max_response_length: Count | None = None,
         max_length: Annotated[int, Field(ge=2)] | None = None,
@@ -97,7 +100,9 @@ class OfflineDatasetLoader:
         self.truncation: Truncation = truncation
         self.counts: Counter[str] = Counter()
         self.name = named(source)
-        self.kind, self.batch = _read(source, self.name, PromptForm(system_prompt=system_prompt), columns or {})
+        self.kind, self.batch = _read(
+            source, self.name, PromptForm(system_prompt=system_prompt, chat=chat), columns or {}
+        )
         self._rows, self._digest = self.batch, digest(self.batch.rows())
         self._begin()
         if tokenizer is not None:
@@ -345,10 +350,23 @@ def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
     """
     if not columns or not isinstance(row, Mapping):
         return row
-    if missing := next((name for name in columns.values() if name not in row), None):
+    parts = {ours: _part(row, name) for ours, name in columns.items()}
+    if missing := next((columns[ours] for ours, value in parts.items() if value is _MISSING), None):
         raise DataError(f"{where}: there is no column '{missing}' (data.columns): it has {sorted(map(str, row))}")
     others = {name: value for name, value in row.items() if name not in columns.values()}
-    return others | {ours: row[name] for ours, name in columns.items()}
+    return others | parts
+
+
+_MISSING = object()
+
+
+def _part(row: Mapping[str, Any], name: str) -> Any:
+    """A column, or, by its path, a part of one that holds mappings."""
+    if name in row:
+        return row[name]
+    first, dot, rest = name.partition(".")
+    inner = row.get(first)
+    return _part(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def load_model(
     dtype: str = "auto",
     kind: Literal["causal", "value", "score", "classifier"] = "causal",
     trust_remote_code: bool = False,
+    positions: int | None = None,
 ) -> Any:
     """A model in evaluation mode, on CPU, from a directory or a hub name.
 
@@ -73,6 +74,7 @@ def load_model(
             checkpoint has, else a new one (see `ValueModel.new_head`). "classifier": a transformers
             sequence classifier with one label, as a reward model; its head must be in the checkpoint.
         trust_remote_code: run Python code that comes with the model.
+        positions: its `max_position_embeddings`, which longer rotary embeddings need no weights for; None: as stored.
 
     Raises:
         ModelError: nothing is there, it is no model, it has no safetensors weights, these are not all that the model
@@ -83,7 +85,7 @@ def load_model(
     name = _located(path_or_name, "model")
     auto = {"causal": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}.get(kind, AutoModel)
     options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-    options |= {"num_labels": 1} if kind == "classifier" else {}
+    options |= ({"num_labels": 1} if kind == "classifier" else {}) | _positions(positions)
     with _explained(name, "model"), _quiet() as reports:
         model, report = _read(name, auto, kind, options, reports)
         _check_files(name, model, kind, Fit.of_report(report))
@@ -105,6 +107,7 @@ def meta_model(
     dtype: str,
     kind: Literal["causal", "value", "score"] = "causal",
     trust_remote_code: bool = False,
+    positions: int | None = None,
 ) -> Any:
     """The model that `load_model` loads, without weights, see `verl.weights.meta`.
 
@@ -113,7 +116,7 @@ def meta_model(
     """
     name = _located(path_or_name, "model")
     auto = AutoModelForCausalLM if kind == "causal" else AutoModel
-    options = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    options = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code, **_positions(positions)}
     with _explained(name, "model"), _quiet():
         model = _from_config(name, auto, kind, options, device)
         _check_files(name, model, kind)
@@ -123,6 +126,10 @@ def meta_model(
             if kind == "causal":
                 model.generation_config = GenerationConfig.from_pretrained(name)
         return model
+
+
+def _positions(count: int | None) -> dict[str, int]:
+    return {} if count is None else {"max_position_embeddings": count}
 
 
 def configured_model(

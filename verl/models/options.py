@@ -52,6 +52,11 @@ class ModelOptions(Record):
         "train adapters in the place of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
         "defaults, or lists of layers by name as targets (null: train the weights)",
     )
+    max_position_embeddings: Count | None = limit(
+        None,
+        "longest prompt and response together, in the place of what the model's config says (null)",
+        added=True,
+    )
     trust_remote_code: bool = limit(False, "run Python code that comes with the model")
     enable_gradient_checkpointing: bool = cost(
         False, "recompute activations in the backward pass: less memory, about a third slower"

@@ -44,6 +44,7 @@ class ModelFiles:
     Attributes:
         lora: adapters that it is given.
         seed: of their random half.
+        positions: as of `load_model`.
     """
 
     path: str
@@ -52,13 +53,16 @@ class ModelFiles:
     trust_remote_code: bool = False
     lora: LoraOptions | None = None
     seed: int = 0
+    positions: int | None = None
 
     @classmethod
     def of(cls, options: ModelOptions, kind: Kind, seed: int = 0) -> ModelFiles:
         """The files that settings name; a directory is made absolute, to be found from any working directory."""
         path = str(options.path)
         path = os.path.abspath(path) if os.path.isdir(path) else path
-        return cls(path, kind, options.dtype, options.trust_remote_code, options.lora, seed)
+        return cls(
+            path, kind, options.dtype, options.trust_remote_code, options.lora, seed, options.max_position_embeddings
+        )
 
     def load(self) -> Any:
         """The model, whole.
@@ -67,8 +71,10 @@ class ModelFiles:
             ModelError: see `load_model`.
             ConfigError: see `add_lora`.
         """
-        model = load_model(self.path, dtype=self.dtype, kind=self.kind, trust_remote_code=self.trust_remote_code)
-        return self._changed(model)
+        trust, positions = self.trust_remote_code, self.positions
+        return self._changed(
+            load_model(self.path, dtype=self.dtype, kind=self.kind, trust_remote_code=trust, positions=positions)
+        )
 
     def on_meta(self, device: torch.device | str = "cpu") -> Any:
         """The model without weights, see `verl.weights.meta`.
@@ -78,9 +84,10 @@ class ModelFiles:
             ConfigError: see `add_lora`.
         """
         dtype = resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) or "float32"
-        trust = self.trust_remote_code
-        model = meta_model(self.path, device, dtype=dtype, kind=self.kind, trust_remote_code=trust)
-        return self._changed(model)
+        trust, positions = self.trust_remote_code, self.positions
+        return self._changed(
+            meta_model(self.path, device, dtype=dtype, kind=self.kind, trust_remote_code=trust, positions=positions)
+        )
 
     def _changed(self, model: Any) -> Any:
         """The model with the head and the adapters that it is to have."""

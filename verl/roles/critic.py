@@ -220,7 +220,12 @@ def critic_like(
     return Critic(
         copy.deepcopy(model())
         if files is None
-        else ModelOptions(path=files.path, dtype=files.dtype, trust_remote_code=files.trust_remote_code),
+        else ModelOptions(
+            path=files.path,
+            dtype=files.dtype,
+            trust_remote_code=files.trust_remote_code,
+            max_position_embeddings=files.positions,
+        ),
         tokenizer,
         train=options,
         optim=options.optim or OptimConfig(),

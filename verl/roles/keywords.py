@@ -20,6 +20,7 @@ class CriticKeywords(TypedDict, total=False):
 
     dtype: str
     lora: LoraOptions | Mapping[str, Any] | None
+    max_position_embeddings: int | None
     trust_remote_code: bool
     enable_gradient_checkpointing: bool
     gradient_checkpointing: bool
@@ -49,6 +50,7 @@ class CriticKeywords(TypedDict, total=False):
     moments: Literal["bfloat16", "float32"] | None
     max_grad_norm: float | None
     warmup_steps: int
+    warmup_ratio: float
     schedule: Literal["constant", "linear", "cosine"] | Callable[[int], float]
     total_steps: int | None
 

@@ -48,7 +48,8 @@ def build_actor(config: Config, head: Literal["lm", "score"], rows: int, control
     if policy.ref.path is not None or policy.ref.dtype is not None:
         name, dtype = policy.ref.path or policy.model.path, policy.ref.dtype or policy.model.dtype
         assert name is not None
-        actor.make_reference(load_model(name, dtype=dtype, trust_remote_code=policy.model.trust_remote_code))
+        trust, positions = policy.model.trust_remote_code, policy.model.max_position_embeddings
+        actor.make_reference(load_model(name, dtype=dtype, trust_remote_code=trust, positions=positions))
     return actor
 
 
@@ -151,7 +152,10 @@ def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:
     optim = update.optim
     if config.trainer.control == "zero_lr":
         optim = optim.replace(lr=0.0)
-    if optim.total_steps is None and optim.schedule != "constant":
-        updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(rows)
-        optim = optim.replace(total_steps=max(1, config.trainer.total_steps * updates))
+    updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(rows)
+    steps = optim.total_steps or max(1, config.trainer.total_steps * updates)
+    if optim.schedule != "constant":
+        optim = optim.replace(total_steps=steps)
+    if optim.warmup_ratio:
+        optim = optim.replace(warmup_ratio=0.0, warmup_steps=int(optim.warmup_ratio * steps))
     return update.replace(optim=optim)

@@ -108,7 +108,7 @@ def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> 
             raise ConfigError(f"{key} would not be read: {reason}; leave it out")
     data, offline = config.data, [is_offline(config, each) for each in algorithms.values()]
     if all(offline):
-        for key in ("prompt_column", "prompt_template", "chat"):
+        for key in ("prompt_column", "prompt_template"):
             if getattr(data, key) is not None:
                 raise ConfigError(f"data.{key} is for prompts; recorded responses are read by their own columns")
     if not any(offline) and data.columns:

@@ -226,6 +226,7 @@ def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
         seed=config.trainer.seed,
         shuffle=data.shuffle,
         system_prompt=data.system_prompt,
+        chat=bool(data.chat),
         max_response_length=data.max_response_length,
         truncation=data.truncation,
         columns=data.columns,

@@ -76,7 +76,7 @@ def train(
         run_id(config),
         config=to_yaml(config),
         total_steps=settings.total_steps,
-        fresh=fresh,
+        fresh=fresh or not settings.resume,
     )
     with run:
         setup_logging(run.log)

@@ -363,8 +363,10 @@ def lr_factor(config: OptimConfig, step: int) -> float:
     """What `lr` is multiplied by in optimizer step number `step`, counted from 0.
 
     Raises:
-        ConfigError: the schedule decays and `total_steps` is not known.
+        ConfigError: the schedule decays and `total_steps` is not known, or the warm-up is a share of them.
     """
+    if config.warmup_ratio:
+        raise ConfigError("optim.warmup_ratio is of a run's steps, which `verl train` knows: set optim.warmup_steps")
     if callable(config.schedule):
         return float(config.schedule(step))
     if step < config.warmup_steps:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from verl.combinations import check, named
 from verl.errors import ConfigError, nearest
 from verl.models.options import full_name
-from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Strings, cost, result, wrong
+from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Share, Strings, cost, result, wrong
 from verl.weights.layout import PARALLEL, Layout, ModelShape
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -35,6 +35,9 @@ class OptimConfig(Record):
     )
     max_grad_norm: float | None = result(1.0, "global norm to clip to; null: none", gt=0)
     warmup_steps: Natural = result(0, "steps of linear warm-up; the first is not zero")
+    warmup_ratio: Share = result(
+        0.0, "share of the run's steps that is warm-up, in the place of warmup_steps", added=True
+    )
     schedule: Literal["constant", "linear", "cosine"] | Callable[[int], float] = result(
         "constant",
         "course of the learning rate after the warm-up; in Python also a function of the optimizer step, "
@@ -47,6 +50,8 @@ class OptimConfig(Record):
             raise wrong("weight_decay_on", "is of weight_decay, which is 0: set that, or leave it out")
         if self.schedule not in ("constant", "linear", "cosine") and (self.warmup_steps or self.total_steps):
             raise wrong("schedule", "is a function of all steps: leave warmup_steps and total_steps out")
+        if self.warmup_ratio and (self.warmup_steps or self.schedule not in ("constant", "linear", "cosine")):
+            raise wrong("warmup_ratio", "is in the place of warmup_steps, and of no schedule of your own: leave it out")
         if self.total_steps is None:
             return
         if self.schedule == "constant":
