@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from verl.errors import ConfigError, DataError
 from verl.trl import (
@@ -116,7 +116,7 @@ def test_trainers_hold_the_tokens_of_their_rows(tiny: Path, tmp_path: Path) -> N
     assert kto.train_dataset["label"] == [1.0, 0.0, 1.0, 0.0] and kto.train_dataset[0]["prompt_ids"] == first
     reward = RewardTrainer(str(tiny), args=RewardConfig(str(tmp_path), **SMALL), train_dataset=PAIRS)
     assert reward.train_dataset.column_names == ["chosen_ids", "rejected_ids"]
-    assert {"dpo", "trl"} <= set(dpo.model.model_tags)
+    assert {"dpo", "trl"} <= set(dpo.model.model_tags) and "reward-trainer" in reward.model.model_tags
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,9 @@ def test_what_is_refused_and_warned_of(tiny: Path, tmp_path: Path, caplog: pytes
         SFTTrainer(str(tiny), args=SFTConfig(str(tmp_path)))
     with pytest.raises(ConfigError, match=r"reward_processing_classes \(1\) must match reward_funcs \(2\)"):
         online(GRPOTrainer, GRPOConfig, tiny, tmp_path, [length, length], reward_processing_classes=object())
+    live = AutoModelForCausalLM.from_pretrained(tiny)
+    with pytest.raises(ConfigError, match="ref_model is the model that is trained"):
+        DPOTrainer(live, live, DPOConfig(str(tmp_path)), train_dataset=PAIRS)
     with pytest.raises(ConfigError, match="has experts, whose balancing loss TRL adds"):
         SFTTrainer._check_model(_Bare(SFTConfig(str(tmp_path))), _Experts())  # type: ignore[arg-type]
     SFTTrainer._check_model(_Bare(SFTConfig(router_aux_loss_coef=0.0)), _Experts())  # type: ignore[arg-type]

@@ -187,8 +187,7 @@ class BaseTrainer(Attributes, ABC):
                 f"{type(model).__name__} has experts, whose balancing loss TRL adds, and there is none here: set "
                 "router_aux_loss_coef=0.0"
             )
-        if hasattr(model, "add_model_tags"):
-            model.add_model_tags([self.tag, "trl"])
+        model.model_tags = [*(getattr(model, "model_tags", None) or ()), self.tag, "trl"]
 
     def _hold(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Keep the data as attributes."""
@@ -414,6 +413,8 @@ class _WithReference(_Offline):
     """Learns beside a frozen reference: `ref_model`, or (None) the model as it is at first."""
 
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **more: Any) -> None:
+        if ref_model is model and not isinstance(model, str):
+            raise ConfigError("ref_model is the model that is trained: leave it out, and a copy is made")
         self._reference = ref_model
         super().__init__(model, args, **more)
 
