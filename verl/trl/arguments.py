@@ -146,7 +146,7 @@ class Config(_Quiet):  # type: ignore[misc]
         Raises:
             ConfigError: `accelerator_config` says that batches are sent to the others.
         """
-        config = self.accelerator_config
+        config: Any = self.accelerator_config  # type: ignore[has-type]
         said = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
         if said.get("dispatch_batches"):
             raise ConfigError("Iterable datasets require `dispatch_batches=False`: leave it out of accelerator_config")

@@ -77,7 +77,7 @@ class TRLLoader(OfflineDatasetLoader):
         names, limit = ("prompt_tokens", "response_tokens", "response_mask"), self._limit_of_rows()
         cut = []
         for row in self._rows.rows():
-            prompt, reply, mask = self._cut(tuple(row[name] for name in names))  # type: ignore[arg-type]
+            prompt, reply, mask = self._cut(tuple(row[name] for name in names))
             room = None if limit is None else max(limit - len(prompt), 0)
             cut.append((prompt, reply[:room], mask[:room]))
         groups = self._rows["group"]

@@ -114,7 +114,8 @@ class Events:
         self._has_warned = False
         self._begun, self._first, self._samples = time.monotonic(), 0, samples
         self._saved: int | None = None
-        self._every, self._evaluate = 0, lambda: None
+        self._every = 0
+        self._evaluate: Callable[[], None] = lambda: None
         for callback in added:
             self.add(callback)
 

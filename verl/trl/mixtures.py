@@ -41,7 +41,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     Raises:
         ConfigError: there is no data set; or some have a `fraction` and others not, or of a stream.
     """
-    import datasets
+    import datasets  # type: ignore[import-not-found]
 
     if not mixture_config.datasets:
         raise ConfigError("No datasets were loaded from the mixture configuration: name one in datasets")
@@ -56,9 +56,9 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
             streaming=mixture_config.streaming,
         )
         parts.append(rows if config.columns is None else rows.select_columns(config.columns))
-    shares = [config.fraction for config in mixture_config.datasets]
-    if any(share is not None for share in shares):
-        if None in shares or mixture_config.streaming:
+    shares = [config.fraction for config in mixture_config.datasets if config.fraction is not None]
+    if shares:
+        if len(shares) < len(parts) or mixture_config.streaming:
             raise ConfigError("`fraction` must be set for either all datasets or none, and not with streaming")
         total = min(len(rows) / share for rows, share in zip(parts, shares, strict=True) if share)
         parts = [rows.select(range(round(share * total))) for rows, share in zip(parts, shares, strict=True)]

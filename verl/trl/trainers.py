@@ -181,7 +181,7 @@ class BaseTrainer(Attributes, ABC):
     def _check_model(self, model: Any) -> None:
         """Raises ConfigError where TRL adds a loss that balances the experts; and adds TRL's tags to the model."""
         config = model.config.get_text_config()
-        balances = hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", 0.0)
+        balances = hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", None)
         if balances and self.args.router_aux_loss_coef is None:
             raise ConfigError(
                 f"{type(model).__name__} has experts, whose balancing loss TRL adds, and there is none here: set "
