@@ -96,9 +96,9 @@ def test_an_instance_stays_as_it_is() -> None:
 UNREAD: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"kl_coef": 5.0}), ("grpo", {"kl_target": 0.01}), ("ppo", {"kl_target": 0.2, "kl_in": "none"}),
     ("grpo", {"kl_estimator": "k2"}), ("grpo", {"kl_horizon": 5, "kl_in": "loss"}),
-    *((name, {"clip_ratio": 0.01}) for name in ("gspo", "cispo", "gmpo", "gpg")),
+    *((name, {"clip_ratio": 0.01}) for name in ("gspo", "cispo", "gmpo", "gpg", "sapo", "vespo")),
     ("grpo", {"clip_ratio": 0.01, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3}), ("gpg", {"clip_ratio_high": 0.3}),
-    *((name, {"clip_ratio_c": 1.5}) for name in ("gspo", "cispo", "gmpo", "gpg")),
+    *((name, {"clip_ratio_c": 1.5}) for name in ("gspo", "cispo", "gmpo", "gpg", "sapo", "vespo")),
     *((name, {"loss_agg_mode": "token-sum"}) for name in OFFLINE if name != "sft"),
     ("grpo", {"loss_scale_factor": 7.0}), ("sft", {"loss_scale_factor": 7.0}), ("dpo", {"loss_scale_factor": 7.0}),
     ("grpo", {"rollout_is_threshold": 3.0, "rollout_is": None}), ("grpo", {"rollout_rs_threshold": 3.0}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from verl.algorithms.losses import (
     gmpo_loss,
     gspo_loss,
     reinforce_loss,
+    sapo_loss,
     value_loss,
+    vespo_loss,
 )
+from verl.algorithms.rloo import RLOO
 from verl.errors import ConfigError
 
 LENGTHS = [3, 0, 2, 4]
@@ -148,6 +152,49 @@ def test_gspo_uses_the_ratio_of_the_row() -> None:
             free, bounded = a * ratio, a * min(max(ratio, 0.95), 1.1)
             assert float(loss.per_token[i].detach()) == pytest.approx(-min(free, bounded))
             assert float(gradient[i]) == pytest.approx(-free if free <= bounded else 0.0)
+
+
+def test_sapo_closes_a_gate_in_place_of_clipping() -> None:
+    t = terms()
+    loss = sapo_loss(t, 1.5, 2.0)
+    gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
+    for i in range(9):
+        a, ratio = float(t.advantages[i]), math.exp(float(t.log_ratio[i].detach()))
+        temperature = 1.5 if a > 0 else 2.0
+        gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+        assert float(loss.per_token[i].detach()) == pytest.approx(-a * gate * 4 / temperature)
+        assert float(gradient[i]) == pytest.approx(-a * 4 * gate * (1 - gate) * ratio)
+    slope = torch.autograd.grad(
+        sapo_loss(replace(t, log_ratio=t.log_probs - t.log_probs.detach()), 1.5, 2.0).per_token.sum(), t.log_probs
+    )
+    torch.testing.assert_close(slope[0], -t.advantages)
+
+
+def test_vespo_weighs_by_the_ratio_of_the_row() -> None:
+    t = terms()
+    loss = vespo_loss(t, (2.0, 3.0), (3.0, 2.0))
+    gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
+    for tokens in rows_of(t):
+        for i in tokens:
+            a, w = float(t.advantages[i]), math.exp(sum(float(t.log_ratio[j].detach()) for j in tokens))
+            k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+            weight = math.exp(decay) * w**k * math.exp(-decay * w)
+            assert float(gradient[i]) == pytest.approx(-weight * a)
+
+
+def test_rloo_of_sequences_is_the_clipped_loss_of_each_row() -> None:
+    t = terms()
+    advantages = torch.tensor([0.7, 0.0, -0.4, 0.9], dtype=torch.float64)[SEQUENCE]
+    t = replace(t, advantages=torch.where(MASK, advantages, 0.0))
+    algorithm = RLOO(ratio_of="sequence", clip_ratio=0.3, clip_ratio_c=None, loss_agg_mode="seq-mean-token-mean")
+    weights = aggregation_weights(MASK, SEQUENCE, 4, "seq-mean-token-mean")
+    value = (weights * algorithm.policy_loss(t).per_token).sum()
+    ratio = torch.stack([t.log_ratio[rows].sum() for rows in rows_of(t) if rows]).exp()
+    each = torch.stack([t.advantages[rows[0]] for rows in rows_of(t) if rows])
+    expected = -torch.minimum(ratio * each, ratio.clamp(0.7, 1.3) * each).mean()
+    gradients = [torch.autograd.grad(loss, t.log_probs, retain_graph=True)[0] for loss in (value, expected)]
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(*gradients)
 
 
 def test_cispo_keeps_a_gradient_on_clipped_tokens() -> None:

@@ -36,7 +36,12 @@ VARIANTS = [
     for name in STATED
     for options in ({}, KL, ENTROPY, KL | ENTROPY)
     if not options or issubclass(type(make_algorithm(name)), PolicyGradient)
-] + [("grpo", {"rollout_is": "sequence"}), ("gmpo", {"rollout_is": "sequence"}), ("ppo", {"cliprange_value": None})]
+] + [
+    ("grpo", {"rollout_is": "sequence"}),
+    ("rloo", {"ratio_of": "sequence"}),
+    ("gmpo", {"rollout_is": "sequence"}),
+    ("ppo", {"cliprange_value": None}),
+]
 
 
 def needs_of(objective: RoleObjective, **changes: Any) -> LossNeeds:
@@ -55,7 +60,7 @@ def test_the_losses_that_state_it() -> None:
     assert {*STATED} == {
         "cispo", "constrained_decoding", "dapo", "distillation", "dr_grpo", "gmpo", "gpg", "grpo", "grpo_passk", "gspo",
         "opo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "reward_conditioned", "rloo",
-        "safe_rlhf", "sft",
+        "safe_rlhf", "sapo", "sft", "vespo",
     }  # fmt: skip
 
 

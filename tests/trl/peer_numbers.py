@@ -23,6 +23,7 @@ COMMON: dict[str, Any] = {
 WHOLE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 GRPO = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 16, "shuffle_dataset": False,
         "vllm_importance_sampling_correction": False}  # fmt: skip
+RLOO = {key: value for key, value in GRPO.items() if not key.startswith("vllm")}
 TWICE = {"num_iterations": 2, "max_steps": 6}
 
 WORDS = ["red", "blue", "a long green", "grey", "dark violet and so on", "white", "pink", "black", "teal", "gold"]
@@ -106,6 +107,11 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
                                            "importance_sampling_level": "sequence", "beta": 0.1}),
     "grpo plain kl": ("GRPO", PROMPTS, {**GRPO, "beta": 0.1, "use_bias_correction_kl": False}),
     "grpo entropy": ("GRPO", PROMPTS, {**GRPO, **WHOLE, "entropy_coef": 0.05}),
+    "grpo sapo": ("GRPO", PROMPTS, {**GRPO, **TWICE, "loss_type": "sapo", "beta": 0.1}),
+    "grpo vespo": ("GRPO", PROMPTS, {**GRPO, **TWICE, "loss_type": "vespo"}),
+    "rloo": ("RLOO", PROMPTS, RLOO),
+    "rloo twice": ("RLOO", PROMPTS, {**RLOO, **TWICE, "epsilon": 0.01}),
+    "rloo normalized": ("RLOO", PROMPTS, {**RLOO, "normalize_advantages": True, "beta": 0.0}),
     "grpo weights": ("GRPO", PROMPTS, {**GRPO, "reward_weights": [0.5, 2.0]}),
 }  # fmt: skip
 
@@ -181,11 +187,15 @@ def run(package: str, models: Path, kind: str, rows: list[Any], settings: dict[s
 
         rows = Dataset.from_list(rows)
     more: dict[str, Any] = {}
-    if kind == "GRPO":
+    if kind in ("GRPO", "RLOO"):
         more = {"reward_funcs": [short, wished] if args.reward_weights else short}
-        more |= {"rollout": Recorded} if ours else {"rollout_func": recorded}
+        more |= {"rollout": Recorded} if ours else {"rollout_func": recorded} if kind == "GRPO" else {}
     model = str(models / ("score" if kind == "Reward" else "lm"))
     trainer = getattr(names, f"{kind}Trainer")(model, args=args, train_dataset=rows, **more)
+    if kind == "RLOO" and not ours:  # it has no `rollout_func`
+        trainer._generate_single_turn = lambda prompts, *rest: [
+            completion_of(list(tokens), row % args.num_generations) for row, tokens in enumerate(prompts)
+        ]
     trainer.train()
     return [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "grad_norm" in entry]
 

@@ -69,7 +69,7 @@ def test_every_field_of_transformers_is_mapped_or_known() -> None:
     [
         *[(SFTConfig, name, True) for name in ("packing", "dataloader_drop_last", "save_only_model")],
         *[(config, "disable_dropout", False) for config in (DPOConfig, KTOConfig, RewardConfig)],
-        *[(GRPOConfig, name, 2.0) for name in ("vllm_importance_sampling_cap", "vespo_k_neg", "entropy_target")],
+        *[(GRPOConfig, name, 2.0) for name in ("vllm_importance_sampling_cap", "entropy_coef_delta", "entropy_target")],
                (DPOConfig, "ref_model_sync_steps", 64), (DPOConfig, "f_alpha_divergence_coef", 0.7),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ are whole in every micro-batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from verl.autograd import sum_rows
 
 MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
+_MIN_LOG_SEQUENCE_RATIO = math.log(1e-8)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class PolicyTerms:
     active: Tensor
     sequence: Tensor
     num_sequences: int
+
+    def row_sum(self, values: Tensor) -> Tensor:
+        """`[R]` -> `[R]`: at each token the sum over its row's active tokens."""
+        return sum_rows(values * self.active, self.sequence, self.num_sequences)[self.sequence]
 
     def row_mean(self, values: Tensor) -> Tensor:
         """`[R]` -> `[R]`: at each token the mean over its row's active tokens (0 if there are none)."""
@@ -101,6 +107,27 @@ def gmpo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
     loss = -t.row_mean(t.advantages) * t.row_mean(log_ratio).exp()
     outside = (free != bounded) & t.active
     return PolicyLoss(loss, outside & (sign > 0), outside & (sign < 0))
+
+
+def sapo_loss(t: PolicyTerms, positive: float, negative: float) -> PolicyLoss:
+    """SAPO (arXiv:2511.20347): the ratio r as 4 / T s(T (r - 1)), whose slope at 1 is 1, with the temperature T of the
+    advantage's sign."""
+    ratio = t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    temperature = torch.where(t.advantages > 0, positive, negative).to(ratio.dtype)
+    return PolicyLoss(-t.advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature)
+
+
+def vespo_loss(t: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
+    """VESPO (arXiv:2602.10693): REINFORCE weighted by e^l w^k e^(-l w), detached, of the likelihood ratio w of the row.
+
+    Args:
+        positive, negative: (k, l) for advantages from 0 on, and for negative ones.
+    """
+    ratios = t.row_sum(t.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    row = ratios.clamp(_MIN_LOG_SEQUENCE_RATIO, MAX_LOG_RATIO)
+    power, decay = (torch.where(t.advantages >= 0, a, b).to(row.dtype) for a, b in zip(positive, negative, strict=True))
+    weight = (decay + power * row - decay * row.exp()).exp()
+    return PolicyLoss(-weight * t.advantages * t.log_probs)
 
 
 def reinforce_loss(t: PolicyTerms) -> PolicyLoss:

@@ -40,6 +40,10 @@ from verl.record import Count, NotNegative, Number, Positive
 
 #: `unread` of a token loss without PPO's dual clip.
 NO_DUAL_CLIP = {"clip_ratio_c": "its loss has no dual clip"}
+#: `unread` of one that clips no ratio.
+NO_CLIP = dict.fromkeys(
+    ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), "its loss does not clip the ratio"
+)
 #: The methods that advantages come from.
 _OF_REWARDS = ("prepare", "estimate", "outcome_rewards", "own_outcome")
 

@@ -22,7 +22,7 @@ _MODULES = {
     "dpo": "DPO", "dr_grpo": "DrGRPO", "gmpo": "GMPO", "gpg": "GPG", "grpo": "GRPO", "grpo_passk": "GRPOPassK",
     "gspo": "GSPO", "kto": "KTO", "opo": "OPO", "orpo": "ORPO", "ppo": "PPO", "remax": "ReMax",
     "reward_conditioned": "RewardConditioned", "reward_model": "RewardModel", "rloo": "RLOO", "safe_rlhf": "SafeRLHF",
-    "sft": "SFT", "simpo": "SimPO",
+    "sapo": "SAPO", "sft": "SFT", "simpo": "SimPO", "vespo": "VESPO",
 }  # fmt: skip
 #: Classes by name; those of this package as where they are, until one is asked for.
 _ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {

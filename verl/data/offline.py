@@ -427,9 +427,13 @@ def _response(value: Any, prompted: Mapping[str, Any], where: str) -> dict[str, 
         return {"response": value}
     if not is_messages(value):
         raise DataError(f"{where}: the response is neither a text nor messages")
-    if len(value) > 1 or value[0]["role"] != "assistant":
+    roles = [message["role"] for message in value]
+    if len(value) > 1 and "messages" in prompted and roles[0] == roles[-1] == "assistant":  # between them tools answer
+        return {"response": content_text(value[-1]), "turns": chat_json(value, where)}
+    if roles != ["assistant"]:
         raise DataError(
-            f"{where}: the response must be one message of the assistant; put what comes before it into the prompt"
+            f"{where}: the response must be one message of the assistant, or several of a chat that begin and end with "
+            "one; put what comes before it into the prompt"
         )
     text = content_text(value[0])
     message = {key: item for key, item in value[0].items() if item is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from transformers import TrainingArguments
@@ -139,6 +140,18 @@ class Config(_Quiet):  # type: ignore[misc]
                 setattr(record, field.name, value)
         return record
 
+    def read_here(self) -> None:
+        """A stream is read by this process alone.
+
+        Raises:
+            ConfigError: `accelerator_config` says that batches are sent to the others.
+        """
+        config: Any = self.accelerator_config  # type: ignore[has-type]
+        said = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
+        if said.get("dispatch_batches"):
+            raise ConfigError("Iterable datasets require `dispatch_batches=False`: leave it out of accelerator_config")
+        self.accelerator_config, self.dataloader_num_workers = SimpleNamespace(dispatch_batches=False), 0
+
     def samples(self) -> int:
         """Samples (of preferences: pairs) that one optimizer step learns from, on all ranks."""
         return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * torchrun_ranks())
@@ -181,7 +194,9 @@ class Config(_Quiet):  # type: ignore[misc]
 
 
 @_record
-class GRPOConfig(Config):
+class _OnlineConfig(Config):
+    """What the trainers on sampled completions share."""
+
     num_generations: int = 8
     num_generations_eval: int | None = None
     max_completion_length: int = 512
@@ -194,35 +209,19 @@ class GRPOConfig(Config):
     top_k: int = 0
     min_p: float | None = None
     use_vllm: bool = False
-    max_tool_calling_iterations: int | None = None
     beta: float = 0.0
-    use_bias_correction_kl: bool = True
     num_iterations: int = 1
     epsilon: float = 0.2
     epsilon_high: float | None = None
-    delta: float | None = None
-    importance_sampling_level: str = "token"
     reward_weights: list[float] | None = None
-    scale_rewards: str = "group"
-    loss_type: str = "dapo"
-    entropy_coef: float = 0.0
-    vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"
-    vllm_importance_sampling_clip_min: float | None = None
-    vllm_importance_sampling_clip_max: float | None = 3.0
     chat_template_kwargs: str | None = None
     otherwise: ClassVar = {
         "vllm_mode": ("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
-        "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised"),
         "mask_truncated_completions": (False, "write a reward that returns None where a completion has no end"),
         "sync_ref_model": (False, "the reference is the model as it was at first"),
-        "top_entropy_quantile": (1.0, "all tokens are trained"),
-        "use_adaptive_entropy": (False, "entropy_coef is fixed"),
-        "off_policy_mask_threshold": (None, "see rollout_rs in docs/algorithms.md"),
         "repetition_penalty": (1.0, "sampling has temperature, top_p, top_k and min_p"),
         "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
         "vllm_structured_outputs_regex": (None, "see constrained_decoding in docs/algorithms.md"),
-        "log_completions_hub_repo": (None, "nothing is uploaded"),
     }
 
     def prompts(self) -> int:
@@ -253,6 +252,44 @@ class GRPOConfig(Config):
     def updates(self) -> int:
         """Optimizer steps of one rollout."""
         return self.rollout_samples() // self.samples() * int(self.num_iterations)
+
+
+@_record
+class GRPOConfig(_OnlineConfig):
+    max_tool_calling_iterations: int | None = None
+    use_bias_correction_kl: bool = True
+    delta: float | None = None
+    importance_sampling_level: str = "token"
+    scale_rewards: str = "group"
+    loss_type: str = "dapo"
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    entropy_coef: float = 0.0
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    otherwise: ClassVar = _OnlineConfig.otherwise | {
+        "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised"),
+        "top_entropy_quantile": (1.0, "all tokens are trained"),
+        "use_adaptive_entropy": (False, "entropy_coef is fixed"),
+        "off_policy_mask_threshold": (None, "see rollout_rs in docs/algorithms.md"),
+        "log_completions_hub_repo": (None, "nothing is uploaded"),
+    }
+
+
+@_record
+class RLOOConfig(_OnlineConfig):
+    num_generations: int = 2
+    beta: float = 0.05
+    normalize_advantages: bool = False
+    otherwise: ClassVar = _OnlineConfig.otherwise | {
+        "reward_clip_range": (None, "clip what your reward function returns"),
+    }
 
 
 @_record
@@ -307,9 +344,9 @@ class SFTConfig(_OfflineConfig):
     completion_only_loss: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     assistant_only_loss: bool = False
     shuffle_dataset: bool = False
+    dataset_text_field: str = "text"
+    chat_template_path: str | None = None
     otherwise: ClassVar = {
-        "dataset_text_field": ("text", "name the column 'completion', beside a column 'prompt'"),
-        "chat_template_path": (None, "set the tokenizer's chat_template"),
         "eos_token": (None, "set the tokenizer's eos_token"),
         "dataset_kwargs": (None, "leave it out"),
         "neftune_noise_alpha": (None, "leave it out"),
@@ -320,8 +357,8 @@ class SFTConfig(_OfflineConfig):
 class RewardConfig(_OfflineConfig):
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = None
+    chat_template_path: str | None = None
     otherwise: ClassVar = {
-        "chat_template_path": (None, "set the tokenizer's chat_template"),
         "eos_token": (None, "set the tokenizer's eos_token"),
     }
 

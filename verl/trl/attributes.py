@@ -14,6 +14,9 @@ from verl.ranks import torchrun_ranks
 class Attributes:
     """Needs `args`, `state`, `loader`, `actor`, and `trainer`."""
 
+    #: There is no loss that balances the experts of a model.
+    aux_loss_enabled = False
+
     args: Any
     state: Any
     loader: Any
@@ -33,6 +36,11 @@ class Attributes:
             wait_for_everyone=lambda: None,
             unwrap_model=lambda model: model,
         )
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference policy; None where there is none, or it is the model without its adapters."""
+        return self.actor.reference_model
 
     @property
     def tokenizer(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 Encoded = tuple[list[int], list[int], list[int]]
 #: Rows that `datasets.map` works on at once, in which TRL puts the chosen responses of pairs before the rejected ones.
 _UNPAIRED = 1000
+#: transformers' label of a token that is not trained.
+_UNTRAINED = -100
 
 
 class EpochCursor(Cursor):
@@ -55,7 +58,7 @@ class TRLLoader(OfflineDatasetLoader):
         self.args = args
         self.keeps_end = getattr(args, "truncation_mode", "keep_start") == "keep_end"
         super().__init__(
-            rows,
+            tokenized(rows),
             tokenizer,
             batch_size=batch_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -66,6 +69,23 @@ class TRLLoader(OfflineDatasetLoader):
     def _limit_of_rows(self) -> int | None:
         limit: int | None = self.args.max_length
         return limit
+
+    def tokenize(self, tokenizer: Any) -> None:
+        """Rows that are tokens are cut as others are."""
+        if self.kind != "experience":
+            return super().tokenize(tokenizer)
+        names, limit = ("prompt_tokens", "response_tokens", "response_mask"), self._limit_of_rows()
+        cut = []
+        for row in self._rows.rows():
+            prompt, reply, mask = self._cut(tuple(row[name] for name in names))
+            room = None if limit is None else max(limit - len(prompt), 0)
+            cut.append((prompt, reply[:room], mask[:room]))
+        groups = self._rows["group"]
+        empty = {group for group, (_, reply, _) in zip(groups, cut, strict=True) if not reply}
+        columns = dict(zip(names, map(list, zip(*cut, strict=True)), strict=True))
+        batch = self._rows.drop(names).add(columns)
+        self.batch, self.counts["dropped"] = batch.filter([group not in empty for group in groups]), len(empty)
+        self._begin()
 
     def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
         self._warn_of_replies(chat)
@@ -119,6 +139,78 @@ class TRLLoader(OfflineDatasetLoader):
             prompt, reply, mask = prompt[over:], reply[lost:], mask[lost:]
         return (prompt, reply, mask) if prompt else (reply[:1], reply[1:], mask[1:])
 
+    def columns(self) -> dict[str, list[Any]]:
+        """Tokens of each row, or pair, by TRL's names."""
+        rows = list(self.batch.rows())
+        return {
+            "input_ids": [row["prompt_tokens"] + row["response_tokens"] for row in rows],
+            "labels": [self._labels(row) for row in rows],
+        }
+
+    def _labels(self, row: Any) -> list[int]:
+        trained = [0] * len(row["prompt_tokens"]) + list(row["response_mask"])
+        tokens = row["prompt_tokens"] + row["response_tokens"]
+        return [token if counts else _UNTRAINED for token, counts in zip(tokens, trained, strict=True)]
+
+
+def tokenized(rows: Any) -> Any:
+    """Rows in TRL's columns of tokens as prompts and responses; others as they are."""
+    first: Mapping[str, Any] = next(iter(rows), {})
+    old = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
+    if any(name in first for name in old):
+        warnings.warn(
+            f"{' and '.join(old)} will not be supported in v1.0: name them {[*old.values()]}", FutureWarning, 3
+        )
+        rows = [{old.get(name, name): value for name, value in row.items()} for row in rows]
+        first = rows[0]
+    if not {"input_ids", "chosen_ids", "completion_ids"} & set(first):
+        return rows
+    return [part for number, row in enumerate(rows) for part in _parts_of_tokens(row, str(number))]
+
+
+def _parts_of_tokens(row: Mapping[str, Any], group: str) -> list[dict[str, Any]]:
+    prompt = list(row.get("prompt_ids") or [])
+    replies = {1.0: "chosen_ids", 0.0: "rejected_ids"} if "chosen_ids" in row else {None: "completion_ids"}
+    if "input_ids" in row:
+        tokens = list(row["input_ids"])
+        masks = [row[name] for name in ("completion_mask", "assistant_masks") if row.get(name) is not None]
+        trained = [int(all(each)) for each in zip(*masks, strict=True)] if masks else [1] * len(tokens)
+        if row.get("labels") is not None:
+            trained = [int(label != _UNTRAINED) for label in row["labels"]]
+        return [{"group": group, "prompt_tokens": [], "response_tokens": tokens, "response_mask": trained}]
+    label = {} if row.get("label") is None else {"label": float(row["label"])}
+    return [
+        {
+            "id": f"{group}/{name}",
+            "group": group,
+            "prompt_tokens": prompt,
+            "response_tokens": list(row[name]),
+            "response_mask": [1] * len(row[name]),
+            **(label if reply is None else {"label": reply}),
+        }
+        for reply, name in replies.items()
+    ]
+
+
+class TokenRows(Sequence[Any]):
+    """A data set as TRL's trainers hold it: the tokens of each row, or pair, by column."""
+
+    def __init__(self, loader: TRLLoader) -> None:
+        self.loader = loader
+        self._columns = loader.columns()
+        self.column_names = list(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns[self.column_names[0]])
+
+    def __getitem__(self, key: Any) -> Any:
+        """A row by number, or a column by name."""
+        return (
+            self._columns[key]
+            if isinstance(key, str)
+            else {name: values[key] for name, values in self._columns.items()}
+        )
+
 
 class TextLoader(TRLLoader):
     """Of `SFTTrainer`: a completion behind its prompt is trained; of texts and chats all is, or what the assistant
@@ -130,6 +222,23 @@ class TextLoader(TRLLoader):
         paired = "prompt" in first and "completion" in first
         self.whole = not paired or asked is False
         super().__init__(rows, tokenizer, args, batch_size)
+
+    def tokenize(self, tokenizer: Any) -> None:
+        """Without rows of which no token is trained."""
+        super().tokenize(tokenizer)
+        self.batch = self.batch.filter([any(mask) for mask in self.batch["response_mask"]])
+        if not len(self.batch):
+            raise DataError(f"{self.name}: within max_length={self.args.max_length} no token of any row is trained")
+        self._begin()
+
+    def _labels(self, row: Any) -> list[int]:
+        """With that of the first token, though nothing predicts it."""
+        labels = super()._labels(row)
+        if self.kind == "experience":
+            counts = dict(zip(self._rows["group"], self._rows["response_mask"], strict=True))[row["group"]][0]
+        else:
+            counts = self.whole and not self.args.assistant_only_loss
+        return [row["prompt_tokens"][0], *labels[1:]] if counts and not self.keeps_end else labels
 
     def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
         if self.args.assistant_only_loss:
@@ -152,6 +261,16 @@ class PairLoader(TRLLoader):
         shared = min(len(prompt), len(other))
         reply = [*prompt[shared:], *reply]
         return prompt[:shared], reply, [1] * len(reply)
+
+    def columns(self) -> dict[str, list[Any]]:
+        names = ("prompt_tokens", "response_tokens")
+        prompts, replies = (self.batch[name] for name in names)
+        pairs = self.batch.group_indices()
+        return {
+            "prompt_ids": [prompts[chosen] for chosen, _ in pairs],
+            "chosen_ids": [replies[chosen] for chosen, _ in pairs],
+            "rejected_ids": [replies[rejected] for _, rejected in pairs],
+        }
 
     def _partner(self, row: Any) -> Any:
         return self._partners[row["group"], 1 - row["label"]]
@@ -186,6 +305,14 @@ class ScoredLoader(TRLLoader):
         self.batch = kept.drop(names).add(dict(zip(names, (replies, masks), strict=True)))
         self._begin()
 
+    def columns(self) -> dict[str, list[Any]]:
+        whole = super().columns()["input_ids"]
+        pairs = self.batch.group_indices()
+        return {
+            "chosen_ids": [whole[chosen] for chosen, _ in pairs],
+            "rejected_ids": [whole[rejected] for _, rejected in pairs],
+        }
+
 
 class LabelledLoader(TRLLoader):
     """Of `KTOTrainer`: rows with a label, each with the response of the row before it, round a micro-batch of the data
@@ -208,6 +335,10 @@ class LabelledLoader(TRLLoader):
         cut = [ids if limit is None else ids[: limit - prompt] for ids, prompt in zip(others, prompts, strict=True)]
         self.batch = self.batch.add({"kl_response_tokens": cut})
         self._begin()
+
+    def columns(self) -> dict[str, list[Any]]:
+        names = {"prompt_ids": "prompt_tokens", "completion_ids": "response_tokens", "label": "label"}
+        return {theirs: self.batch[ours] for theirs, ours in names.items()}
 
 
 def rotated(values: Sequence[Any]) -> list[Any]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from statistics import stdev
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import TrainerCallback
 
+from verl.batch import Batch
 from verl.errors import ConfigError
+from verl.trainer.collector import Samples
 from verl.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 #: TRL's name of a metric -> ours.
 _NAMES = {
@@ -31,6 +38,10 @@ _NAMES = {
     "rewards/chosen": "pairs/chosen",
     "rewards/rejected": "pairs/rejected",
     "step_time": "time/step",
+    "policy_loss": "loss/policy",
+    "clip_ratio/region_mean": "policy/clip_fraction",
+    "accuracy": "pairs/accuracy",
+    "margin": "pairs/margin",
 }
 
 
@@ -43,7 +54,30 @@ def by_trl_names(record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in numbers.items()
         if name.startswith("reward/") and name.endswith("/mean") and name != "reward/mean"
     }
+    if "policy/entropy" in numbers:  # of the whole vocabulary
+        named["entropy"] = numbers["policy/entropy"]
     return {**numbers, **parts, **named}
+
+
+def of_samples(batch: Batch) -> dict[str, float]:
+    """What TRL logs of completions besides the record of a step: the spread of each reward, lengths of those that
+    ended, and the calls of tools."""
+    numbers = {}
+    for column in (column for column in batch.columns if column.startswith("reward/")):
+        values = [value for value in batch[column] if value is not None]
+        numbers[f"rewards/{column.removeprefix('reward/')}/std"] = stdev(values) if len(values) > 1 else 0.0
+    if "finish" in batch:
+        lengths = zip(batch.lengths("response_tokens"), batch["finish"], strict=True)
+        ended = [float(length) for length, finish in lengths if finish != "length"] or [0.0]
+        for name, value in (("mean", sum(ended) / len(ended)), ("min", min(ended)), ("max", max(ended))):
+            numbers[f"completions/{name}_terminated_length"] = value
+    if "conversation" in batch:
+        results = [json.loads(turns) for turns in batch["conversation"] if turns is not None]
+        answers = [turn for turns in results for turn in turns if turn.get("role") == "tool"]
+        failed = sum(str(turn.get("content", "")).startswith("{'error'") for turn in answers)
+        numbers["tools/call_frequency"] = len(answers) / max(len(batch), 1)
+        numbers["tools/failure_frequency"] = failed / max(len(answers), 1)
+    return numbers
 
 
 class Events:
@@ -76,10 +110,18 @@ class Events:
         self._since: list[dict[str, float]] = []
         self._losses: list[float] = []
         self._measured: dict[str, list[float]] = {}
+        self._of_samples: dict[str, float] = {}
+        self._has_warned = False
         self._begun, self._first, self._samples = time.monotonic(), 0, samples
         self._saved: int | None = None
+        self._every = 0
+        self._evaluate: Callable[[], None] = lambda: None
         for callback in added:
             self.add(callback)
+
+    def evaluate_every(self, steps: int, evaluate: Callable[[], None]) -> None:
+        """Evaluate before training, after each so many steps of the trainer, and at the end."""
+        self._every, self._evaluate = steps, evaluate
 
     def add(self, callback: Any) -> None:
         """Raises ConfigError if it is no `TrainerCallback`."""
@@ -99,19 +141,36 @@ class Events:
         self.control.should_training_stop = False
         self.call("on_train_begin")
         self.call("on_epoch_begin")
+        if steps == 0:
+            self._evaluate()
 
     def end(self, trainer: Trainer) -> None:
-        self._log()
+        """As there, the last entry has what was measured since the one before it."""
         self._note_save(trainer)
-        self._write(self.summary())
+        if self._every and trainer.steps % self._every:
+            self._evaluate()
+        self._write(self._means() | self.summary())
         self.call("on_train_end")
+
+    def sampled(self, batch: Batch) -> None:
+        """What a step learns from."""
+        self._of_samples = of_samples(batch)
+        self.state.num_input_tokens_seen += sum(map(sum, map(batch.lengths, ("prompt_tokens", "response_tokens"))))
+        self._of_samples["num_tokens"] = float(self.state.num_input_tokens_seen)
+        if coefficient := getattr(self.args, "entropy_coef", 0.0):
+            self._of_samples["entropy_coef"] = coefficient
+        unscored = [reward is None for reward in batch["reward"]] if "reward" in batch else []
+        if any(unscored) and not self._has_warned:
+            self._has_warned = True
+            row = next(iter(batch.filter(unscored).rows()))
+            logger.warning("All reward functions returned None for the following kwargs: %.1000s", row)
 
     def after(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """After a step of the trainer."""
         epoch = math.floor(self.state.epoch or 0)
         self._count(trainer.steps)
         measured = {name: sum(values) / len(values) for name, values in self._measured.items()}
-        self._since.append(by_trl_names(record) | measured)
+        self._since.append(by_trl_names(record) | self._of_samples | measured)
         self._measured.clear()
         self._losses += [self._since[-1]["loss"]] if "loss" in self._since[-1] else []
         self.call("on_step_end")
@@ -123,6 +182,8 @@ class Events:
             self._note_save(trainer)
         if self.control.should_evaluate and trainer.held_out is not None:
             trainer.evaluate_held_out()
+        elif self._every and (self.control.should_evaluate or trainer.steps % self._every == 0):
+            self._evaluate()
         if math.floor(self.state.epoch or 0) > epoch:
             self.call("on_epoch_end")
             self.call("on_epoch_begin")
@@ -162,13 +223,16 @@ class Events:
 
     def _log(self) -> None:
         """The means of the steps since the last time; of what transformers reads at the end, the last."""
-        if not self._since:
-            return
+        if means := self._means():
+            self._write(means)
+
+    def _means(self) -> dict[str, float]:
         names = dict.fromkeys(name for record in self._since for name in record)
         values = {name: [record[name] for record in self._since if name in record] for name in names}
         self._since.clear()
         means = {name: sum(of) / len(of) for name, of in values.items()}
-        self._write(means | {name: values[name][-1] for name in ("grad_norm", "learning_rate") if name in values})
+        last = ("grad_norm", "learning_rate", "num_tokens")
+        return means | {name: values[name][-1] for name in last if name in values}
 
     def _write(self, logs: dict[str, float]) -> None:
         logs = {**logs, "epoch": float(self.state.epoch or 0)}
@@ -186,6 +250,10 @@ class ObservedTrainer(Trainer):
     """`Trainer` that reports its steps to `events`."""
 
     events: Events
+
+    def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
+        self.events.sampled(samples[self.task.name].rows)
+        return super()._record(samples)
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         self.events.call("on_step_begin")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.errors import ConfigError, nearest
+
+logger = logging.getLogger(__name__)
 
 #: TRL's `loss_type` -> how token losses become one number here.
 _AGGREGATION = {
@@ -14,6 +17,11 @@ _AGGREGATION = {
     "bnpo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
     "luspo": "seq-mean-token-sum",
+}
+#: TRL's `loss_type` that is an algorithm here -> its aggregation, and its arguments without their first word.
+_OWN = {
+    "sapo": ("seq-mean-token-mean", ("temperature_pos", "temperature_neg")),
+    "vespo": ("token-mean", ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
 }
 #: What TRL adds to the standard deviation of rewards.
 _STD_EPSILON = 1e-4
@@ -43,21 +51,62 @@ def grpo_algorithm(args: Any) -> BaseAlgorithm:
             f"entropy_coef with loss_type='{args.loss_type}': TRL's bonus is a mean over tokens, and ours is not: "
             "take loss_type='dapo'"
         )
+    others = [f"{name}_{word}" for name, (_, words) in _OWN.items() if name != args.loss_type for word in words]
+    _refuse_unread(args, f"loss_type='{args.loss_type}'", *others)
+    if args.loss_type in _OWN:
+        return _own_loss(args, options)
     if args.loss_type == "cispo":
         _refuse_unread(args, "loss_type='cispo'", "epsilon", "delta", "importance_sampling_level")
         return make_algorithm("cispo", **options, clip_ratio_low=1.0, clip_ratio_high=high - 1)
     if args.loss_type not in _AGGREGATION:
-        raise ConfigError(f"loss_type='{args.loss_type}': {nearest(args.loss_type, [*_AGGREGATION, 'cispo'])}")
+        raise ConfigError(f"loss_type='{args.loss_type}': {nearest(args.loss_type, [*_AGGREGATION, *_OWN, 'cispo'])}")
     options |= {"clip_ratio_low": args.epsilon, "clip_ratio_high": high}
     options |= {"loss_agg_mode": _AGGREGATION[args.loss_type]}
     if args.loss_type == "dr_grpo":
         options |= {"loss_scale_factor": float(args.max_completion_length)}
     if args.importance_sampling_level == "sequence":
         _refuse_unread(args, "importance_sampling_level='sequence'", "delta")
+        if args.loss_type not in ("grpo", "luspo"):
+            logger.warning(
+                "importance_sampling_level='sequence' with loss_type='%s' weights each sequence by its completion "
+                "length: GSPO's loss is loss_type='grpo'",
+                args.loss_type,
+            )
         return make_algorithm("gspo", **options)
     if args.importance_sampling_level != "token":
         raise ConfigError(f"importance_sampling_level='{args.importance_sampling_level}': it is token or sequence")
     return make_algorithm("grpo", **options, clip_ratio_c=args.delta)
+
+
+def _own_loss(args: Any, options: dict[str, Any]) -> BaseAlgorithm:
+    name = args.loss_type
+    _refuse_unread(args, f"loss_type='{name}'", "epsilon", "epsilon_high", "delta", "importance_sampling_level")
+    if name == "vespo" and args.use_vllm and args.vllm_importance_sampling_correction:
+        raise ConfigError(
+            "loss_type='vespo' with use_vllm: TRL's weight of a sequence has the engine's ratio within, and ours has "
+            "it beside: set vllm_importance_sampling_correction=False"
+        )
+    mode, names = _OWN[name]
+    return make_algorithm(
+        name, **options, loss_agg_mode=mode, **{word: getattr(args, f"{name}_{word}") for word in names}
+    )
+
+
+def rloo_algorithm(args: Any) -> BaseAlgorithm:
+    """Of whole responses, with their KL to the reference in the reward."""
+    options: dict[str, Any] = {"kl_in": "reward", "kl_coef": args.beta} if args.beta else {}
+    if args.normalize_advantages:
+        options["std_epsilon"] = _STD_EPSILON
+    return make_algorithm(
+        "rloo",
+        ratio_of="sequence",
+        loss_agg_mode="seq-mean-token-mean",
+        clip_ratio_low=args.epsilon,
+        clip_ratio_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        clip_ratio_c=None,
+        rollout_is=None,
+        **options,
+    )
 
 
 def _correction(args: Any) -> dict[str, Any]:

@@ -30,9 +30,8 @@ DEFAULTS: dict[str, object] = {
     "entropy_coef_max": 1.0, "entropy_coef_min": 0.0, "entropy_target": 0.2, "log_completions": False,
     "log_multimodal": True, "log_unique_prompts": False, "packing_strategy": "bfd", "pad_to_multiple_of": "auto",
     "padding_free": False, "precompute_ref_log_probs": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
-    "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "use_transformers_continuous_batching": False,
-    "use_transformers_paged": False, "vespo_k_neg": 3.0, "vespo_k_pos": 2.0, "vespo_lambda_neg": 2.0,
-    "vespo_lambda_pos": 3.0, "vllm_enable_sleep_mode": False, "vllm_gpu_memory_utilization": 0.3,
+    "use_transformers_continuous_batching": False, "use_transformers_paged": False,
+    "vllm_enable_sleep_mode": False, "vllm_gpu_memory_utilization": 0.3,
     "vllm_group_port": 51216, "vllm_model_impl": "vllm", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
     "vllm_server_timeout": 240.0,
 }  # fmt: skip
@@ -78,8 +77,6 @@ OTHERWISE |= {name: (DEFAULTS.get(name), hint) for hint, names in {
     "nothing is uploaded": "hub_model_id hub_revision",
     "pass your own optimizer as optimizers=(optimizer, None)": "optim_args optim_target_modules",
     "the reference is the model as it was at first": "ref_model_mixup_alpha ref_model_sync_steps",
-    "it is of loss_type='sapo', which is not here": "sapo_temperature_neg sapo_temperature_pos",
-    "it is of loss_type='vespo', which is not here": "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
     "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))":
         "vllm_server_base_url vllm_server_host vllm_server_port vllm_group_port vllm_server_timeout",
 }.items() for name in names.split()}  # fmt: skip

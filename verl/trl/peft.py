@@ -27,7 +27,10 @@ def lora_options(config: Any, model: Any) -> dict[str, Any]:
         ConfigError: it is no `LoraConfig`, or has more than rank, scale and layers.
     """
     if str(getattr(getattr(config, "peft_type", None), "value", "")) != "LORA":
-        raise ConfigError(f"peft_config is a peft.LoraConfig, not {type(config).__name__}")
+        raise ConfigError(
+            f"peft_config is a peft.LoraConfig, not {type(config).__name__}: prompt-learning and other "
+            "methods are not done here"
+        )
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default_factory() if callable(field.default_factory) else field.default

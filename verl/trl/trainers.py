@@ -1,65 +1,57 @@
-"""TRL's trainers by name. Each says its algorithm; all else is one mapping of arguments."""
+"""What TRL's trainers share, one mapping of arguments, and those on recorded responses by name."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.data.loader import PromptLoader
-from verl.data.prefetch import Prefetch
-from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
-from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, nearest
 from verl.models.heads import SCORE_AT_EOS
 from verl.models.lora import has_adapters
 from verl.ranks import torchrun_ranks
 from verl.report.sinks import open_logger
-from verl.rewards.forms import OF_TRL
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
-from verl.rollout.environments import EnvironmentEpisode
 from verl.trainer.evaluation import HeldOut
 from verl.training.options import OptimConfig
-from verl.trl.arguments import Config, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+from verl.trl.arguments import Config, DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from verl.trl.attributes import Attributes
-from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, TRLLoader
+from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, TokenRows, TRLLoader
 from verl.trl.events import Events, ObservedTrainer
-from verl.trl.losses import dpo_algorithm, grpo_algorithm
+from verl.trl.losses import dpo_algorithm
 from verl.trl.optim import optim_settings
 from verl.trl.peft import lora_options
 
 logger = logging.getLogger(__name__)
 
-#: The prompt of a row that leaves it to its environment.
-_EMPTY = [{"role": "user", "content": ""}]
 #: Arguments of this package's that every trainer takes besides TRL's: see `Trainer` and `Actor`.
 _OWN = ("placement", "strategy", "rollout")
 #: An argument of TRL's -> what to do in its place.
 _OTHERWISE = {
     "tokenizer": "it is processing_class",
+    "dataset": "it is train_dataset",
     "data_collator": "rows are packed, not collated: leave it out",
     "compute_metrics": "use trainer.trainer.add_metric(name, fn)",
     "compute_loss_func": "write an algorithm, see docs/algorithms.md",
     "preprocess_logits_for_metrics": "leave it out",
     "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, None)",
-    "formatting_func": "map the data set first, to columns 'prompt' and 'completion', or 'messages'",
     "quantization_config": "train adapters over 4 bits with verl.Actor(model, dtype='int4', lora={...})",
-    "reward_processing_classes": "a reward model brings its tokenizer: give verl.Reward(model=...)",
     "reward_model": "it is reward_funcs",
+    "reward_function": "it is reward_funcs",
+    "max_length": "it is of args: SFTConfig(max_length=...)",
     "max_steps": "it is of args: GRPOConfig(max_steps=...)",
     "rollout_func": "see docs/episodes.md",
 }
 
 
-class _Trainer(Attributes, ABC):
+class BaseTrainer(Attributes, ABC):
     """What all of them share.
 
     Attributes:
@@ -72,6 +64,8 @@ class _Trainer(Attributes, ABC):
 
     config: ClassVar[type[Config]]
     algorithm: ClassVar[str]
+    #: What TRL calls the method in the tags of a model.
+    tag: ClassVar[str]
     head: ClassVar[Literal["lm", "score"]] = "lm"
     #: Rows of a sample: two of a preference.
     rows: ClassVar[int] = 1
@@ -93,13 +87,14 @@ class _Trainer(Attributes, ABC):
     ) -> None:
         options = self._checked(more)
         if train_dataset is None:
-            raise ConfigError(f"{type(self).__name__} needs train_dataset=...")
+            raise ConfigError(f"`train_dataset` is required: {type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         optimizer, schedule = optimizers
         self.actor = self._actor(model, processing_class, optimizer, peft_config, options.get("rollout"))
         self.processing_class = self.actor.tokenizer
+        self._check_model(self.actor.modules)
         self.loader, self._per_epoch = self._data(train_dataset)
+        self._hold(train_dataset, eval_dataset)
         self._total = self._steps()
         if optimizer is None:
             settings = optim_settings(self.args, self._total * self.updates)
@@ -174,8 +169,29 @@ class _Trainer(Attributes, ABC):
             str(self._output() if output_dir is None else output_dir), adapter=has_adapters(self.actor.modules)
         )
 
-    def _report(self, result: Mapping[str, Any], _: Any) -> None:
+    def _report(self, result: Mapping[str, Any], evaluation: Any) -> None:
         self._events.evaluated(result["metrics"])
+
+    def _evaluate_several(self) -> None:
+        measured = self.evaluate()
+        self.trainer.logger.log(
+            self.trainer.steps, {f"eval/{name.removeprefix('eval_')}": value for name, value in measured.items()}
+        )
+
+    def _check_model(self, model: Any) -> None:
+        """Raises ConfigError where TRL adds a loss that balances the experts; and adds TRL's tags to the model."""
+        config = model.config.get_text_config()
+        balances = hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", None)
+        if balances and self.args.router_aux_loss_coef is None:
+            raise ConfigError(
+                f"{type(model).__name__} has experts, whose balancing loss TRL adds, and there is none here: set "
+                "router_aux_loss_coef=0.0"
+            )
+        model.model_tags = [*(getattr(model, "model_tags", None) or ()), self.tag, "trl"]
+
+    def _hold(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Keep the data as attributes."""
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
 
     @abstractmethod
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
@@ -183,7 +199,7 @@ class _Trainer(Attributes, ABC):
 
     @abstractmethod
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        """Metrics of held-out data."""
+        """Metrics of held-out data, as `Trainer` names them."""
 
     @abstractmethod
     def _held_out(self, rows: Any, every: int) -> HeldOut:
@@ -208,7 +224,7 @@ class _Trainer(Attributes, ABC):
     def _checked(self, more: Mapping[str, Any]) -> dict[str, Any]:
         for name in more:
             if name not in _OWN:
-                signatures = map(inspect.signature, (type(self).__init__, _Trainer.__init__))
+                signatures = map(inspect.signature, (type(self).__init__, BaseTrainer.__init__))
                 known = [*_OWN, *(parameter for one in signatures for parameter in one.parameters)]
                 raise ConfigError(
                     f"{type(self).__name__} has no argument '{name}': {_OTHERWISE.get(name) or nearest(name, known)}"
@@ -276,163 +292,60 @@ class _Trainer(Attributes, ABC):
             ),
         )
         trainer.events = self._events
-        if isinstance(self.eval_dataset, Mapping) and args.eval_strategy != "no":
-            raise ConfigError(
-                f"eval_strategy='{args.eval_strategy}' is of one eval_dataset: call evaluate() for several"
-            )
-        if self.eval_dataset is not None and (often := self._every("eval")) is not None:
+        often = self._every("eval")
+        if isinstance(self.eval_dataset, Mapping) and often is not None:
+            self._events.evaluate_every(often, self._evaluate_several)
+        elif self.eval_dataset is not None and often is not None:
             trainer.held_out = self._held_out(self.eval_dataset, often)
             trainer.held_out.on_result = self._report
         return trainer
 
 
-class GRPOTrainer(_Trainer):
-    """TRL's `GRPOTrainer`: samples a group of completions to each prompt, and learns which of them are better.
-
-    Args:
-        model: a model, or the name or directory of one.
-        reward_funcs: a function `f(prompts, completions, **columns)`, a reward model or its name, or a list of these,
-            which `args.reward_weights` weighs. One that returns None for a completion is left out of its sum.
-        args: `GRPOConfig`, or `transformers.TrainingArguments`.
-        train_dataset, eval_dataset: rows with a column `prompt`, a text or messages; the other columns go to the
-            rewards.
-        processing_class: the tokenizer; None: the one beside the model.
-        callbacks: `transformers.TrainerCallback`s.
-        optimizers: (optimizer, scheduler) of torch; (None, None): AdamW, as the arguments say.
-        peft_config: `peft.LoraConfig`.
-        tools: functions, plain or async, with annotations and a docstring, that the model may call.
-        environment_factory: a class (or a function without arguments) whose instances have `reset(**row)`, whose public
-            methods are tools too, and whose `get_reward()`, if there is one, is a reward of weight 1; or a mapping of
-            names to these, which rows choose from by their column `environment`. Then `reward_funcs` may be left out,
-            and `train_dataset`, too, where `max_steps` says how long to train.
-        **more: these keywords; `placement`, `strategy` and `rollout` of this package.
-    """
-
-    config = GRPOConfig
-    algorithm = "grpo"
-
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        environment_factory: Any = None,
-        **more: Any,
-    ) -> None:
-        config = self.config.of(args)
-        self._reward_funcs = reward_funcs or []
-        if not self._reward_funcs and environment_factory is None:
-            raise ConfigError("GRPOTrainer needs reward_funcs=..., or an environment_factory with get_reward()")
-        self._episode = None
-        if environment_factory is not None or tools:
-            most = config.max_tool_calling_iterations
-            turns = None if most is None else most + 1
-            self._episode = EnvironmentEpisode(environment_factory, tools or (), max_turns=turns)
-        if train_dataset is None and environment_factory is not None:
-            if isinstance(environment_factory, Mapping) or config.max_steps <= 0:
-                raise ConfigError("without train_dataset, give one environment_factory, and say max_steps=...")
-            train_dataset = [{"prompt": _EMPTY}] * config.prompts()
-        super().__init__(
-            model,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **more,
-        )
-
-    @property
-    def updates(self) -> int:  # type: ignore[override]
-        updates: int = self.args.updates()
-        return updates
-
-    def _source(self) -> Reward | None:
-        functions = self._reward_funcs if isinstance(self._reward_funcs, list | tuple) else [self._reward_funcs]
-        if not functions:
-            return None
-        bound = [_with_extras(function, self._events) for function in functions]
-        weights = self.args.reward_weights
-        if len(bound) == 1 and weights is None:
-            return Reward(bound[0])
-        # TRL's rule: a sum over the rewards that have a number for the completion.
-        return Reward(bound, weights=weights, partial=True)
-
-    def _data(self, train_dataset: Any) -> tuple[Any, float]:
-        args, count = self.args, self.args.prompts()
-        has_length = hasattr(train_dataset, "__len__")
-        data: Any = self._prompts(train_dataset) if has_length else stream_prompts(train_dataset)
-        if not has_length and args.chat_template_kwargs:
-            raise ConfigError("chat_template_kwargs with a stream: give its rows a column 'chat_template_kwargs'")
-        if args.max_prompt_length is not None:
-            data, _ = tokenize_prompts(
-                data, self.actor.tokenizer, max_prompt_length=args.max_prompt_length, truncation="left"
-            )
-        if not has_length:
-            return Prefetch(PromptLoader(data, count, seed=args.seed)), math.inf
-        loader = PromptLoader(data, count, seed=args.seed, shuffle=args.shuffle_dataset)
-        # What is left over at the end of an epoch begins the next one.
-        return Prefetch(loader), len(data) / count
-
-    def _prompts(self, rows: Any) -> PromptDataset:
-        """Chats among them are written with `chat_template_kwargs`, beside those of the rows."""
-        if self._episode is not None and len(rows) and "prompt" not in rows[0]:
-            rows = [{**row, "prompt": _EMPTY} for row in rows]
-        data, shared = load_prompts(rows), _options(self.args.chat_template_kwargs)
-        if not shared or "messages" not in data.batch:
-            return data
-        columns = data.batch.select([name for name in ("messages", "chat_template_kwargs") if name in data.batch])
-        merged = [json.dumps({**shared, **_options(row.get("chat_template_kwargs"))}) for row in columns.rows()]
-        batch = data.batch.drop(["chat_template_kwargs"]).add({"chat_template_kwargs": merged})
-        return PromptDataset(batch, data.name)
-
-    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        return self.trainer.evaluate(self._prompts(rows).batch, **self._drawn()).metrics
-
-    def _held_out(self, rows: Any, every: int) -> HeldOut:
-        return HeldOut(self._prompts(rows), every, **self._drawn(), name="eval_dataset")
-
-    def _drawn(self) -> dict[str, Any]:
-        args = self.args
-        return {"n": args.num_generations_eval or args.num_generations, "temperature": args.temperature}
-
-    def _training(self) -> dict[str, Any]:
-        samples, of_rollout = self.args.samples(), self.args.rollout_samples()
-        return {
-            "mini_batch_size": None if samples == of_rollout else samples,
-            "epochs": self.args.num_iterations,
-            "episode": self._episode,
-        }
-
-    def _sampling(self) -> dict[str, Any]:
-        args = self.args
-        return {
-            "max_new_tokens": args.max_completion_length,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k or 0,
-            "min_p": args.min_p or 0.0,
-        }
-
-    def _algorithm(self) -> BaseAlgorithm:
-        return grpo_algorithm(self.args)
-
-
-class _Offline(_Trainer):
+class _Offline(BaseTrainer):
     """Learns from recorded responses."""
 
     reads: ClassVar[type[TRLLoader]] = TRLLoader
 
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
-        loader = self._recorded(train_dataset)
+        if path := getattr(self.args, "chat_template_path", None):
+            if not Path(path).is_file():
+                raise ConfigError(f"chat_template_path='{path}' is no file: set the tokenizer's chat_template")
+            self.processing_class.chat_template = Path(path).read_text()
+        loader = self._recorded(self._finite(train_dataset))
         return loader, math.ceil(len(loader) / loader.batch_size)
+
+    def _hold(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """As there, what a trainer holds are tokens."""
+        self.train_dataset = TokenRows(self.loader)
+        if isinstance(eval_dataset, Mapping):
+            self.eval_dataset: Any = {name: TokenRows(self._recorded(rows)) for name, rows in eval_dataset.items()}
+        else:
+            self.eval_dataset = None if eval_dataset is None else TokenRows(self._recorded(eval_dataset))
+
+    def _finite(self, rows: Any) -> Any:
+        """Of a stream what `max_steps` read of it, in its order."""
+        if hasattr(rows, "__len__"):
+            return rows
+        self._check_stream()
+        args = self.args
+        if args.max_steps <= 0:
+            raise ConfigError("the data have no length: say max_steps=...")
+        args.read_here()
+        args.train_sampling_strategy = "sequential"
+        if hasattr(args, "shuffle_dataset"):
+            args.shuffle_dataset = False
+        return list(islice(rows, int(args.max_steps) * args.samples()))
+
+    def _check_stream(self) -> None:
+        """Raises ConfigError for an argument that does not go with rows without a length."""
 
     def _recorded(self, rows: Any) -> TRLLoader:
         args = self.args
+        if isinstance(rows, TokenRows):
+            return rows.loader
+        if not hasattr(rows, "__len__"):
+            self._check_stream()
+            rows = list(rows)
         args.check_rows()
         loader = self.reads(rows, self.actor.tokenizer, args, args.samples())
         if lost := {what: count for what, count in loader.counts.items() if what != "longest" and count}:
@@ -452,8 +365,20 @@ class SFTTrainer(_Offline):
     `GRPOTrainer`, without rewards; `args` is a `SFTConfig`."""
 
     config = SFTConfig
-    algorithm = "sft"
+    algorithm = tag = "sft"
     reads = TextLoader
+
+    def __init__(self, model: Any, args: Any = None, *, formatting_func: Any = None, **more: Any) -> None:
+        self._formatted = formatting_func
+        super().__init__(model, args, **more)
+
+    def _recorded(self, rows: Any) -> TRLLoader:
+        field = self.args.dataset_text_field
+        if not isinstance(rows, TokenRows) and self._formatted is not None:
+            rows = [{"text": self._formatted(row)} for row in rows]
+        elif not isinstance(rows, TokenRows) and field != "text" and field in next(iter(rows), {}):
+            rows = [{"text": row[field]} for row in rows]
+        return super()._recorded(rows)
 
     def _algorithm(self) -> BaseAlgorithm:
         return make_algorithm(self.algorithm, loss_type=self.args.loss_type)
@@ -465,9 +390,15 @@ class RewardTrainer(_Offline):
 
     config = RewardConfig
     algorithm = "reward_model"
+    tag = "reward-trainer"
     head = "score"
     rows = 2
     reads = ScoredLoader
+
+    def __init__(self, model: Any, args: Any = None, **more: Any) -> None:
+        if "SequenceClassification" in type(model).__name__ and model.config.num_labels != 1:
+            raise ConfigError(f"reward models require `num_labels=1`, this one has {model.config.num_labels}")
+        super().__init__(model, args, **more)
 
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
         data = super()._data(train_dataset)
@@ -482,8 +413,14 @@ class _WithReference(_Offline):
     """Learns beside a frozen reference: `ref_model`, or (None) the model as it is at first."""
 
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **more: Any) -> None:
+        if ref_model is model and not isinstance(model, str):
+            raise ConfigError("ref_model is the model that is trained: leave it out, and a copy is made")
         self._reference = ref_model
         super().__init__(model, args, **more)
+
+    def _check_stream(self) -> None:
+        if self.args.precompute_ref_log_probs:
+            raise ConfigError("precompute_ref_log_probs=True is not supported with IterableDataset: leave it out")
 
     def _actor(self, *args: Any) -> Actor:
         actor = super()._actor(*args)
@@ -496,7 +433,7 @@ class DPOTrainer(_WithReference):
     """TRL's `DPOTrainer`, on pairs of a chosen and a rejected response; `args` is a `DPOConfig`."""
 
     config = DPOConfig
-    algorithm = "dpo"
+    algorithm = tag = "dpo"
     rows = 2
     reads = PairLoader
 
@@ -508,7 +445,7 @@ class KTOTrainer(_WithReference):
     """TRL's `KTOTrainer`, on responses with a label, or pairs; `args` is a `KTOConfig`."""
 
     config = KTOConfig
-    algorithm = "kto"
+    algorithm = tag = "kto"
     reads = LabelledLoader
 
     def _algorithm(self) -> BaseAlgorithm:
@@ -522,27 +459,3 @@ class KTOTrainer(_WithReference):
             loss_type=args.loss_type,
             **each,
         )
-
-
-def _options(value: Any) -> dict[str, Any]:
-    """`chat_template_kwargs`, which may be JSON or None."""
-    return dict((json.loads(value) if isinstance(value, str) else value) or {})
-
-
-def _with_extras(source: Any, events: Events) -> Any:
-    """A reward function that gets what it takes of `trainer_state`, `log_metric` and `log_extra` (whose columns nobody
-    shows here), and, as there, all completions of a step at once."""
-    if not callable(source) or hasattr(source, "forward"):
-        return source
-    try:
-        parameters = inspect.signature(source).parameters
-    except (TypeError, ValueError):  # compiled code may have no signature
-        return source
-    if OF_TRL.isdisjoint(parameters):
-        return source
-    extras = {"trainer_state": events.state, "log_metric": events.log_metric, "log_extra": lambda column, values: None}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    taken = {name: value for name, value in extras.items() if takes_all or name in parameters}
-    bound = partial(source, **taken)
-    bound.whole_batch, bound.process = True, not taken  # type: ignore[attr-defined]  # a process would see an old state
-    return bound
