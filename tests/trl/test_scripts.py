@@ -64,3 +64,29 @@ def test_models_in_few_bits_are_refused_by_name() -> None:
         get_quantization_config(ModelConfig(load_in_4bit=True))
     with pytest.raises(ConfigError, match="two forms of one model"):
         ModelConfig(load_in_4bit=True, load_in_8bit=True)
+
+
+def test_a_setting_of_theirs_is_never_passed_over() -> None:
+    """TRL's scripts take what no record has for settings of others."""
+    parser = TrlParser((ScriptArguments, SFTConfig))
+    for line, message in (
+        (["--packing"], "SFTConfig: packing=True is not done here: batches are counted in rows"),
+        (["--eos_token=<|im_end|>"], "eos_token='<|im_end|>' is not done here: set the tokenizer's eos_token"),
+        (["--optim_args", "rank=2"], "optim_args='rank=2' is not done here"),
+    ):
+        with pytest.raises(ConfigError, match=message.replace("|", r"\|")):
+            parser.parse_args_and_config(line, fail_with_unknown_args=False)
+    line = [
+        "--packing",
+        "False",
+        "--no_remove_unused_columns",
+        "--resume_from_checkpoint",
+        "out/step-000002",
+        "--x",
+        "1",
+    ]
+    _, training, left = parser.parse_args_and_config(line, return_remaining_strings=True)
+    assert left == ["--x", "1"] and training.resume_from_checkpoint == "out/step-000002"
+    assert training.remove_unused_columns is False
+    with pytest.raises(ConfigError, match="'--max_stps' is of no record: did you mean 'max_steps'"):
+        parser.parse_args_and_config(["--max_stps", "3"])

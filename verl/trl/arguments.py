@@ -96,6 +96,11 @@ class Config(_Quiet):  # type: ignore[misc]
             raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
         self.__dict__[name] = value
 
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        """Whether TRL has such an argument."""
+        return name in {*cls.defaults(), *NO_EFFECT, *OTHERWISE, *cls.otherwise}
+
     def __getattr__(self, name: str) -> Any:
         """An argument that is done otherwise here, and that nobody has set."""
         other = {**OTHERWISE, **type(self).otherwise}

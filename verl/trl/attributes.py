@@ -53,5 +53,14 @@ class Attributes:
         """Raises ConfigError: nothing is uploaded."""
         raise ConfigError("push_to_hub: nothing is uploaded here: call save_model(), and upload that directory")
 
+    @property
+    def hub_model_id(self) -> str | None:
+        """Where a model would be uploaded."""
+        name: str | None = self.args.hub_model_id
+        return name
+
+    def end(self) -> None:
+        """Nothing: trackers are closed when the process ends."""
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes nothing: a saved model has its report beside it."""

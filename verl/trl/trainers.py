@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.cluster.controller import Controller
 from verl.data.loader import PromptLoader
 from verl.data.prefetch import Prefetch
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, nearest
-from verl.models.heads import SCORE_AT_EOS
+from verl.models.heads import SCORE_AT_EOS, ValueModel, as_classifier, share_head
 from verl.models.lora import has_adapters
+from verl.models.options import ModelOptions
+from verl.models.source import ModelFiles
 from verl.ranks import torchrun_ranks
 from verl.report.sinks import open_logger
 from verl.rewards.forms import OF_TRL
 from verl.roles.actor import Actor
+from verl.roles.lora_base import LoraBase
 from verl.roles.reward import Reward
 from verl.rollout.environments import EnvironmentEpisode
 from verl.trainer.evaluation import HeldOut
@@ -34,7 +38,7 @@ from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, 
 from verl.trl.events import Events, ObservedTrainer
 from verl.trl.losses import dpo_algorithm, grpo_algorithm
 from verl.trl.optim import optim_settings
-from verl.trl.peft import lora_options
+from verl.trl.peft import lora_options, with_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +101,7 @@ class _Trainer(Attributes, ABC):
         self.args: Any = self.config.of(args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         optimizer, schedule = optimizers
-        self.actor = self._actor(model, processing_class, optimizer, peft_config, options.get("rollout"))
+        self.actor = self._actor(model, processing_class, optimizer, peft_config, options)
         self.processing_class = self.actor.tokenizer
         self.loader, self._per_epoch = self._data(train_dataset)
         self._total = self._steps()
@@ -109,7 +113,7 @@ class _Trainer(Attributes, ABC):
         self._events = Events(
             args if hasattr(args, "learning_rate") else self.args,
             callbacks or (),
-            {"model": self.actor.modules, "processing_class": self.processing_class},
+            {"model": self._shown or self.actor.modules, "processing_class": self.processing_class},
             updates=self.updates,
             samples=self.args.samples(),
             epoch_steps=self._per_epoch,
@@ -125,8 +129,11 @@ class _Trainer(Attributes, ABC):
 
     @property
     def model(self) -> Any:
-        """The model, with the weights as they are now."""
-        return self.actor.present_model()
+        """The model, with the weights as they are now: with adapters a `peft.PeftModel`, of a reward model a sequence
+        classifier, where this process trains it."""
+        live = self.actor.present_model()
+        shown = self._shown
+        return live if shown is None or next(shown.parameters()) is not next(live.parameters()) else shown
 
     def add_callback(self, callback: Any) -> None:
         self._events.add(callback)
@@ -206,8 +213,8 @@ class _Trainer(Attributes, ABC):
         return Path(self.args.output_dir or "trainer_output")
 
     def _checked(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        for name in more:
-            if name not in _OWN:
+        for name, value in more.items():
+            if name not in _OWN and not (value is None and name in _OTHERWISE):
                 signatures = map(inspect.signature, (type(self).__init__, _Trainer.__init__))
                 known = [*_OWN, *(parameter for one in signatures for parameter in one.parameters)]
                 raise ConfigError(
@@ -215,8 +222,8 @@ class _Trainer(Attributes, ABC):
                 )
         return dict(more)
 
-    def _actor(self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, rollout: Any) -> Actor:
-        args = self.args
+    def _actor(self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, options: Mapping[str, Any]) -> Actor:
+        args, files = self.args, None
         settings = {
             "gradient_checkpointing": args.gradient_checkpointing,
             "micro_batch_size": args.per_device_train_batch_size * self.rows,
@@ -225,19 +232,36 @@ class _Trainer(Attributes, ABC):
         }
         if isinstance(model, str | Path):
             model, settings = str(model), settings | args.model_settings()
-        if peft_config is not None:
+        if peft_config is not None and not Controller.of(options.get("placement")).is_local:
             settings["lora"] = lora_options(peft_config, model)
+        elif peft_config is not None:
+            if isinstance(model, str):
+                kind: Any = "causal" if self.head == "lm" else "score"
+                loading = ModelOptions(path=model, **{name: settings.pop(name) for name in args.model_settings()})
+                files = ModelFiles.of(loading, kind, args.seed)
+                model, tokenizer = files.load(), model if tokenizer is None else tokenizer
+            model = with_adapters(
+                as_classifier(model) if isinstance(model, ValueModel) else model, peft_config, args.seed
+            )
         default = "vllm" if getattr(args, "use_vllm", False) else "embedded"
-        return Actor(
+        actor = Actor(
             model,
             tokenizer,
             optim=optimizer,
-            rollout=rollout or default,
+            rollout=options.get("rollout") or default,
             sampling=self._sampling(),
             head=self.head,
             seed=args.seed,
             **settings,
         )
+        self._shown = self._outside(model, actor)
+        if files is not None:
+            actor.base = LoraBase.of(files, actor.modules)  # which checkpoints leave where it is
+        return actor
+
+    def _outside(self, model: Any, actor: Actor) -> Any:
+        """What a script has of the live model: peft's wrapper around it; None: the model itself."""
+        return model if hasattr(model, "get_base_model") else None
 
     def _steps(self) -> int:
         """Steps of `trainer`."""
@@ -473,6 +497,29 @@ class RewardTrainer(_Offline):
         data = super()._data(train_dataset)
         setattr(self.actor.modules.config, SCORE_AT_EOS, data[0].at_eos)  # which token `verl.Reward` is to read
         return data
+
+    def _outside(self, model: Any, actor: Actor) -> Any:
+        """A sequence classifier over the weights that are trained, within peft's wrapper if there is one."""
+        if not isinstance(actor.modules, ValueModel) or actor.files is not None:
+            return None
+        adapted = super()._outside(model, actor)
+        classifier = model if adapted is None else adapted.get_base_model()
+        if not hasattr(classifier, "num_labels"):
+            return as_classifier(actor.modules)
+        share_head(actor.modules, classifier)
+        score = actor.modules.score.weight
+        if not score.requires_grad and not score.any():
+            raise ConfigError("peft_config: the head is a new one, which is trained with task_type='SEQ_CLS'")
+        return model
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these and the head
+        that is trained, where `model` is peft's, else the whole model with its adapters merged."""
+        model, folder = self.model, str(self._output() if output_dir is None else output_dir)
+        if not hasattr(model, "get_base_model"):
+            return self.actor.save_pretrained(folder)
+        model.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
 
     def _algorithm(self) -> BaseAlgorithm:
         return make_algorithm(self.algorithm, center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
