@@ -35,6 +35,8 @@ def test_a_command_line_goes_before_a_file(tmp_path: Path, monkeypatch: pytest.M
         "q_proj",
         "--lora_r",
         "2",
+        "--eval_steps",
+        "0.25",
     ]
     script, training, model = parser.parse_args_and_config(line)
     assert (training.learning_rate, training.max_steps, script.dataset_name, os.environ["COLOUR"]) == (
@@ -43,6 +45,7 @@ def test_a_command_line_goes_before_a_file(tmp_path: Path, monkeypatch: pytest.M
         "here",
         "red",
     )
+    assert training.eval_steps == 0.25, "a share of all steps"
     adapters = get_peft_config(model)
     assert (adapters.r, adapters.lora_alpha, adapters.target_modules) == (2, 32, "q_proj")
 

@@ -41,7 +41,7 @@ def with_adapters(model: Any, config: Any, seed: int) -> Any:
 
 
 def lora_options(config: Any, model: Any) -> dict[str, Any]:
-    """Fields of `LoraOptions`, of adapters that ranks make for themselves.
+    """Fields of `LoraOptions`, of adapters that ranks make for themselves, or over 4 bits.
 
     Args:
         model: the model, or its name or directory: where the configuration names no layers, peft's for its kind.

@@ -100,7 +100,7 @@ class _Trainer(Attributes, ABC):
             raise ConfigError(f"{type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        optimizer, schedule = optimizers
+        optimizer, schedule = self._optimizers = optimizers
         self.actor = self._actor(model, processing_class, optimizer, peft_config, options)
         self.processing_class = self.actor.tokenizer
         self.loader, self._per_epoch = self._data(train_dataset)
@@ -232,7 +232,8 @@ class _Trainer(Attributes, ABC):
         }
         if isinstance(model, str | Path):
             model, settings = str(model), settings | args.model_settings()
-        if peft_config is not None and not Controller.of(options.get("placement")).is_local:
+        local = Controller.of(options.get("placement")).is_local
+        if peft_config is not None and (not local or settings.get("dtype") == "int4"):
             settings["lora"] = lora_options(peft_config, model)
         elif peft_config is not None:
             if isinstance(model, str):
