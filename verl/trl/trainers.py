@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -167,9 +168,17 @@ class _Trainer(Attributes, ABC):
         if rows is None:
             raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
         if isinstance(rows, Mapping):  # several data sets
-            parts = [self._events.evaluated(self._evaluate(rows[name]), f"eval_{name}_") for name in rows]
+            parts = [self._events.evaluated(self._timed(rows[name]), f"eval_{name}_") for name in rows]
             return {name: value for part in parts for name, value in part.items()}
-        return self._events.evaluated(self._evaluate(rows))
+        return self._events.evaluated(self._timed(rows))
+
+    def _timed(self, rows: Any) -> dict[str, Any]:
+        """The metrics of held-out data, and how long they took."""
+        begun = time.monotonic()
+        metrics = dict(self._evaluate(rows))
+        seconds = max(time.monotonic() - begun, 1e-9)
+        speed = {"samples_per_second": len(rows) / seconds} if hasattr(rows, "__len__") else {}
+        return metrics | {"runtime": seconds} | speed
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
