@@ -69,7 +69,10 @@ def test_the_head_of_a_reward_model_is_trained_and_saved_with_its_adapters(tiny:
     trainer = trained(RewardTrainer, str(tiny), tmp_path, peft_config=LoraConfig(r=2, task_type="SEQ_CLS"))
     assert isinstance(trainer.model, PeftModel)
     base = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
-    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "saved")), logits(trainer.model))
+    loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
+    assert torch.equal(logits(loaded), logits(trainer.model))
+    head = loaded.get_base_model().score.modules_to_save["default"].weight
+    assert head.any() and torch.equal(head, trainer.actor.modules.score.weight)
 
 
 def test_a_frozen_head_of_a_reward_model_stays_as_it_is(tiny: Path, tmp_path: Path) -> None:
