@@ -69,7 +69,7 @@ def test_models_in_few_bits_are_refused_by_name() -> None:
         ModelConfig(load_in_4bit=True, load_in_8bit=True)
 
 
-def test_a_setting_of_theirs_is_never_passed_over() -> None:
+def test_a_setting_of_theirs_is_never_passed_over(tmp_path: Path) -> None:
     """TRL's scripts take what no record has for settings of others."""
     parser = TrlParser((ScriptArguments, SFTConfig))
     for line, message in (

@@ -88,14 +88,16 @@ class TrlParser(HfArgumentParser):
         os.environ.update({name: str(value) for name, value in (settings.pop("env", None) or {}).items()})
         known = {action.dest for action in self._actions}
         unknown = [name for name in settings if name not in known]
-        if unknown and fail_with_unknown_args and not return_remaining_strings:
-            raise ConfigError(f"--config has '{unknown[0]}', which is of no record: {nearest(unknown[0], known)}")
+        configs = [kind for kind in self.dataclass_types if issubclass(kind, Config)]
+        strange = [name for name in unknown if not any(config.knows(name) for config in configs)]
+        if strange and fail_with_unknown_args and not return_remaining_strings:
+            raise ConfigError(f"--config has '{strange[0]}', which is of no record: {nearest(strange[0], known)}")
         self.set_defaults(**{name: value for name, value in settings.items() if name in known})
         for action in self._actions:
             action.required = action.required and action.dest not in settings
         rest = [word for name in unknown for word in (f"--{name}", str(settings[name]))]
-        *records, left = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
-        left = _without_theirs([*rest, *left], [record for record in records if isinstance(record, Config)])
+        *records, others = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
+        left = _without_theirs([*rest, *others], [record for record in records if isinstance(record, Config)])
         if return_remaining_strings:
             return (*records, left)
         if left and fail_with_unknown_args:

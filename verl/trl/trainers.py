@@ -9,6 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -510,14 +511,17 @@ class RewardTrainer(_Offline):
 
     def _outside(self, model: Any, actor: Actor) -> Any:
         """A sequence classifier over the weights that are trained, within peft's wrapper if there is one."""
-        if not isinstance(actor.modules, ValueModel) or actor.files is not None:
+        scored: Any = actor.modules
+        if actor.files is not None:  # read by other processes
             return None
         adapted = super()._outside(model, actor)
         classifier = model if adapted is None else adapted.get_base_model()
         if not hasattr(classifier, "num_labels"):
-            return as_classifier(actor.modules)
-        share_head(actor.modules, classifier)
-        score = actor.modules.score.weight
+            with suppress(ValueError):  # transformers may have no classifier of that kind
+                return as_classifier(scored)
+            return None
+        share_head(scored, classifier)
+        score = scored.score.weight
         if not score.requires_grad and not score.any():
             raise ConfigError("peft_config: the head is a new one, which is trained with task_type='SEQ_CLS'")
         return model
@@ -526,10 +530,11 @@ class RewardTrainer(_Offline):
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these and the head
         that is trained, where `model` is peft's, else the whole model with its adapters merged."""
         model, folder = self.model, str(self._output() if output_dir is None else output_dir)
-        if not hasattr(model, "get_base_model"):
-            return self.actor.save_pretrained(folder)
-        model.save_pretrained(folder)
-        self.processing_class.save_pretrained(folder)
+        if hasattr(model, "get_base_model"):
+            model.save_pretrained(folder)
+            self.processing_class.save_pretrained(folder)
+        else:
+            self.actor.save_pretrained(folder)
 
     def _algorithm(self) -> BaseAlgorithm:
         return make_algorithm(self.algorithm, center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
