@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -90,6 +90,12 @@ def test_adapters_that_cannot_be_trained(tiny: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     for kind, model, config, message in (
         (SFTTrainer, adapted, LoraConfig(r=2), "the model has adapters already"),
+        (
+            SFTTrainer,
+            str(tiny),
+            PromptTuningConfig("CAUSAL_LM"),
+            "PromptTuningConfig: learned prompts are not computed",
+        ),
         (
             SFTTrainer,
             str(tiny),
