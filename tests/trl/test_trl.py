@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 import verl
 from verl.errors import ConfigError
@@ -269,9 +270,15 @@ def test_training_arguments_of_transformers(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_rollout_of_several_optimizer_steps(tiny: Path, tmp_path: Path) -> None:
-    trainer = grpo(str(tiny), tmp_path, given={"generation_batch_size": 8, "num_iterations": 2, "max_steps": 8})
+    given = {"generation_batch_size": 8, "num_iterations": 2, "max_steps": 8, "save_strategy": "steps", "save_steps": 1}
+    trainer = grpo(str(tiny), tmp_path, given=given | {"save_total_limit": 1})
     assert trainer.train().global_step == 8 and trainer.trainer.steps == 2
     assert trainer.actor.plan.mini_batch_size == 4 and trainer.actor.plan.epochs == 2
+    last = get_last_checkpoint(str(tmp_path))
+    assert last == str(tmp_path / "checkpoint-8") and Path(last).resolve() == tmp_path / "step-000002"
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-8"], "the first one is gone"
+    again = grpo(str(tiny), tmp_path, given=given | {"max_steps": 12})
+    assert again.train(resume_from_checkpoint=last).global_step == 12
 
 
 @pytest.mark.reward_processes
@@ -322,6 +329,7 @@ def test_unknown_arguments(config: type[Config], given: dict[str, Any], message:
     ("given", "more", "message"),
     [
         ({}, {"tokenizer": 1}, "GRPOTrainer has no argument 'tokenizer': it is processing_class"),
+        ({}, {"data_collator": 1, "compute_metrics": None}, "no argument 'data_collator': rows are packed"),
         ({}, {"reward_func": 1}, "GRPOTrainer has no argument 'reward_func': did you mean 'reward_funcs'"),
         ({"num_generations": 3}, {}, "which num_generations=3 does not divide"),
         ({"loss_type": "sapoo"}, {}, "loss_type='sapoo': did you mean 'sapo'"),
@@ -347,6 +355,7 @@ def test_a_live_model_and_an_optimizer_of_the_callers(tiny: Path, tmp_path: Path
     trainer = grpo(model, tmp_path, processing_class=tokenizer, optimizers=(optimizer, schedule))
     trainer.train()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025) and trainer.model is model
+    assert (trainer.optimizer, trainer.lr_scheduler) == (optimizer, schedule)
     assert not torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
 
 
@@ -375,7 +384,10 @@ def test_what_scripts_read_of_a_trainer(tiny: Path, tmp_path: Path, capsys: pyte
     """Entries of the log, files of metrics, Accelerate's names, several evaluation sets."""
     args = SFTConfig(str(tmp_path), **SMALL | {"logging_steps": 2}, max_steps=3)
     trainer = SFTTrainer(str(tiny), args=args, train_dataset=TURNS, eval_dataset={"a": TURNS[:4], "b": TURNS[4:]})
+    assert trainer.lr_scheduler.get_last_lr() == [trainer.optimizer.param_groups[0]["lr"]] == [3e-3]
     result = trainer.train()
+    assert trainer.optimizer.param_groups[0]["params"] == list(trainer.model.parameters())
+    assert trainer.hub_model_id is None and trainer.end() is None
     history = trainer.state.log_history
     assert [entry["step"] for entry in history if "loss" in entry] == [2, 3]
     assert history[-1]["train_loss"] == result.training_loss == result.metrics["train_loss"] > 0
@@ -385,6 +397,7 @@ def test_what_scripts_read_of_a_trainer(tiny: Path, tmp_path: Path, capsys: pyte
     assert history[0]["grad_norm"] == pytest.approx(records[1]["grad_norm/actor"])
     evaluated = trainer.evaluate()
     assert {"eval_a_loss", "eval_b_loss"} <= evaluated.keys()
+    assert evaluated["eval_a_samples_per_second"] == pytest.approx(4 / evaluated["eval_a_runtime"])
     trainer.accelerator.print("hello")
     trainer.log_metrics("train", result.metrics)
     assert {"hello", "train_loss"} <= set(capsys.readouterr().out.split())

@@ -5,6 +5,7 @@ Shapes: N positions, d hidden size.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 from transformers.utils.hub import cached_file
 
 from verl.errors import ModelError
@@ -67,7 +69,7 @@ class ValueModel(nn.Module):
         if hasattr(model, "peft_config"):
             backbone.peft_config = model.peft_config
         for name in HEADS[:2]:
-            head = getattr(model, name, None)
+            head = _trained_head(getattr(model, name, None))
             if isinstance(head, nn.Linear) and head.out_features == 1:
                 return cls(backbone, (head.weight.detach(), getattr(head.bias, "data", None)))
         return cls(backbone)
@@ -98,6 +100,40 @@ def score_model(model: Any) -> Any:
     return ValueModel(scored.backbone, (torch.zeros_like(scored.score.weight), None))
 
 
+def as_classifier(model: ValueModel) -> Any:
+    """The sequence classifier of transformers over the same weights.
+
+    Raises:
+        ValueError: there is none of its architecture.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    with torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(config)
+    setattr(classifier, classifier.base_model_prefix, model.backbone)
+    share_head(model, classifier)
+    return classifier.eval()
+
+
+def share_head(model: ValueModel, classifier: Any) -> None:
+    """Have the head of a classifier be that of a model over its backbone, trained or frozen as it was."""
+    shared = _Column(model.score.in_features, 1, bias=model.score.bias is not None, device="meta")
+    shared.weight, shared.bias = model.score.weight, model.score.bias
+    name = next(name for name in HEADS[:2] if hasattr(classifier, name))
+    head = getattr(classifier, name)
+    shared.requires_grad_(_trained_head(head).weight.requires_grad)
+    if hasattr(head, "modules_to_save"):
+        head.modules_to_save[head.active_adapter] = shared
+    else:
+        setattr(classifier, name, shared)
+
+
+def _trained_head(head: Any) -> Any:
+    """The one that peft trains in the place of a head, if it does."""
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapter]
+
+
 @torch.no_grad()
 def width_of(backbone: PreTrainedModel) -> int:
     """The width of final hidden states, which some models have narrower than `hidden_size` says."""
@@ -115,6 +151,13 @@ class _Head(nn.Linear):
         values = (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1)
         bias = cast("Tensor | None", self.bias)
         return values if bias is None else values + bias
+
+
+class _Column(nn.Linear):
+    """A head as classifiers have it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.to(self.weight.dtype))
 
 
 def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:

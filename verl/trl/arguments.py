@@ -59,15 +59,15 @@ class Config(_Quiet):  # type: ignore[misc]
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     optim: str = "adamw_torch_fused"
-    logging_steps: int = 10
+    logging_steps: float = 10
     report_to: str = "none"
     run_name: str | None = None
     project: str = "huggingface"
     save_strategy: str = "steps"
-    save_steps: int = 500
+    save_steps: float = 500
     save_total_limit: int | None = None
     eval_strategy: str = "no"
-    eval_steps: int | None = None
+    eval_steps: float | None = None
     bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     gradient_checkpointing: bool = False
     seed: int = 42
@@ -96,6 +96,11 @@ class Config(_Quiet):  # type: ignore[misc]
                 raise ConfigError(f"{kind} has no argument '{name}': {instead}")
             raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
         self.__dict__[name] = value
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        """Whether TRL has such an argument."""
+        return name in {*cls.defaults(), *NO_EFFECT, *OTHERWISE, *cls.otherwise}
 
     def __getattr__(self, name: str) -> Any:
         """An argument that is done otherwise here, and that nobody has set."""

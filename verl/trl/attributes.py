@@ -9,10 +9,11 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 
 from verl.errors import ConfigError
 from verl.ranks import torchrun_ranks
+from verl.trl.optim import lr_factor
 
 
 class Attributes:
-    """Needs `args`, `state`, `loader`, `actor`, and `trainer`."""
+    """Needs `args`, `state`, `loader`, `actor`, `trainer` and what the caller gave as `optimizers`."""
 
     #: There is no loss that balances the experts of a model.
     aux_loss_enabled = False
@@ -21,6 +22,7 @@ class Attributes:
     state: Any
     loader: Any
     actor: Any
+    _optimizers: tuple[Any, Any]
 
     log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
 
@@ -57,9 +59,36 @@ class Attributes:
         """The loader that training draws from, without end: rows as `verl.Batch`es."""
         return self.loader
 
+    @property
+    def optimizer(self) -> Any:
+        """The caller's, else what torch's `param_groups` say of the one here: its weights, learning rate and decay."""
+        if self._optimizers[0] is not None:
+            return self._optimizers[0]
+        weights = [weight for weight in self.actor.modules.parameters() if weight.requires_grad]
+        (rate,) = self.lr_scheduler.get_last_lr()
+        return SimpleNamespace(param_groups=[{"params": weights, "lr": rate, "weight_decay": self.args.weight_decay}])
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The caller's, else one that says the learning rate of the next step."""
+        if self._optimizers[0] is not None:
+            return self._optimizers[1]
+        step = self.state.global_step
+        rate = self.args.learning_rate * lr_factor(self.args, self.state.max_steps)(step)
+        return SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=step)
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises ConfigError: nothing is uploaded."""
         raise ConfigError("push_to_hub: nothing is uploaded here: call save_model(), and upload that directory")
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """Where a model would be uploaded."""
+        name: str | None = self.args.hub_model_id
+        return name
+
+    def end(self) -> None:
+        """Nothing: trackers are closed when the process ends."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes nothing: a saved model has its report beside it."""

@@ -7,6 +7,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from statistics import stdev
 from typing import Any
 
@@ -243,7 +245,21 @@ class Events:
         saved = None if trainer.checkpoints is None else trainer.checkpoints.saved
         if saved not in (None, self._saved):
             self._saved = saved
+            link_checkpoints(trainer.checkpoints.store.directory, self._updates)  # type: ignore[union-attr]
             self.call("on_save")
+
+
+def link_checkpoints(folder: Path, updates: int) -> None:
+    """Name checkpoints as transformers does, too, whose `get_last_checkpoint` scripts call: `checkpoint-N`, of N
+    optimizer steps, is a link to each. One whose checkpoint is gone is taken away."""
+    with suppress(OSError):  # not every file system has links
+        for link in folder.glob("checkpoint-*"):
+            if link.is_symlink() and not link.exists():
+                link.unlink()
+        for path in folder.glob("step-*"):
+            link = folder / f"checkpoint-{int(path.name.removeprefix('step-')) * updates}"
+            if not link.exists():
+                link.symlink_to(path.name)
 
 
 class ObservedTrainer(Trainer):

@@ -6,7 +6,10 @@ import dataclasses
 import logging
 from typing import Any
 
+import torch
+
 from verl.errors import ConfigError
+from verl.models.lora import has_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +20,30 @@ _READ = frozenset((
 ))  # fmt: skip
 
 
+def with_adapters(model: Any, config: Any, seed: int) -> Any:
+    """`peft.PeftModel` over a model, as peft makes it; the random half of the adapters is drawn from `seed`.
+
+    Raises:
+        ConfigError: peft cannot make them, or the model has some already.
+    """
+    from peft import get_peft_model
+
+    if getattr(config, "is_prompt_learning", False):
+        raise ConfigError(f"peft_config is a {type(config).__name__}: learned prompts are not computed here: use LoRA")
+    if has_adapters(model):
+        raise ConfigError("peft_config: the model has adapters already, which are trained: leave peft_config out")
+    if getattr(config, "lora_dropout", 0):
+        logger.warning("peft_config: lora_dropout=%s is not applied: nothing is dropped here", config.lora_dropout)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config, autocast_adapter_dtype=False)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"peft_config: {error}") from error
+
+
 def lora_options(config: Any, model: Any) -> dict[str, Any]:
-    """Fields of `LoraOptions`.
+    """Fields of `LoraOptions`, of adapters that ranks make for themselves, or over 4 bits.
 
     Args:
         model: the model, or its name or directory: where the configuration names no layers, peft's for its kind.

@@ -5,19 +5,25 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.cluster.controller import Controller
 from verl.errors import ConfigError, nearest
-from verl.models.heads import SCORE_AT_EOS
+from verl.models.heads import SCORE_AT_EOS, ValueModel, as_classifier, share_head
 from verl.models.lora import has_adapters
+from verl.models.options import ModelOptions
+from verl.models.source import ModelFiles
 from verl.ranks import torchrun_ranks
 from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
+from verl.roles.lora_base import LoraBase
 from verl.roles.reward import Reward
 from verl.trainer.evaluation import HeldOut
 from verl.training.options import OptimConfig
@@ -27,7 +33,7 @@ from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, 
 from verl.trl.events import Events, ObservedTrainer
 from verl.trl.losses import dpo_algorithm
 from verl.trl.optim import optim_settings
-from verl.trl.peft import lora_options
+from verl.trl.peft import lora_options, with_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +95,8 @@ class BaseTrainer(Attributes, ABC):
         if train_dataset is None:
             raise ConfigError(f"`train_dataset` is required: {type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
-        optimizer, schedule = optimizers
-        self.actor = self._actor(model, processing_class, optimizer, peft_config, options.get("rollout"))
+        optimizer, schedule = self._optimizers = optimizers
+        self.actor = self._actor(model, processing_class, optimizer, peft_config, options)
         self.processing_class = self.actor.tokenizer
         self._check_model(self.actor.modules)
         self.loader, self._per_epoch = self._data(train_dataset)
@@ -104,7 +110,7 @@ class BaseTrainer(Attributes, ABC):
         self._events = Events(
             args if hasattr(args, "learning_rate") else self.args,
             callbacks or (),
-            {"model": self.actor.modules, "processing_class": self.processing_class},
+            {"model": self._shown or self.actor.modules, "processing_class": self.processing_class},
             updates=self.updates,
             samples=self.args.samples(),
             epoch_steps=self._per_epoch,
@@ -120,8 +126,11 @@ class BaseTrainer(Attributes, ABC):
 
     @property
     def model(self) -> Any:
-        """The model, with the weights as they are now."""
-        return self.actor.present_model()
+        """The model, with the weights as they are now: with adapters a `peft.PeftModel`, of a reward model a sequence
+        classifier, where this process trains it."""
+        live = self.actor.present_model()
+        shown = self._shown
+        return live if shown is None or next(shown.parameters()) is not next(live.parameters()) else shown
 
     def add_callback(self, callback: Any) -> None:
         self._events.add(callback)
@@ -155,9 +164,17 @@ class BaseTrainer(Attributes, ABC):
         if rows is None:
             raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
         if isinstance(rows, Mapping):  # several data sets
-            parts = [self._events.evaluated(self._evaluate(rows[name]), f"eval_{name}_") for name in rows]
+            parts = [self._events.evaluated(self._timed(rows[name]), f"eval_{name}_") for name in rows]
             return {name: value for part in parts for name, value in part.items()}
-        return self._events.evaluated(self._evaluate(rows))
+        return self._events.evaluated(self._timed(rows))
+
+    def _timed(self, rows: Any) -> dict[str, Any]:
+        """The metrics of held-out data, and how long they took."""
+        begun = time.monotonic()
+        metrics = dict(self._evaluate(rows))
+        seconds = max(time.monotonic() - begun, 1e-9)
+        speed = {"samples_per_second": len(rows) / seconds} if hasattr(rows, "__len__") else {}
+        return metrics | {"runtime": seconds} | speed
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
@@ -222,8 +239,8 @@ class BaseTrainer(Attributes, ABC):
         return Path(self.args.output_dir or "trainer_output")
 
     def _checked(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        for name in more:
-            if name not in _OWN:
+        for name, value in more.items():
+            if name not in _OWN and not (value is None and name in _OTHERWISE):
                 signatures = map(inspect.signature, (type(self).__init__, BaseTrainer.__init__))
                 known = [*_OWN, *(parameter for one in signatures for parameter in one.parameters)]
                 raise ConfigError(
@@ -231,8 +248,8 @@ class BaseTrainer(Attributes, ABC):
                 )
         return dict(more)
 
-    def _actor(self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, rollout: Any) -> Actor:
-        args = self.args
+    def _actor(self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, options: Mapping[str, Any]) -> Actor:
+        args, files = self.args, None
         settings = {
             "gradient_checkpointing": args.gradient_checkpointing,
             "micro_batch_size": args.per_device_train_batch_size * self.rows,
@@ -241,19 +258,37 @@ class BaseTrainer(Attributes, ABC):
         }
         if isinstance(model, str | Path):
             model, settings = str(model), settings | args.model_settings()
-        if peft_config is not None:
+        local = Controller.of(options.get("placement")).is_local
+        if peft_config is not None and (not local or settings.get("dtype") == "int4"):
             settings["lora"] = lora_options(peft_config, model)
+        elif peft_config is not None:
+            if isinstance(model, str):
+                kind: Any = "causal" if self.head == "lm" else "score"
+                loading = ModelOptions(path=model, **{name: settings.pop(name) for name in args.model_settings()})
+                files = ModelFiles.of(loading, kind, args.seed)
+                model, tokenizer = files.load(), model if tokenizer is None else tokenizer
+            model = with_adapters(
+                as_classifier(model) if isinstance(model, ValueModel) else model, peft_config, args.seed
+            )
         default = "vllm" if getattr(args, "use_vllm", False) else "embedded"
-        return Actor(
+        actor = Actor(
             model,
             tokenizer,
             optim=optimizer,
-            rollout=rollout or default,
+            rollout=options.get("rollout") or default,
             sampling=self._sampling(),
             head=self.head,
             seed=args.seed,
             **settings,
         )
+        self._shown = self._outside(model, actor)
+        if files is not None:
+            actor.base = LoraBase.of(files, actor.modules)  # which checkpoints leave where it is
+        return actor
+
+    def _outside(self, model: Any, actor: Actor) -> Any:
+        """What a script has of the live model: peft's wrapper around it; None: the model itself."""
+        return model if hasattr(model, "get_base_model") else None
 
     def _steps(self) -> int:
         """Steps of `trainer`."""
@@ -404,6 +439,33 @@ class RewardTrainer(_Offline):
         data = super()._data(train_dataset)
         setattr(self.actor.modules.config, SCORE_AT_EOS, data[0].at_eos)  # which token `verl.Reward` is to read
         return data
+
+    def _outside(self, model: Any, actor: Actor) -> Any:
+        """A sequence classifier over the weights that are trained, within peft's wrapper if there is one."""
+        scored: Any = actor.modules
+        if actor.files is not None:  # read by other processes
+            return None
+        adapted = super()._outside(model, actor)
+        classifier = model if adapted is None else adapted.get_base_model()
+        if not hasattr(classifier, "num_labels"):
+            with suppress(ValueError):  # transformers may have no classifier of that kind
+                return as_classifier(scored)
+            return None
+        share_head(scored, classifier)
+        score = scored.score.weight
+        if not score.requires_grad and not score.any():
+            raise ConfigError("peft_config: the head is a new one, which is trained with task_type='SEQ_CLS'")
+        return model
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these and the head
+        that is trained, where `model` is peft's, else the whole model with its adapters merged."""
+        model, folder = self.model, str(self._output() if output_dir is None else output_dir)
+        if hasattr(model, "get_base_model"):
+            model.save_pretrained(folder)
+            self.processing_class.save_pretrained(folder)
+        else:
+            self.actor.save_pretrained(folder)
 
     def _algorithm(self) -> BaseAlgorithm:
         return make_algorithm(self.algorithm, center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
