@@ -150,3 +150,9 @@ class Browser:
         """The whole page."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))
+
+    def picture(self, width: int, height: int) -> bytes:
+        """The top of the page, as PNG."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+        return base64.b64decode(shot["data"])
