@@ -37,9 +37,9 @@ _LOOK = """(() => {
     if (node.data.trim() && shown(e) && parseFloat(getComputedStyle(e).fontSize) < LEAST) small.add(named(e));
   }
   return {
-    "beyond the right edge": all.filter((e) => article.contains(e) && e.getBoundingClientRect().right > innerWidth + 1
+    "beyond the right edge": all.filter((e) => article.contains(e) && e.getBoundingClientRect().right > WIDTH + 1
       && !scrolls(e.parentElement)).map(named),
-    "scrolls sideways": document.documentElement.scrollWidth > innerWidth ? ["the page"] : [],
+    "scrolls sideways": document.documentElement.scrollWidth > WIDTH ? ["the page"] : [],
     "text too small": [...small],
     "code cut off": all.filter((e) => e.tagName === "PRE" && e.scrollWidth > e.clientWidth + 1
       && ![e, ...e.querySelectorAll("code")].some((part) => overflow(part) === "auto")).map(named),
@@ -68,7 +68,7 @@ def faults(browser: Browser, site: Path, pages: list[Path], pictures: Path | Non
         for width in WIDTHS:
             browser.errors.clear()
             browser.open(page, width)
-            look = browser.js(_LOOK.replace("LEAST", str(LEAST_TEXT)))
+            look = browser.js(_LOOK.replace("LEAST", str(LEAST_TEXT)).replace("WIDTH", str(width)))
             ids[page] = set(look.pop("ids"))
             links |= {link: page for link in look.pop("links") if link not in links}
             for fault, things in look.items():
@@ -97,7 +97,9 @@ def main() -> None:
         sys.exit(f"there is no site in {site}: make docs")
     if args.pictures is not None:
         args.pictures.mkdir(parents=True, exist_ok=True)
-    pages = [site / name / "index.html" for name in args.pages] or sorted(site.rglob("index.html"))
+    pages = [site / name.removesuffix("index") / "index.html" for name in args.pages] or sorted(
+        site.rglob("index.html")
+    )
     if missing := [str(page) for page in pages if not page.is_file()]:
         sys.exit(f"no such page: {', '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder, Browser(Path(folder)) as browser:

@@ -97,7 +97,8 @@ class Browser:
         return json.loads(message)
 
     def open(self, page: Path, width: int) -> None:
-        """The page, in a window of that width, loaded."""
+        """The page, in a window of that width, loaded. (On a phone `innerWidth` grows with what is too wide.)"""
+        self.width = width
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )

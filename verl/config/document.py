@@ -66,11 +66,11 @@ def markdown() -> str:
     """The keys as a page of Markdown, a table a section."""
     lines = [_PREFACE]
     for name, keys in itertools.groupby(describe(), lambda key: _SECTION.match(key.path)[0]):  # type: ignore[index]
-        lines += [f"## {name}", "", "| key | takes | default | changes | meaning |", "|---|---|---|---|---|"]
+        lines += [f"## {name}", "", "| key | meaning | takes | default | changes |", "|---|---|---|---|---|"]
         for key in keys:
             meaning = key.description + (f" (only the default so far: {key.later})" if key.later else "")
             short = key.path.removeprefix(f"{name}.")
-            cells = (f"`{short}`", key.type, f"`{_value(key.default)}`", key.changes, meaning)
+            cells = (f"`{short}`", meaning, key.type, f"`{_value(key.default)}`", key.changes)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
