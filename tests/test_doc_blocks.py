@@ -90,7 +90,8 @@ peft_model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-line
 #: Changes that make a block short.
 SHORTER = (
     ("1000", "2"), ("steps=100", "steps=2"), ("range(10)", "range(2)"), ("batch_size=64", "batch_size=4"),
-    ("dataset, 64", "dataset, 4"), ("workers=4", "workers=1"), ("scale(16)", "scale(2)"), ("models/SmolLM2-135M-Instruct", "MODEL"),
+    ("dataset, 64", "dataset, 4"), ("workers=4", "workers=1"), ("scale(16)", "scale(2)"),
+    ("models/SmolLM2-135M-Instruct", "MODEL"),
 )  # fmt: skip
 
 
