@@ -153,7 +153,7 @@ def test_the_table_of_models_is_what_the_planner_says() -> None:
 
 def test_sentences_of_readme_and_guides_are_short() -> None:
     words = script("plain_words")
-    for page in ("README.md", "docs/index.md", "docs/gsm8k.md", "docs/reward_does_not_move.md", "docs/models.md"):
+    for page in words.GUIDES:
         lengths = [len(each.split()) for each in words.sentences((ROOT / page).read_text("utf-8"))]
         assert median(lengths) <= 18 and sum(length < 32 for length in lengths) >= 0.95 * len(lengths), page
 
