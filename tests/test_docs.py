@@ -61,6 +61,13 @@ def test_commands_and_their_options_are_there(page: Path) -> None:
             assert option in shown.stdout, f"{page.name}: verl {command} has no {option}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_no_index_has_is_installed_from_a_clone(page: Path) -> None:
+    """`verl-hybrid` is on none; README says what its messages mean, and the log is as it was written."""
+    if page.name not in ("README.md", "log.md"):
+        assert re.findall(r"pip install \S*verl\S*", page.read_text("utf-8")) == []
+
+
 def settings() -> list[str]:
     text = _CONTINUED.sub(" ", (ROOT / "docs" / "how_do_i.md").read_text(encoding="utf-8"))
     lines = [
