@@ -382,7 +382,7 @@ def step(run: Path) -> str:
     spans = [event for event in spans if event["args"]["step"] == middle]
     start, end = min(event["ts"] for event in spans), max(event["ts"] + event["dur"] for event in spans)
     rows = [*dict.fromkeys(event["name"] for event in spans)]
-    drawing = Drawing(f"Step {middle} of the same run: 16 prompts, 8 samples each", 70 + 34 * len(rows))
+    drawing = Drawing(f"Step {middle} of a run with GRPO: 16 prompts, 8 samples each", 70 + 34 * len(rows))
     x = Scale(0, (end - start) / 1e6, 170, WIDTH - 30)
     for number, name in enumerate(rows):
         y, its = 44 + 34 * number, [event for event in spans if event["name"] == name]
