@@ -19,7 +19,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(T
 SERIAL := $(if $(TURN),--turn $(TURN)) $(if $(HALF),--half $(HALF)) $(TEST_ARGS)
 SLOW := $(TEST_ENV) $(BIN)/python -m pytest -m "slow and not gpu and not peer"
 
-.PHONY: help install model train test test-slow test-all vllm test-vllm style lint docs environments gpu clean
+.PHONY: help install model train test test-slow test-all vllm test-vllm style lint docs look environments gpu clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,9 @@ docs: ## build the documentation as a site, in an environment of its own
 		.venv-docs/bin/python -m pip install --quiet --requirement scripts/docs_requirements.txt && touch .venv-docs/.installed; }
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo build/site/index.html
+
+look: docs $(INSTALLED) ## open each page of that site in Chromium, wide and narrow: overflow, links, pictures, sizes of text
+	$(BIN)/python scripts/look_at_site.py $(ARGS)
 
 environments: $(INSTALLED) ## install and try it with Python 3.10 to 3.13, lower bounds, no compiler, a read-only home, TRL
 	$(BIN)/python scripts/environments.py --torch-args='$(TORCH_ARGS)' $(ARGS)

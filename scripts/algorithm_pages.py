@@ -119,7 +119,10 @@ def pages() -> dict[str, str]:
 
 
 def on_config(config: Any) -> Any:
-    config.nav.insert(3, {"Algorithms": [{name: f"algorithms/{name}.md"} for name in pages()]})
+    """A folded group of the guides, behind the page that compares them."""
+    guides = next(group["Guides"] for group in config.nav if "Guides" in group)
+    each = {"Each algorithm": [{name: f"algorithms/{name}.md"} for name in pages()]}
+    guides.insert(guides.index("algorithms.md") + 1, each)
     return config
 
 

@@ -97,7 +97,8 @@ class Browser:
         return json.loads(message)
 
     def open(self, page: Path, width: int) -> None:
-        """The page, in a window of that width, loaded."""
+        """The page, in a window of that width, loaded. (On a phone `innerWidth` grows with what is too wide.)"""
+        self.width = width
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
@@ -150,3 +151,9 @@ class Browser:
         """The whole page."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))
+
+    def picture(self, width: int, height: int) -> bytes:
+        """The top of the page, as PNG."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+        return base64.b64decode(shot["data"])

@@ -1,6 +1,6 @@
 """GRPO trains the agent of assistant.py, as it is, to use its tool.
 
-pip install 'verl-hybrid[gateway]' openai
+pip install '.[gateway]' openai
 python examples/agent/train.py
 python examples/agent/train.py --control    # rewards shuffled within the step: must not learn
 """

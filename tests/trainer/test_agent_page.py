@@ -110,7 +110,7 @@ def test_each_token_says_whether_it_was_trained_and_how_far_the_engine_was_off(
 
 def check(browser: Browser) -> None:
     assert browser.errors == []
-    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.js("document.documentElement.scrollWidth") <= browser.width
     browser.js("sessionStorage.clear(), localStorage.clear()")
 
 

@@ -54,10 +54,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def check(browser: Browser) -> None:
     """No error of a script, nothing that the page's policy refused, nothing beyond the right edge."""
     assert browser.errors == []
-    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.js("document.documentElement.scrollWidth") <= browser.width
     shown = "[...document.querySelectorAll('svg')].filter(e => e.getClientRects().length)"
     same = "Math.abs(e.viewBox.baseVal.width - e.clientWidth) <= 1"
     assert browser.js(f"{shown}.every(e => {same})"), "texts are of one size"
+    small = "e.getClientRects().length && parseFloat(getComputedStyle(e).fontSize) < 12"
+    assert browser.js(f"[...document.querySelectorAll('main *')].filter(e => {small}).length") == 0
 
 
 def numbers(texts: list[str]) -> list[float]:

@@ -96,6 +96,17 @@ def test_labels_name_every_setting_in_which_runs_differ(tmp_path: Path) -> None:
     assert page.data["lines"][1]["label"].startswith("algorithm=rloo, optim.lr=1e-06")
 
 
+def test_labels_of_runs_that_differ_in_very_much_name_the_first_settings(tmp_path: Path) -> None:
+    for name, rate in (("a", 1e-5), ("b", 1e-6)):
+        run = make_run(tmp_path, name, lr=rate, seed=0, rewards=[0.0, 1.0])
+        content = yaml.safe_load((run / "config.yaml").read_text()) | {"data": {f"k{i}": name for i in range(9)}}
+        (run / "config.yaml").write_text(yaml.safe_dump(content))
+    page = page_of([tmp_path / "a", tmp_path / "b"], tmp_path / "out.html")
+    label = page.data["lines"][0]["label"]
+    assert label.count("=") == 6 and label.endswith(" and 4 more")
+    assert all(f"data.k{i}" in (tmp_path / "out.html").read_text() for i in range(9)), "the table has all"
+
+
 def write_answers(run: Path, prompts: list[str], responses: list[str], rewards: list[float | None]) -> None:
     (run / "completions").mkdir(exist_ok=True)
     columns = {"id": [str(row) for row in range(len(prompts))], "prompt": prompts, "response": responses}

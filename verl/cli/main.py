@@ -222,7 +222,7 @@ def plan(
 
 @app.command()
 def config(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a page of Markdown.")] = False,
 ) -> None:
     """Print every setting with its default and meaning.
 

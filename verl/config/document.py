@@ -1,8 +1,10 @@
-"""The schema for people: keys with type, default and meaning, as commented YAML or as a Markdown table."""
+"""The schema for people: keys with type, default and meaning, as commented YAML or as a page of Markdown."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +16,19 @@ from pydantic.fields import FieldInfo
 from verl.config.schema import Config
 from verl.record import extra, in_words, section
 from verl.schemas import SETTINGS
+
+_SECTION = re.compile(r"actor_rollout_ref\.\w+|\w+")
+_PREFACE = """# Settings
+
+Keys stand under their sections. `optim.lr` of `actor_rollout_ref.actor` is `actor_rollout_ref.actor.optim.lr=1e-5` on
+the command line; in YAML each word is a level. `verl config` prints the whole tree. The column "changes" says what a
+key changes:
+
+- `result`: the losses or samples of a run;
+- `cost`: time or memory, and of the numbers no more than their rounding;
+- `output`: what is written or shown;
+- `limit`: what is refused, or when something ends.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,13 +63,17 @@ def commented_yaml() -> str:
 
 
 def markdown() -> str:
-    """The keys as a Markdown table."""
-    rows = ["| key | takes | default | changes | meaning |", "|---|---|---|---|---|"]
-    for key in describe():
-        meaning = key.description + (f" (only the default so far: {key.later})" if key.later else "")
-        cells = (f"`{key.path}`", key.type, f"`{_value(key.default)}`", key.changes, meaning)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows) + "\n"
+    """The keys as a page of Markdown, a table a section."""
+    lines = [_PREFACE]
+    for name, keys in itertools.groupby(describe(), lambda key: _SECTION.match(key.path)[0]):  # type: ignore[index]
+        lines += [f"## {name}", "", "| key | meaning | takes | default | changes |", "|---|---|---|---|---|"]
+        for key in keys:
+            meaning = key.description + (f" (only the default so far: {key.later})" if key.later else "")
+            short = key.path.removeprefix(f"{name}.")
+            cells = (f"`{short}`", meaning, key.type, f"`{_value(key.default)}`", key.changes)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def differences(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -44,6 +44,8 @@ from verl.schemas import SETTINGS, check_run_schema
 Points = list[list[float]]
 #: Points of all curves of a page together, and answers of all runs.
 _MOST_POINTS, _MOST_ANSWERS = 200_000, 4000
+#: Settings that a label names.
+_MOST_NAMED = 6
 #: Settings that are named first, and last words of keys that say nothing alone.
 _FIRST_SETTINGS = ("algorithm.name", "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.lr")
 _VAGUE = ("name", "path", "type", "kind", "enabled", "enable", "size", "n")
@@ -168,12 +170,13 @@ def _text(value: object) -> str:
 
 
 def _labels(groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
-    """What is special about each group: all settings that differ; the run's name where none does."""
-    names = short_names(keys)
+    """What is special about each group: the settings that differ, of very many the first; the run's name where none
+    does. The page has a table of all."""
+    names, more = short_names(keys), len(keys) - _MOST_NAMED
     labels = []
     for group in groups:
-        differences = (f"{names[key]}={_text(group.settings.get(key))}" for key in keys)
-        settings = ", ".join(differences) if group.settings else ""
+        differences = (f"{names[key]}={_text(group.settings.get(key))}" for key in keys[:_MOST_NAMED])
+        settings = ", ".join(differences) + f" and {more} more" * (more > 0) if group.settings else ""
         seeds = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         labels.append((settings or group.names[0]) + seeds)
     return labels

@@ -89,7 +89,7 @@ function scale(places, values, height, width, isLog = false) {
   if (high - low <= 1e-12 * Math.max(Math.abs(high), Math.abs(low))) { const pad = Math.abs(high) * 0.1 || 1; low -= pad; high += pad; }
   const pad = (high - low) * 0.06;
   low -= pad; high += pad;
-  const margin = { left: 46, right: 8, top: 8, bottom: 20 };
+  const margin = { left: 50, right: 8, top: 8, bottom: 20 };
   return {
     left, right, low, high, margin, width, height, isLog,
     x: (place) => margin.left + ((place - left) / (right - left)) * (width - margin.left - margin.right),
@@ -109,7 +109,7 @@ function drawAxes(svg, s, kind = "step", label = format) {
   const [, size, unit] = kind === "time" ? UNITS.find(([least]) => s.right >= least) : [0, 1, ""];
   const short = new Intl.NumberFormat("en-US", { notation: "compact" });
   for (const place of ticks(s.left / size, s.right / size, Math.max(2, s.width / 110))) {
-    if (kind === "step" && !Number.isInteger(place)) continue;
+    if (kind === "step" && (place < 0 || !Number.isInteger(place))) continue;
     const text = kind === "tokens" ? short.format(place) : format(place) + (unit && ` ${unit}`);
     svg.append(shape("text", { x: s.x(place * size), y: s.height - 4, "text-anchor": "middle" }, text));
   }
