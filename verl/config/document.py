@@ -6,6 +6,7 @@ import json
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,6 +41,12 @@ def describe(record: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
         yield Key(prefix + name, in_words(field.annotation), _default(field), *about)
 
 
+@cache
+def keys() -> tuple[Key, ...]:
+    """All keys of a run's settings."""
+    return tuple(describe())
+
+
 def commented_yaml() -> str:
     """The whole tree of defaults as YAML, each key with its meaning; a recipe needs only what differs."""
     lines = [_setting(f"{SETTINGS.key}: {SETTINGS.current}", "version of the form of this file (none: 1)")]
@@ -50,7 +57,7 @@ def commented_yaml() -> str:
 def markdown() -> str:
     """The keys as a Markdown table."""
     rows = ["| key | takes | default | changes | meaning |", "|---|---|---|---|---|"]
-    for key in describe():
+    for key in keys():
         meaning = key.description + (f" (only the default so far: {key.later})" if key.later else "")
         cells = (f"`{key.path}`", key.type, f"`{_value(key.default)}`", key.changes, meaning)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -59,7 +66,7 @@ def markdown() -> str:
 
 def differences(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings that are not the defaults: key, value and default, in the order of the schema."""
-    for key in describe():
+    for key in keys():
         value: Any = config
         for name in key.path.split("."):
             value = getattr(value, name, None)
