@@ -152,13 +152,15 @@ def check(launch: Launch, folder: Path) -> Outcome:
         return Outcome(
             launch, (f"{launch.module}: the loss of {own} is in its trainer: write an algorithm of your own",)
         )
-    if images := next((word for word in launch.settings if _IMAGES.search(word)), None):
-        return Outcome(launch, (f"{images}: models are of text alone here: there is nothing to write instead",))
+    refusals: list[str] = []
     try:
         check_settings(load_config(None, local(launch.settings, folder)))
     except VerlError as error:
-        return Outcome(launch, tuple(line.strip() for line in str(error).splitlines()))
-    return Outcome(launch, ())
+        refusals = [line.strip() for line in str(error).splitlines()]
+    images = next((word for word in launch.settings if _IMAGES.search(word)), None)
+    if images and not any("text alone" in line for line in refusals):
+        refusals.append(f"{images}: models are of text alone here: there is nothing to write instead")
+    return Outcome(launch, tuple(refusals))
 
 
 def small(settings: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -55,6 +56,12 @@ def describe(record: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
         yield Key(prefix + name, in_words(field.annotation), _default(field), *about)
 
 
+@cache
+def keys() -> tuple[Key, ...]:
+    """All keys of a run's settings."""
+    return tuple(describe())
+
+
 def commented_yaml() -> str:
     """The whole tree of defaults as YAML, each key with its meaning; a recipe needs only what differs."""
     lines = [_setting(f"{SETTINGS.key}: {SETTINGS.current}", "version of the form of this file (none: 1)")]
@@ -65,9 +72,9 @@ def commented_yaml() -> str:
 def markdown() -> str:
     """The keys as a page of Markdown, a table a section."""
     lines = [_PREFACE]
-    for name, keys in itertools.groupby(describe(), lambda key: _SECTION.match(key.path)[0]):  # type: ignore[index]
+    for name, group in itertools.groupby(keys(), lambda key: _SECTION.match(key.path)[0]):  # type: ignore[index]
         lines += [f"## {name}", "", "| key | meaning | takes | default | changes |", "|---|---|---|---|---|"]
-        for key in keys:
+        for key in group:
             meaning = key.description + (f" (only the default so far: {key.later})" if key.later else "")
             short = key.path.removeprefix(f"{name}.")
             cells = (f"`{short}`", meaning, key.type, f"`{_value(key.default)}`", key.changes)
@@ -78,7 +85,7 @@ def markdown() -> str:
 
 def differences(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings that are not the defaults: key, value and default, in the order of the schema."""
-    for key in describe():
+    for key in keys():
         value: Any = config
         for name in key.path.split("."):
             value = getattr(value, name, None)

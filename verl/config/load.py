@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.algorithm_options import AlgorithmKeywords
-from verl.config.document import describe, subsections
+from verl.config.document import keys, subsections
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
@@ -94,7 +94,7 @@ def build_config(content: Mapping[str, Any], locations: Locations | None = None,
     """
     locations = dict(locations or {})
     content = _without_version(copy.deepcopy(dict(content)), locations, origin)
-    ours = tuple(f"{key.path}." for key in describe())
+    ours = tuple(f"{key.path}." for key in keys())
     options = {f"algorithm.{option}" for option in AlgorithmKeywords.__annotations__}
     if not all(f"{name}.".startswith(ours) or name in options for name, _ in flat(content)):
         from verl.config.translation import translated
@@ -257,15 +257,15 @@ def _nearest_key(path: tuple[str, ...], value: Any = None) -> str:
     """The nearest valid key: of a group the keys that end like its own, then a like sibling, else the same or a like
     name anywhere, else all siblings."""
     ends = [".".join((path[-1], *inner)) for inner in _paths(value)]
-    keys = [key.path for key in describe()]
-    siblings, names = subsections(path[:-1]), [key.rsplit(".", 1)[-1] for key in keys]
-    candidates = [key for key in keys if any(key.endswith(f".{end}") for end in ends)]
+    paths = [key.path for key in keys()]
+    siblings, names = subsections(path[:-1]), [key.rsplit(".", 1)[-1] for key in paths]
+    candidates = [key for key in paths if any(key.endswith(f".{end}") for end in ends)]
     if not candidates:
         candidates = [".".join((*path[:-1], close)) for close in difflib.get_close_matches(path[-1], siblings, n=1)]
     if not candidates:
-        candidates = [key for key, name in zip(keys, names, strict=True) if name == path[-1]]
+        candidates = [key for key, name in zip(paths, names, strict=True) if name == path[-1]]
     if not candidates and (close := difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)):
-        candidates = [keys[names.index(close[0])]]
+        candidates = [paths[names.index(close[0])]]
     if not candidates:
         return nearest(path[-1], siblings)
     return "did you mean " + " or ".join(f"'{key}'" for key in candidates) + "?"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from verl.config.document import describe
+from verl.config.document import keys
 from verl.config.other_names import ACTOR, NAMES, OWN, Get, RefusedError, is_streamed, is_theirs, usual_strategy
 from verl.config.sft_names import MODEL, of_sft
 from verl.config.unused_names import reason_of, refusal
@@ -120,7 +120,7 @@ def _take_refused(content: dict[str, Any], locations: Mapping[tuple[str, ...], s
 
 @cache
 def _ours() -> set[str]:
-    return {key.path for key in describe()} | NAMES.keys()
+    return {key.path for key in keys()} | NAMES.keys()
 
 
 def _foreign(content: Mapping[str, Any]) -> Iterator[str]:

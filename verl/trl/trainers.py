@@ -75,6 +75,8 @@ class BaseTrainer(Attributes, ABC):
     head: ClassVar[Literal["lm", "score"]] = "lm"
     #: Rows of a sample: two of a preference.
     rows: ClassVar[int] = 1
+    #: What a script has of the live model, where it is another object: see `_outside`.
+    _shown: Any = None
     #: Optimizer steps of one step of `trainer`.
     updates = 1
 
@@ -204,7 +206,9 @@ class BaseTrainer(Attributes, ABC):
                 f"{type(model).__name__} has experts, whose balancing loss TRL adds, and there is none here: set "
                 "router_aux_loss_coef=0.0"
             )
-        model.model_tags = [*(getattr(model, "model_tags", None) or ()), self.tag, "trl"]
+        tags = [*(getattr(model, "model_tags", None) or ()), self.tag, "trl"]
+        for tagged in (model, self._shown or model):
+            tagged.model_tags = tags
 
     def _hold(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Keep the data as attributes."""
