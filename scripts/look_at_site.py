@@ -102,7 +102,7 @@ def main() -> None:
     )
     if missing := [str(page) for page in pages if not page.is_file()]:
         sys.exit(f"no such page: {', '.join(missing)}")
-    with tempfile.TemporaryDirectory() as folder, Browser(Path(folder)) as browser:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Browser(Path(folder)) as browser:
         count = 0
         for fault in faults(browser, site, pages, args.pictures):
             print(fault)

@@ -3,8 +3,9 @@
     python scripts/pictures.py                       # DRAWN: what the package itself says, and docs/log.md
     python scripts/pictures.py --run runs/latest     # OF_A_RUN: its curve, one of its steps, its report page
 
-A run is made by `verl train examples/grpo_arithmetic.yaml trainer.timeline=true`; its page is opened in Chromium, which
-has to be installed. `tests/test_pictures.py` holds that pictures are what is drawn here, and that pages show them.
+The run in docs/pictures is `verl train examples/grpo_arithmetic.yaml trainer.total_steps=15 trainer.timeline=true`. Its
+page is opened in Chromium, which has to be installed. `tests/test_pictures.py` holds that pictures are what is drawn
+here, and that pages show them.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ def _legend(drawing: Drawing, y: float, colors: dict[str, str], x: float = 16) -
     for name, color in colors.items():
         drawing.box(x, y - 11, 13, 13, color)
         drawing.text(x + 19, y, name)
-        x += 40 + 8 * len(name)
+        x += 36 + 7 * len(name)
 
 
 def growth() -> str:
@@ -353,7 +354,7 @@ def curve(run: Path) -> str:
         drawing,
         326,
         {
-            "reward in training, and its smoothed mean": BLUE,
+            "reward of a step, and its smoothed mean": BLUE,
             f"accuracy on {count} held-out problems, 95 % interval": GREEN,
         },
     )
@@ -401,7 +402,7 @@ def report(run: Path) -> bytes:
     """The first screens of the run's page, as PNG."""
     from tests.browser import Browser
 
-    with tempfile.TemporaryDirectory() as folder, Browser(Path(folder)) as browser:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Browser(Path(folder)) as browser:
         browser.open(run / "report.html", 1240)
         return browser.picture(1240, 1000)
 

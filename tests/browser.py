@@ -134,6 +134,8 @@ class Browser:
         """What the mouse does over the first such element: kinds of events, and how far from its left to its right."""
         where = json.dumps(selector)
         self.js(f"document.querySelector({where}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        self.call("Runtime.evaluate", expression=f"{frames}.then(() => 0)", awaitPromise=True)  # scrolled, and seen so
         box = f"(b => [b.x, b.width, b.y + b.height / 2])(document.querySelector({where}).getBoundingClientRect())"
         left, width, y = self.js(box)
         for kind, share in events:

@@ -48,3 +48,5 @@ def test_a_picture_is_small_and_its_text_is_not(file: Path) -> None:
         width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', text).groups())  # type: ignore[union-attr]
         places = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)"', text)
         assert all(0 < float(x) < width and 0 < float(y) < height for x, y in places)
+        for x, words in re.findall(r'<text x="([\d.]+)" [^>]*text-anchor="start"[^>]*>([^<]*)<', text):
+            assert float(x) + 6.7 * len(words) < width, f"{words} is cut off"

@@ -102,7 +102,7 @@ def losses(algorithm: BaseAlgorithm, role: str, batch: Batch, number: int) -> li
     tokens = sum(batch.lengths("response_tokens"))
     spread = SPREADS[number // 2 % len(SPREADS)]
     objective = algorithm.objective(role)
-    old = batch.tensor("log_probs", torch.float64)
+    old = batch.tensor("log_probs" if "log_probs" in batch else "old_log_probs", torch.float64)
     outputs = {
         "log_probs": (old + random(tokens, number + 4, -spread, spread)).clamp(max=0),
         "entropy": random(tokens, number + 5, 0, 2),

@@ -203,6 +203,7 @@ class _Bare:
     """A trainer that has come as far as its arguments."""
 
     tag = "sft"
+    _shown = None
 
     def __init__(self, args: Any) -> None:
         self.args = args

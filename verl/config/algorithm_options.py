@@ -31,6 +31,8 @@ class AlgorithmKeywords(TypedDict, total=False):
     filter_groups: bool
     filter_metric: str
     gamma: float
+    k_neg: float
+    k_pos: float
     kl_by_ratio: bool
     kl_coef: float
     kl_estimator: str | None
@@ -46,6 +48,8 @@ class AlgorithmKeywords(TypedDict, total=False):
     lambda_lr: float
     lambda_max: float
     lambda_min: float
+    lambda_neg: float
+    lambda_pos: float
     lambda_window: int
     learn: bool
     loss_agg_mode: str
@@ -57,6 +61,7 @@ class AlgorithmKeywords(TypedDict, total=False):
     overlong_length: int | None
     overlong_penalty: float
     prefixes: Sequence[str]
+    ratio_of: str
     rollout_is: str | None
     rollout_is_lower: float | None
     rollout_is_normalize: bool
@@ -64,5 +69,7 @@ class AlgorithmKeywords(TypedDict, total=False):
     rollout_rs: str | None
     rollout_rs_lower: float | None
     rollout_rs_threshold: float
-    std_epsilon: float
+    std_epsilon: float | None
+    temperature_neg: float
+    temperature_pos: float
     undesirable_weight: float
