@@ -305,8 +305,8 @@ def run_small(launch: Launch, folder: Path) -> tuple[Meaning, Meaning]:
         RuntimeError: the run failed.
     """
     settings = small(local(launch.settings, folder))
-    given = {_SETTING.fullmatch(word)[1] for word in settings}  # type: ignore[index]
-    scored = given & {"custom_reward_function.path", "model.partial_pretrain"} or "reward_model.enable=True" in settings
+    names = {_SETTING.fullmatch(word)[1] for word in settings}  # type: ignore[index]
+    scored = names & {"custom_reward_function.path", "model.partial_pretrain"} or "reward_model.enable=True" in settings
     reward = [] if scored else [f"custom_reward_function.path={folder}/reward.py"]
     command = [sys.executable, "-m", "verl", "train", *settings, *reward, "--fresh"]
     with tempfile.TemporaryDirectory() as runs:

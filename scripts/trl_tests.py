@@ -373,11 +373,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.work or Path(temporary)
-        made = folder / "trl-internal-testing"
-        if not made.exists():
-            made.mkdir(parents=True)
-            make_data(made)
-            make_models(made)
+        stand_ins = folder / "trl-internal-testing"
+        if not stand_ins.exists():
+            stand_ins.mkdir(parents=True)
+            make_data(stand_ins)
+            make_models(stand_ins)
         copy_tests(options.folder.resolve(), folder, options.package, options.trainers)
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TRL_SITE": str(_PEER), "TRL_PACKAGE": options.package,
                "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}  # fmt: skip

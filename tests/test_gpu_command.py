@@ -75,7 +75,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("code", "verdict", "printed"),
     [
         ("print(1)", "passed in", ["1\n"]),
-        ("print(1, flush=True); import time; time.sleep(60)", "FAILED (ended at its limit of 1 s) in", ["1\n"]),
+        ("print(1, flush=True); import time; time.sleep(60)", "FAILED (ended at its limit of 5 s) in", ["1\n"]),
         ("import no_such_package.part", "NOT RUN, package no_such_package is missing, in", []),
         ("import sys; sys.exit('x failed:\\nModuleNotFoundError: No module named a')", "NOT RUN, package a is", []),
         ("import benchmarks.no_such_module", "FAILED (1) in", []),
@@ -85,7 +85,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 )
 def test_how_a_part_ends(command: ModuleType, code: str, verdict: str, printed: list[str]) -> None:
     part = command.Part("One", ["-c", code])
-    command.run(part, 1 if "sleep" in code else 60)
+    command.run(part, 5 if "sleep" in code else 60)
     assert part.verdict.startswith(verdict) and part.lines == printed
 
 
@@ -93,7 +93,7 @@ def test_what_a_part_started_ends_with_it(command: ModuleType, tmp_path: Path) -
     note = tmp_path / "pid"
     child = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    command.run(command.Part("One", ["-c", code]), 2)
+    command.run(command.Part("One", ["-c", code]), 5)
     state = Path(f"/proc/{note.read_text()}/stat")
 
     def has_ended() -> bool:

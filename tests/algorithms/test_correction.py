@@ -178,3 +178,5 @@ def test_the_ratio_may_be_to_the_engines_own_log_probs() -> None:
         make_algorithm("grpo", rollout_is="ratio", rollout_rs="token_k1")
     with pytest.raises(ConfigError, match="its loss has no ratio"):
         make_algorithm("gpg", rollout_is="ratio")
+    for name in ("sapo", "vespo"):  # which clip none, and have one
+        assert make_algorithm(name, rollout_is="ratio").keeps_old_log_probs

@@ -237,7 +237,7 @@ def test_streamed_samples_are_a_step_between_two_synchronisations() -> None:
     assert {"rollout_is": None, "rollout_rs_lower": 0.99, "rollout_rs_threshold": 1.01}.items() <= (
         algorithm.options.items()
     )
-    with pytest.raises(ConfigError, match=r"use_rollout_log_probs .*write compute_prox_log_prob"):
+    with pytest.raises(ConfigError, match=r"use_rollout_log_probs .*write async_training.compute_prox_log_prob=True"):
         load_config(None, [*streamed, "async_training.use_rollout_log_probs=False"])
 
 

@@ -172,8 +172,8 @@ def test_a_loss_of_ratios_is_finite_where_the_policy_wrote_nothing() -> None:
     old = torch.where(mask, -3.0, -1000.0).double()
     needs = LossNeeds(columns=["old_log_probs"])
     part = LossPart(batch.add({"old_log_probs": (old, lengths)}), by_ratio, token_weights(batch), needs)
-    found = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
-    assert all(bool(gradient.isfinite().all()) for gradient in found.values()) and found
+    gradients = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values()) and gradients
 
 
 def test_rows_of_which_the_policy_wrote_nothing() -> None:
@@ -184,8 +184,8 @@ def test_rows_of_which_the_policy_wrote_nothing() -> None:
         torch.ones(2),
         LossNeeds(columns=["advantages"], entropy=True),
     )
-    found = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
-    assert all(float(gradient.abs().max()) == 0 for gradient in found.values())
+    gradients = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
+    assert all(float(gradient.abs().max()) == 0 for gradient in gradients.values())
 
 
 @examples(20)

@@ -217,8 +217,8 @@ def test_old_log_probs_are_the_present_ones_unless_the_batch_has_them() -> None:
     assert seen[0].log_probs is not None
     assert torch.equal(seen[0].columns["old_log_probs"], seen[0].log_probs)
     assert not seen[0].columns["old_log_probs"].requires_grad
-    given = torch.where(seen[1].mask, seen[1].columns["advantages"], 0.0)  # where the policy wrote nothing: 0
-    assert torch.equal(seen[1].columns["old_log_probs"], given)
+    expected = torch.where(seen[1].mask, seen[1].columns["advantages"], 0.0)  # where the policy wrote nothing: 0
+    assert torch.equal(seen[1].columns["old_log_probs"], expected)
 
 
 def test_rows_of_a_coupled_group_meet_in_one_micro_batch() -> None:

@@ -175,10 +175,10 @@ def test_texts_in_another_column_and_formatted_ones(tiny: Path, tmp_path: Path) 
     rows = [{"story": f"Once {i}"} for i in range(4)]
     text = SFTTrainer(str(tiny), args=SFTConfig(str(tmp_path)), train_dataset=[{"text": row["story"]} for row in rows])
     named = SFTTrainer(str(tiny), args=SFTConfig(str(tmp_path), dataset_text_field="story"), train_dataset=rows)
-    made = SFTTrainer(
+    formatted = SFTTrainer(
         str(tiny), args=SFTConfig(str(tmp_path)), train_dataset=rows, formatting_func=lambda row: row["story"]
     )
-    assert [*text.train_dataset] == [*named.train_dataset] == [*made.train_dataset]
+    assert [*text.train_dataset] == [*named.train_dataset] == [*formatted.train_dataset]
 
 
 def test_what_is_refused_and_warned_of(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,6 +225,10 @@ def test_reward_functions_of_trl() -> None:
     assert repeated(completion_ids=[[1, 2, 3], [1, 1, 1], [1], []]) == pytest.approx([0.0, -1.0, 0.0, 0.0])
     with pytest.raises(ConfigError, match="should not be positive"):
         get_repetition_penalty_reward(max_penalty=1.0)
+    with pytest.raises(ConfigError, match="ngram_size=0: at least 1 token"):
+        get_repetition_penalty_reward(ngram_size=0)
+    with pytest.raises(ConfigError, match="soft_punish_cache=11: from 0 to max_completion_len=10"):
+        get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=11)
     assert reasoning_accuracy_reward(said("no end"), ["1"]) == [0.0]
 
 

@@ -21,6 +21,7 @@ class GPG(PolicyGradient):
 
     needs_groups = True
     zero_where_alike = True
+    has_ratio = False
     no_gradient_at_zero = True
     unread = dict.fromkeys(
         ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), "its loss has no ratio to clip"

@@ -95,6 +95,8 @@ class PolicyGradient(BaseAlgorithm):
     #: A statement about `estimate` and the rewards that it reads, lost when they are overridden, as
     #: `no_gradient_at_zero` is: advantages are 0 where all samples of a prompt, of several, have one reward.
     zero_where_alike: ClassVar[bool] = False
+    #: Whether the loss has a ratio to the old policy.
+    has_ratio: ClassVar[bool] = True
 
     clip_ratio: NotNegative = 0.2
     clip_ratio_low: NotNegative | None = None
@@ -123,7 +125,7 @@ class PolicyGradient(BaseAlgorithm):
                 "start from, or kl_in='none' for no KL at all"
             )
         check_weight_bounds(self.rollout_is_threshold, self.rollout_is_lower)
-        if self.by_ratio and (self.rollout_rs is not None or "clip_ratio" in self.unread):
+        if self.by_ratio and (self.rollout_rs is not None or not self.has_ratio):
             why = "its loss has no ratio" if self.rollout_rs is None else "rollout_rs reads the trainer's log-probs"
             raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")
         if self.rollout_rs is not None:

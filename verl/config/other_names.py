@@ -112,7 +112,8 @@ def _by_engine(get: Get) -> bool:
 def _engine_log_probs(value: Any, get: Get) -> Mapping[str, Any]:
     if not value and _by_engine(get):
         raise RefusedError(
-            "old log-probs are those of the weights that a step begins with: write compute_prox_log_prob"
+            "old log-probs are the engine's here, or those of the weights that a step begins with: write "
+            f"{_ASYNC}.compute_prox_log_prob=True"
         )
     return {}
 

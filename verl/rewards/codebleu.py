@@ -30,6 +30,7 @@ from verl.errors import ConfigError
 from verl.record import Seconds
 from verl.rewards.blocks import extract_code
 from verl.rewards.functions import FunctionReward, OnFailure
+from verl.syntax import syntax_tree
 
 _SKIPPED = (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -122,7 +123,8 @@ def _bleu(words: Sequence[str], wanted: Sequence[str], weights: dict[str, float]
 
 def _parsed(program: str) -> ast.Module | None:
     try:
-        return ast.parse(program)
+        tree: ast.Module = syntax_tree(program)
+        return tree
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -37,6 +37,7 @@ from verl.record import Count, Processes, Seconds
 from verl.rollout.base import LongPromptError, Sample
 from verl.rollout.episode import Client, LateError, with_deadline
 from verl.rollout.turns import Turns
+from verl.syntax import syntax_tree
 from verl.user_code import show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > 200:
         raise ValueError("the expression is longer than 200 characters")
-    value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+    value = _evaluate(syntax_tree(expression.strip(), mode="eval").body)
     return str(int(value) if value == int(value) else value)
 
 

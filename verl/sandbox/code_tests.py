@@ -25,6 +25,7 @@ from typing import Any
 from verl.errors import RewardError, nearest
 from verl.sandbox.run import Limits, Run, run_python
 from verl.sandbox.values import alike
+from verl.syntax import syntax_tree
 
 _HERE = Path(__file__).parent
 #: Keys of tests in mappings.
@@ -103,7 +104,7 @@ class Tests:
 
     def _add_text(self, text: str, entry: str | None, asks: bool = False) -> None:
         try:
-            nodes = list(ast.walk(ast.parse(text)))
+            nodes = list(ast.walk(syntax_tree(text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise RewardError(f"a test is neither Python nor JSON ({error}): {text[:80]!r}") from error
         called = _called(nodes)
@@ -131,7 +132,7 @@ class Tests:
         if inputs is None and outputs is not None and parts and all(map(_only_prepares, parts)):
             code = "\n".join([setup, *parts])
             self.outputs.append((code, "", _text(outputs)))
-            self.names |= _called(ast.walk(ast.parse(code)))
+            self.names |= _called(ast.walk(syntax_tree(code)))
             return
         for part in texts:
             self.add(part, entry, setup)
@@ -198,7 +199,7 @@ def _only_prepares(text: Any, before: str = "", behind: Sequence[Any] = ()) -> b
     """Whether a text tests nothing itself: it has nothing that could fail, nor calls what is defined `before`; or it
     only imports, assigns and defines, and what looks like a test is called in a text `behind`."""
     try:
-        nodes = list(ast.walk(tree := ast.parse(text)))
+        nodes = list(ast.walk(tree := syntax_tree(text)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return False
     if not _CHECKS.search(text) and _called(nodes).isdisjoint(re.findall(r"def (\w+)", before)):
@@ -330,7 +331,7 @@ def _ask_beside(
 
 
 def _altered(text: str) -> str:
-    return ast.unparse(ast.fix_missing_locations(_Altered().visit(ast.parse(text))))
+    return ast.unparse(ast.fix_missing_locations(_Altered().visit(syntax_tree(text))))
 
 
 def _send(pipe: int, content: Any) -> None:

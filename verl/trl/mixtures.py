@@ -39,10 +39,13 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     Of data sets with a `fraction` there are as many first rows as give these shares without any row twice.
 
     Raises:
-        ConfigError: there is no data set; or some have a `fraction` and others not, or of a stream.
+        ConfigError: `datasets` is not installed; there is no data set; fractions are no shares, or are not of all data
+            sets, or of a stream.
     """
-    import datasets  # type: ignore[import-not-found]
-
+    try:
+        import datasets  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ConfigError("get_dataset needs datasets, which is not installed: pip install datasets") from error
     if not mixture_config.datasets:
         raise ConfigError("No datasets were loaded from the mixture configuration: name one in datasets")
     parts = []
@@ -60,6 +63,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     if shares:
         if len(shares) < len(parts) or mixture_config.streaming:
             raise ConfigError("`fraction` must be set for either all datasets or none, and not with streaming")
+        if min(shares) < 0 or not any(shares):
+            raise ConfigError(f"`fraction` is a share, at least one of them above 0, not {shares}")
         total = min(len(rows) / share for rows, share in zip(parts, shares, strict=True) if share)
         parts = [rows.select(range(round(share * total))) for rows, share in zip(parts, shares, strict=True)]
     whole = datasets.concatenate_datasets(parts)

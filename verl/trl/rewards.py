@@ -114,7 +114,13 @@ def get_cosine_scaled_reward(
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
     """`accuracy_reward` by the completion's length (arXiv:2502.03373, appendix C.1): a short right answer is worth more
-    than a long one, a short wrong one less."""
+    than a long one, a short wrong one less.
+
+    Raises:
+        ConfigError: `max_len` is below 1.
+    """
+    if max_len < 1:
+        raise ConfigError(f"max_len={max_len}: at least 1 token")
     return _CosineScaled(max_len, (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct))
 
 
@@ -137,10 +143,12 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     """`max_penalty` times the share of the completion's n-grams of tokens that are repetitions.
 
     Raises:
-        ConfigError: the penalty is above 0.
+        ConfigError: the penalty is above 0, or the n-grams have no token.
     """
     if max_penalty > 0:
         raise ConfigError(f"max_penalty={max_penalty} should not be positive")
+    if ngram_size < 1:
+        raise ConfigError(f"ngram_size={ngram_size}: at least 1 token")
     return _RepetitionPenalty(ngram_size, max_penalty)
 
 
@@ -158,5 +166,11 @@ class _SoftOverlong:
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """DAPO's (arXiv:2503.14476, equation 13): from 0 down to -1 over the last `soft_punish_cache` tokens, and -1 beyond
-    `max_completion_len`."""
+    `max_completion_len`.
+
+    Raises:
+        ConfigError: the last tokens are more than there are.
+    """
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise ConfigError(f"soft_punish_cache={soft_punish_cache}: from 0 to max_completion_len={max_completion_len}")
     return _SoftOverlong(max_completion_len, soft_punish_cache)
