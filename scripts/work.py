@@ -128,7 +128,11 @@ def _Operators(meter: Meter) -> Any:  # noqa: N802 - torch is imported late, for
     """The mode that sees the operators of one thread."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    onednn_linear = torch.ops.mkldnn._linear_pointwise  # of the head in fp32, unknown to torch's registry
+    if onednn_linear not in flop_registry:
+        register_flop_formula(onednn_linear)(lambda x, weight, *_, **__: 2 * x[0] * weight[0] * x[1])
 
     aten = torch.ops.aten
     copies = {aten.copy_, aten._to_copy, aten.clone, aten._copy_from}
