@@ -2,10 +2,11 @@
 
     python scripts/ci.py            CI_BUDGET_SECONDS: another bound
 
-`make test` and `make docs` as a whole. The slow tests, vLLM's among them, and what needs an environment of its own take
-turns: six successive commits run each once. The turn is the number of commits up to this one, or, where history is
-shallow, the hash of this one, modulo 6. Whatever the time was too short for is a failure. On a machine so slow that a
-share would not fit, known by what `make test` took, a turn does half of its share, and the other half the next time.
+`make test`, `make docs` and `scripts/work.py` as a whole. The slow tests, vLLM's among them, and what needs an
+environment of its own take turns: six successive commits run each once. The turn is the number of commits up to this
+one, or, where history is shallow, the hash of this one, modulo 6. Whatever the time was too short for is a failure. On
+a machine so slow that a share would not fit, known by what `make test` took, a turn does half of its share, and the
+other half the next time.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def parts(number: int) -> list[Part]:
     return [
         Part(["make", "test"]),
         Part(["make", "docs"]),
+        Part([python, "scripts/work.py"]),
         Part(["make", "test-slow", f"TURN={number}"]),
         Part(["make", "test-vllm", f"TURN={number}"]),
         *(Part([python, "scripts/environments.py", name], may_be_missing=True) for name in ENVIRONMENTS[number]),

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
+MADE_MODEL = _ROOT / "benchmarks" / "made_model.py"
 #: A module that trains: its settings are what `verl train` reads.
 _LAUNCH = re.compile(r"(?:^|[./])(main_\w+|\w*main|\w*sft_trainer(?:_ray)?)(?:\.py)?$")
 _NO_TRAINING = ("main_generation", "main_generation_server", "main_eval")
@@ -328,8 +329,9 @@ def make_local_names(folder: Path) -> None:
     import pyarrow.parquet as pq
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    model = [sys.executable, str(_ROOT / "benchmarks" / "made_model.py"), "tiny", str(folder / "model")]
-    subprocess.run(model, cwd=_ROOT, check=True, capture_output=True)
+    if not (folder / "model").exists():
+        model = [sys.executable, str(MADE_MODEL), "tiny", str(folder / "model")]
+        subprocess.run(model, cwd=_ROOT, check=True, capture_output=True)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = _CHAT
     sizes = AutoConfig.from_pretrained(folder / "model", num_labels=1, pad_token_id=tokenizer.pad_token_id)

@@ -51,6 +51,7 @@ def test_what_is_printed_is_what_verl_train_takes(tiny: Path, tmp_path: Path, mo
     assert "# there is no warm-up here; there it takes 3 % of the steps\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_recorded_rows_under_names_of_their_own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"input": "once", "better": " upon", "worse": " a"}\n' * 4)

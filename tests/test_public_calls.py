@@ -430,7 +430,7 @@ def main(folder: str, server: str, share: str) -> None:
 
 
 def test_odd_arguments_are_refused_by_name(tmp_path: Path, serve: Callable[..., Plain]) -> None:
-    assert in_process(tmp_path, serve(1).url, 0.0125) >= 300
+    assert in_process(tmp_path, serve(1).url, 0.004) >= 100
 
 
 def test_all_of_the_api_reference_is_called(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from verl.config import load_config, to_yaml
 from verl.config.document import describe
 from verl.config.load import build_config
@@ -20,7 +21,7 @@ from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from launch_scripts import Launch, Meaning, check, launches, make_local_names, means, run_small  # noqa: E402
+from launch_scripts import MADE_MODEL, Launch, Meaning, check, launches, make_local_names, means, run_small  # noqa: E402
 
 KEYS = {
     line.partition(" ")[0]: int(line.partition(" ")[2])
@@ -81,6 +82,7 @@ BASE = [
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("names")
+    forked.run([sys.executable, str(MADE_MODEL), "tiny", str(folder / "model")], check=True)
     make_local_names(folder)
     return folder
 

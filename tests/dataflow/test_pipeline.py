@@ -132,7 +132,8 @@ def share_of_a(texts: list[str]) -> list[float]:
     return [text.count("a") / max(len(text), 1) for text in texts]
 
 
-@pytest.mark.parametrize("name", [pytest.param("dpo", marks=pytest.mark.slow), "kto"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_algorithms_of_labels_learn_from_the_rewards_of_a_pipeline(name: str) -> None:
     def learned(lr: float) -> float:
         actor = tiny_actor(lr)

@@ -12,7 +12,7 @@ from scripts import work
 from tests import forked
 
 
-# Longer than a fast test should be, most of it imports; but work that grows is to be seen at the commit that makes it.
+@pytest.mark.slow  # CI runs the command itself, at every commit
 def test_no_work_grew_unsaid() -> None:
     command = [sys.executable, str(work.ROOT / "scripts" / "work.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

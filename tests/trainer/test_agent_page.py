@@ -17,7 +17,8 @@ from verl.report.page import write_report
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian: apt-get install chromium)")
-WIDTHS = pytest.mark.parametrize("width", [1400, 390], ids=["desktop", "phone"])
+PHONE = pytest.param(390, id="phone", marks=pytest.mark.slow)
+WIDTHS = pytest.mark.parametrize("width", [pytest.param(1400, id="desktop"), PHONE])
 
 
 def delegating(base_url: str, api_key: str, row: Any) -> Any:

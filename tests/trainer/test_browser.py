@@ -22,7 +22,8 @@ SETTINGS = (
     "data.batch_size=4", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.max_new_tokens=8",
     "trainer.output_dir=runs",
 )  # fmt: skip
-WIDTHS = pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+PHONE = pytest.param(390, id="phone", marks=pytest.mark.slow)
+WIDTHS = pytest.mark.parametrize("width", [pytest.param(1280, id="desktop"), PHONE])
 
 
 def verl(*command: str, cwd: Path) -> None:
@@ -66,7 +67,7 @@ def numbers(texts: list[str]) -> list[float]:
     return [float(text) for text in texts]
 
 
-@WIDTHS
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 def test_curves_come_with_the_headlines_first(browser: Browser, runs: list[Path], width: int) -> None:
     fresh(browser, runs[0] / "report.html", width)
     assert browser.texts("#groups h3")[0].lower() == "headlines"
