@@ -23,10 +23,10 @@ import pyarrow as pa
 
 from verl.batch import Batch
 from verl.cluster.group import RankGroup
+from verl.cluster.meshes import RoleMeshes
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.rank_context import ALONE, RankContext, dispatch
 from verl.cluster.ray.controller import RayJob
-from verl.cluster.world import RoleMeshes
 from verl.weights.layout import Mesh
 
 #: Milliseconds a step; the move's share of the speed of a copy.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import verl
 from verl import device
-from verl.attention import varlen
+from verl.attention import flash
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
@@ -69,7 +69,7 @@ def test_recorded_steps_ahead_give_the_tokens_of_steps_in_turn(tiny: Path, kind:
         engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=0, max_length=64, compiled=False, look_ahead=ahead)
         samples.append({sample.id: sample for sample in generate(engine, requests)})
     assert engine.runner.decoder is not None and engine.runner.decoder._steps
-    if kind == "cuda" and varlen.flash_attention(engine.cache.values, paged=True) is not None:
+    if kind == "cuda" and flash.flash_attention(engine.cache.values, paged=True) is not None:
         assert all(step._recorded is not None for step in engine.runner.decoder._steps.values())
     # Keys may be split differently, so a tie of two tokens may be decided otherwise: then what follows differs.
     first, second = samples

@@ -41,8 +41,8 @@ _NAMES = {
     "verl.roles.servers": "vLLMAdapter vLLMWorker",
     "verl.roles.critic": "Critic",
     "verl.roles.group": "WorkerGroup",
-    "verl.roles.layouts": "PPORoleUpdater",
     "verl.roles.reward": "Reward",
+    "verl.roles.role_updater": "PPORoleUpdater",
     "verl.roles.updater": "Updater",
     "verl.roles.workers": "FSDPWorker MegatronWorker",
     "verl.rollout.base": "SamplingParams",
@@ -52,7 +52,8 @@ _NAMES = {
     "verl.trainer.asynchronous": "AsyncTrainer",
     "verl.trainer.interleaved": "InterleavedTrainer",
     "verl.tasks.task": "Task",
-    "verl.trainer.trainer": "PPOTrainer Trainer",
+    "verl.trainer.ppo_trainer": "PPOTrainer",
+    "verl.trainer.trainer": "Trainer",
     "verl.algorithms.loss_terms": "Loss LossInput",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -79,8 +80,8 @@ if TYPE_CHECKING:
     )
     from verl.roles.critic import Critic as Critic
     from verl.roles.group import WorkerGroup as WorkerGroup
-    from verl.roles.layouts import PPORoleUpdater as PPORoleUpdater
     from verl.roles.reward import Reward as Reward
+    from verl.roles.role_updater import PPORoleUpdater as PPORoleUpdater
     from verl.roles.servers import vLLMAdapter as vLLMAdapter, vLLMWorker as vLLMWorker
     from verl.roles.updater import Updater as Updater
     from verl.roles.workers import FSDPWorker as FSDPWorker, MegatronWorker as MegatronWorker
@@ -92,7 +93,8 @@ if TYPE_CHECKING:
     from verl.trainer.expression import Controller as Controller
     from verl.trainer.interleaved import InterleavedTrainer as InterleavedTrainer
     from verl.trainer.pipeline import RLDataPipeline as RLDataPipeline
-    from verl.trainer.trainer import PPOTrainer as PPOTrainer, Trainer as Trainer
+    from verl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from verl.trainer.trainer import Trainer as Trainer
     from verl.weights.shard import Shard as Shard
 
 

@@ -60,9 +60,10 @@ class Process:
         return not alive(self.pid) or self.started not in ("", _started(self.pid))
 
 
-def staging_of(path: Path) -> Path:
-    """Where this process makes what is then renamed to `path`."""
-    return _marked(path, "staging")
+def staging_of(path: Path, kind: str = "staging") -> Path:
+    """Where this process makes what is then renamed to `path`; "replaced": where it puts what stood there."""
+    process = Process.current()
+    return path.with_name(f".{kind}-{process.host}~{process.pid}~{process.started}~{path.name}")
 
 
 def clear_staging(directory: Path, *, alone: bool = False) -> None:
@@ -279,7 +280,7 @@ def publish(staging: Path, path: Path) -> None:
     A directory cannot be replaced by one rename. Between the two that it takes, the old one has a name that says so,
     and `recover` puts it back.
     """
-    old = _marked(path, "replaced")
+    old = staging_of(path, "replaced")
     if path.exists() or path.is_symlink():
         remove(old)
         os.rename(path, old)
@@ -330,11 +331,6 @@ def _whole_lines(file: IO[bytes]) -> int:
         return 0
     with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
         return content.rfind(b"\n") + 1
-
-
-def _marked(path: Path, kind: str) -> Path:
-    process = Process.current()
-    return path.with_name(f".{kind}-{process.host}~{process.pid}~{process.started}~{path.name}")
 
 
 def _started(pid: int) -> str:

@@ -61,7 +61,10 @@ def test_no_code_outside_names_an_algorithm() -> None:
         if not place.startswith(("algorithms/", "trl/", *names_of_others)):
             offenders |= {(place, name) for name in found(tree)}
     # Two classes whose own names say PPO.
-    named = {"trainer/trainer.py": "class PPOTrainer(Trainer)", "roles/layouts.py": "class PPORoleUpdater(Updater)"}
+    named = {
+        "trainer/ppo_trainer.py": "class PPOTrainer(Trainer)",
+        "roles/role_updater.py": "class PPORoleUpdater(Updater)",
+    }
     assert offenders - OTHER_MEANING == {(place, "ppo") for place in named}
     for place, line in named.items():
         before, _, inside = (PACKAGE / place).read_text(encoding="utf-8").partition(line)

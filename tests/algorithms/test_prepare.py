@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.algorithms.support import GRADIENT, experience, loss_input, random_experience
 from tests.properties import examples
 from verl.algorithms import make_algorithm
-from verl.algorithms.kl import KLController
+from verl.algorithms.kl import adapted
 from verl.batch import Batch
 from verl.errors import ConfigError
 
@@ -181,12 +181,16 @@ def test_the_coefficient_in_the_loss_is_the_one_that_is_reported() -> None:
     assert algorithm.prepare(batch)[0]["kl_coef"] == [pytest.approx(0.5 * (1 + 0.2 * 2 / 10))] * 2
 
 
+def test_without_a_target_the_coefficient_is_fixed() -> None:
+    batch = experience([2, 1], ["a", "b"], [1.0, 0.0])
+    algorithm = make_algorithm("grpo", kl_in="loss", kl_coef=0.01)
+    assert algorithm.prepare(batch)[1]["kl"] != 0
+    assert algorithm.state_dict() == {"kl_coef": 0.01}
+
+
 def test_no_batch_changes_the_coefficient_by_more_than_a_fifth() -> None:
-    controller = KLController(1.0, target=0.1, horizon=10)
-    controller.update(0.0, samples=50)
-    assert controller.value == pytest.approx(0.8)
-    controller.update(9.0, samples=5000)
-    assert controller.value == pytest.approx(0.8 * 1.2)
+    assert adapted(1.0, 0.0, samples=50, target=0.1, horizon=10) == pytest.approx(0.8)
+    assert adapted(0.8, 9.0, samples=5000, target=0.1, horizon=10) == pytest.approx(0.8 * 1.2)
     for options in ({"name": "ppo"}, {"name": "grpo", "kl_in": "loss", "kl_target": 0.1}):
         with pytest.raises(ConfigError, match="kl_coef=0 stays 0"):
             make_algorithm(options.pop("name"), kl_coef=0.0, **options)

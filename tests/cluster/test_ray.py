@@ -23,9 +23,9 @@ from tests import forked, ranks
 from tests.cluster.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
 from verl.cluster.group import RankGroup
+from verl.cluster.meshes import RoleMeshes
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.rank_context import ALONE, RankContext, dispatch
-from verl.cluster.world import RoleMeshes
 from verl.errors import ClusterError, ConfigError
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard

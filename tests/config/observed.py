@@ -260,9 +260,9 @@ def data(config: Config, number: int) -> Seen:
     """The first batches of training; the rows are those of the files that the settings name."""
     checked = check_settings(config)
     actor = build.build_actor(config, next(iter(checked.algorithms.values())).head, checked.rows)
-    of_run = build_data(config, actor, checked.data)
+    train, *_ = build_data(config, actor, checked.data)
     batches = [batch.drop([n for n in batch.columns if n not in ("id", "prompt_tokens", "response_tokens")])
-               for batch in itertools.islice(of_run.train, 6)]  # fmt: skip
+               for batch in itertools.islice(train, 6)]  # fmt: skip
     return Seen([[*batch.rows()] for batch in batches])
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.data.loader import PromptLoader, permutation
+from verl.data.cursor import permutation
+from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts, stream_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError

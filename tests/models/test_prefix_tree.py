@@ -16,7 +16,7 @@ from tests.models.test_packed import difference, gradients, log_probs
 from tests.properties import examples
 from tests.varlen import varlen_attn
 from verl.attention import prefix_tree as trees
-from verl.attention import segments, varlen
+from verl.attention import flash, segments
 from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.attention.segments import Packed, Row, pack_rows
 from verl.models.packed import PackedModel
@@ -95,7 +95,7 @@ def test_log_probs_and_gradients_are_those_of_flat_rows(monkeypatch: pytest.Monk
     if way == "sdpa":
         monkeypatch.setattr(segments, "attend", segments.sdpa_attend)
     if way == "varlen":
-        monkeypatch.setattr(varlen, "flash_attention", lambda value: varlen_attn)
+        monkeypatch.setattr(flash, "flash_attention", lambda value: varlen_attn)
     model = PackedModel(make_model(kind))
 
     @examples(20)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.models.test_packed import PROMPTS, RESPONSES, Make, difference, gradients, log_probs
 from tests.properties import examples
 from tests.varlen import varlen_attn
-from verl.attention import varlen
+from verl.attention import flash, varlen
 from verl.attention.segments import Row, Segments, attend, pack_rows
 from verl.models.packed import PackedModel
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention
@@ -35,7 +35,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return varlen_attn(*args, **kwargs)
 
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: counted)
+    monkeypatch.setattr(flash, "flash_attention", lambda value: counted)
     return calls
 
 
@@ -91,7 +91,7 @@ def test_copies_of_a_prefix_add_up_in_fp32() -> None:
 
 
 def test_the_cpu_has_no_such_kernel() -> None:
-    assert varlen.flash_attention(torch.zeros(1, 1, 8, dtype=torch.bfloat16)) is None
+    assert flash.flash_attention(torch.zeros(1, 1, 8, dtype=torch.bfloat16)) is None
 
 
 def test_a_packed_micro_batch_goes_through_the_kernel(with_kernel: list[int]) -> None:
@@ -111,7 +111,7 @@ def test_log_probs_and_gradients_of_models_are_those_of_the_cpu(
     packed = PackedModel(make_model(kind))
     expected = log_probs(packed, pack_rows(PROMPTS, RESPONSES))
     expected_gradient = gradients(packed.model, expected)
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: varlen_attn)
+    monkeypatch.setattr(flash, "flash_attention", lambda value: varlen_attn)
     for share in (True, False):
         values = log_probs(packed, pack_rows(PROMPTS, RESPONSES, share_prompts=share))
         assert (values - expected).abs().max() < 1e-10
@@ -129,9 +129,9 @@ Package = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def looked_for() -> Iterator[None]:
     """The package flash-attn is looked for anew, here and afterwards."""
-    varlen._package_kernel.cache_clear()
+    flash._package_kernel.cache_clear()
     yield
-    varlen._package_kernel.cache_clear()
+    flash._package_kernel.cache_clear()
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def package(monkeypatch: pytest.MonkeyPatch, looked_for: None) -> Package:
         monkeypatch.setitem(sys.modules, "flash_attn", module)
         return calls
 
-    monkeypatch.setattr(varlen, "_torch_kernel", lambda paged: None)
+    monkeypatch.setattr(flash, "_torch_kernel", lambda paged: None)
     return make
 
 
@@ -202,8 +202,8 @@ def package(monkeypatch: pytest.MonkeyPatch, looked_for: None) -> Package:
 @pytest.mark.parametrize("splits", [False, True])
 def test_an_older_torch_takes_the_package(package: Package, window: int | None, splits: bool) -> None:
     calls = package(splits)
-    kernel = varlen.flash_attention(half())
-    assert kernel is not None and not varlen.has_splits(kernel)
+    kernel = flash.flash_attention(half())
+    assert kernel is not None and not flash.has_splits(kernel)
     rows = [Row(0, 4), Row(4, 3, Row(0, 4)), Row(7, 2, Row(0, 4))]
     inputs = [torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)
@@ -228,8 +228,8 @@ def test_the_package_reads_a_paged_cache(package: Package, window: int | None, s
     tensors = BatchTensors.of(plan, cache.device)
     expected = PagedAttention(cache, tensors).attend(0, *inputs, SCALE, window)
     with pytest.MonkeyPatch.context() as patch:
-        kernel = varlen.flash_attention(half(), paged=True)
-        patch.setattr(varlen, "flash_attention", lambda value, paged: kernel)
+        kernel = flash.flash_attention(half(), paged=True)
+        patch.setattr(flash, "flash_attention", lambda value, paged: kernel)
         found = PagedAttention(cache, tensors).attend(0, *inputs, SCALE, window)
     assert (found - expected).abs().max() < 1e-12
     whole = (-1, -1) if queries == 1 else (-1, 0)
@@ -261,8 +261,8 @@ def test_a_torch_without_pages_takes_its_kernel_for_training(
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older_varlen_attn)
-    assert varlen.flash_attention(half(), paged=True) is None
-    kernel = varlen.flash_attention(half())
+    assert flash.flash_attention(half(), paged=True) is None
+    kernel = flash.flash_attention(half())
     assert kernel is not None
     rows = [Row(0, 4), Row(4, 3, Row(0, 4))]
     inputs = [torch.randn(7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
@@ -274,5 +274,5 @@ def test_a_torch_without_pages_takes_its_kernel_for_training(
 @pytest.mark.usefixtures("looked_for")
 def test_without_either_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setattr(varlen, "_torch_kernel", lambda paged: None)
-    assert varlen.flash_attention(half()) is None
+    monkeypatch.setattr(flash, "_torch_kernel", lambda paged: None)
+    assert flash.flash_attention(half()) is None

@@ -64,8 +64,8 @@ def brute_force(problem: Problem) -> float:
 @pytest.mark.parametrize("response", [64, 2048])
 def test_the_choice_is_within_a_tenth_of_brute_force(cluster: str, response: int) -> None:
     work = Workload(samples=128, prompt=512, response=response, updates=2)
-    small = replace(llama("7B"), layers=6, parameters=1_400_000_000)
-    sizes = {"actor": small, "critic": small, "reference": small, "reward": replace(small, parameters=700_000_000)}
+    small = llama("7B")._replace(layers=6, parameters=1_400_000_000)
+    sizes = {"actor": small, "critic": small, "reference": small, "reward": small._replace(parameters=700_000_000)}
     kinds = (memory.ddp(), memory.fsdp())
     models = tuple(Model(role, size, role in ("actor", "critic"), kinds) for role, size in sizes.items())
     problem = Problem(models, work, Cluster.parse(cluster), most_pipeline=2)

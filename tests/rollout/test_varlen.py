@@ -17,7 +17,7 @@ from tests.rollout.test_exactness import run
 from tests.varlen import PAGE, varlen_attn
 from tests.waits import no_waits, unwatched
 from verl import device
-from verl.attention import varlen
+from verl.attention import flash
 from verl.device import HostCopy
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
@@ -68,7 +68,7 @@ def take(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor])
         assert paged
         return kernel
 
-    monkeypatch.setattr(varlen, "flash_attention", flash_attention)
+    monkeypatch.setattr(flash, "flash_attention", flash_attention)
 
 
 @pytest.mark.quick("ahead-gpt2-1", "in turn-mistral-1")

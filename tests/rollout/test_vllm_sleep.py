@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import verl
 from tests.rollout.stand_in_vllm import LLM, modules
 from verl.errors import RolloutError
-from verl.rollout.base import NoWeightsError, Request, SamplingParams, generate
-from verl.rollout.vllm.engine import VLLMEngine
+from verl.rollout.base import Request, SamplingParams, generate
+from verl.rollout.vllm.engine import NoWeightsError, VLLMEngine
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
 

@@ -189,7 +189,7 @@ def test_a_sabotaged_reward_is_noticed_and_training_goes_back_and_on_with_other_
     again, _ = guarded(tiny, tmp_path, low_bytes, [])
     again.rollback(8)
     assert again.position is not None and again.position["position"] == 2 * (8 + 4)
-    assert again.guards.state_dict()[0]["rollbacks"] == 1
+    assert again.guards is not None and again.guards.state_dict()[0]["rollbacks"] == 1
 
 
 @pytest.mark.slow
@@ -205,6 +205,7 @@ def test_a_run_that_is_resumed_right_after_a_rollback_skips_the_data_too(tiny: P
     again, fresh = guarded(tiny, tmp_path, low_bytes, [])
     assert again.resume() == alerts[0].back_to == trainer.steps
     assert checksum(again.actor.shards()) == checksum(trainer.actor.shards()) == sums[alerts[0].back_to]
+    assert again.guards is not None and trainer.guards is not None
     assert again.guards.state_dict() == trainer.guards.state_dict()
     again.fit(fresh, steps=1)
     assert fresh.state_dict()["position"] == 2 * (FIRST_BAD + 1)

@@ -12,7 +12,8 @@ import pytest
 
 import verl
 from tests.trainer.timeline_file import gaps, read_timeline
-from verl.report.timeline import Span, Timeline, busy_shares
+from verl.report.timeline import Span, busy_shares
+from verl.report.trace_file import TraceFile
 
 PAUSE = 0.6
 
@@ -53,9 +54,9 @@ def test_an_injected_gap_is_seen_in_the_trace(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_a_trace_is_chrome_trace_json(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "timeline.json")
+    timeline = TraceFile(tmp_path / "timeline.json")
     timeline.add([Span("rollout", "actor", 10.0, 0.5, rank=1, host="a")], step=3)
-    Timeline(timeline.path).add([Span("reward", "reward", 11.0, 0.25, host="b")], step=4)  # the next attempt
+    TraceFile(timeline.path).add([Span("reward", "reward", 11.0, 0.25, host="b")], step=4)  # the next attempt
     events = json.loads(timeline.path.read_text().rstrip().rstrip(",") + "]")
     assert {"name": "rollout", "ph": "X", "ts": 10_000_000, "dur": 500_000, "pid": 1}.items() <= events[2].items()
     assert events[0]["args"]["name"] == "rank 1 on a"
@@ -70,11 +71,11 @@ def test_a_trace_is_chrome_trace_json(tmp_path: Path) -> None:
 
 def test_a_trace_that_was_cut_off_goes_on_whole(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
-    Timeline(file).add([Span("rollout", "actor", 1.0, 1.0), Span("reward", "reward", 2.0, 1.0)], step=1)
+    TraceFile(file).add([Span("rollout", "actor", 1.0, 1.0), Span("reward", "reward", 2.0, 1.0)], step=1)
     whole = file.read_bytes()
     for cut, left in ((0, []), (1, []), (len(whole) - 40, ["rollout"]), (len(whole), ["rollout", "reward"])):
         file.write_bytes(whole[:cut])
-        Timeline(file).add([Span("update", "actor", 3.0, 1.0)], step=2)
+        TraceFile(file).add([Span("update", "actor", 3.0, 1.0)], step=2)
         json.loads(file.read_text().rstrip().rstrip(",") + "]")
         assert [span.node for span in read_timeline(file)] == [*left, "update"]
 
@@ -83,7 +84,7 @@ def test_a_full_disk_delays_a_trace_and_stops_nothing(tmp_path: Path, caplog: py
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
     try:
-        timeline = Timeline(tmp_path / "timeline.json")
+        timeline = TraceFile(tmp_path / "timeline.json")
         for step in (1, 2):
             timeline.add([Span("rollout", "actor", float(step), 1.0)], step)
     finally:

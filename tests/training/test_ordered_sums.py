@@ -15,7 +15,7 @@ from tests.training.test_waits import watch
 from tests.varlen import varlen_attn
 from tests.waits import unwatched
 from verl import autograd
-from verl.attention import varlen
+from verl.attention import flash
 from verl.autograd import add_rows, sum_rows, take_rows
 from verl.models.heads import ValueModel
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
@@ -43,7 +43,7 @@ class Ordered(TorchDispatchMode):
 @pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
 def test_a_micro_batch_on_an_accelerator_adds_in_order(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: unwatched(varlen_attn))
+    monkeypatch.setattr(flash, "flash_attention", lambda value: unwatched(varlen_attn))
     monkeypatch.setattr(autograd, "_index_add_is_ordered", lambda device: False)
     algorithm, batch = prepared(name, 3)
     for role in sorted(algorithm.roles & {"actor", "critic", "cost_critic"}):

@@ -14,7 +14,7 @@ from tests.algorithms.test_with_engine import model
 from tests.training.cases import make_engine
 from tests.varlen import varlen_attn
 from tests.waits import no_waits, unwatched
-from verl.attention import varlen
+from verl.attention import flash
 from verl.models.heads import ValueModel
 from verl.training.mini_batch import MiniBatch
 from verl.training.torch_engine import TorchEngine
@@ -24,7 +24,7 @@ from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 @pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
 def test_forward_and_backward_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(varlen, "flash_attention", lambda value: unwatched(varlen_attn))
+    monkeypatch.setattr(flash, "flash_attention", lambda value: unwatched(varlen_attn))
     algorithm, batch = prepared(name, 3)
     for role in sorted(algorithm.roles & {"actor", "critic", "cost_critic"}):
         objective = algorithm.objective(role)

@@ -261,45 +261,33 @@ class BaseAlgorithm(ABC):
         """Restores `state_dict()`."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RoleObjective:
-    """What an update of one role needs to know of an algorithm."""
+    """What an update of one role needs to know of an algorithm. Workers get it by value and never look one up by name.
+
+    Attributes:
+        compute_loss, token_weights: the algorithm's, for this role.
+        loss_columns, needs_entropy, coupled: likewise.
+        by_token: whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0.
+        no_gradient_at_zero: whether the algorithm states it of this role's loss, and the loss is by token.
+    """
 
     algorithm: BaseAlgorithm
     role: str
 
-    @property
-    def coupled(self) -> bool:
-        return self.algorithm.coupled and self.role == "actor"
-
-    @property
-    def loss_columns(self) -> tuple[str, ...]:
-        return self.algorithm.loss_columns if self.role == "actor" else _CRITICS[self.role]
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.algorithm.needs_entropy and self.role == "actor"
-
-    @property
-    def by_token(self) -> bool:
-        """Whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0."""
-        return self.role != "actor" or not (self.algorithm.coupled or self.algorithm.head == "score")
-
-    @property
-    def no_gradient_at_zero(self) -> bool:
-        """Whether the algorithm states it of this role's loss, and the loss is by token."""
-        return self.by_token and states(self.algorithm, "no_gradient_at_zero", _LOSSES[self.role])
-
-    def token_weights(self, batch: Batch) -> Tensor:
-        return self.algorithm.token_weights(batch)
-
-    def compute_loss(self, x: LossInput) -> Loss:
+    def __post_init__(self) -> None:
+        algorithm, is_actor = self.algorithm, self.role == "actor"
         losses: dict[str, LossFn] = {
-            "actor": self.algorithm.compute_loss,
-            "critic": self.algorithm.compute_critic_loss,
-            "cost_critic": self.algorithm.compute_cost_critic_loss,
+            "actor": algorithm.compute_loss,
+            "critic": algorithm.compute_critic_loss,
+            "cost_critic": algorithm.compute_cost_critic_loss,
         }
-        return losses[self.role](x)
+        self.compute_loss, self.token_weights = losses[self.role], algorithm.token_weights
+        self.loss_columns = algorithm.loss_columns if is_actor else _CRITICS[self.role]
+        self.needs_entropy = is_actor and algorithm.needs_entropy
+        self.coupled = is_actor and algorithm.coupled
+        self.by_token = not is_actor or not (algorithm.coupled or algorithm.head == "score")
+        self.no_gradient_at_zero = self.by_token and states(algorithm, "no_gradient_at_zero", _LOSSES[self.role])
 
 
 def states(algorithm: BaseAlgorithm, statement: str, methods: Collection[str]) -> bool:

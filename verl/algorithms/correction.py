@@ -12,8 +12,7 @@ is 0, it is left out of the measures, and `mismatch/nonfinite` counts it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ Rejection = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LogRatio:
+class LogRatio(NamedTuple):
     """log pi_trainer - log pi_engine of the tokens `[R]`, 0 where it is not usable, and which are usable."""
 
     values: Tensor

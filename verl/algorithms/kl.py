@@ -13,7 +13,6 @@ paper's form a batch of five horizons can make it 0, from where it never comes b
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -72,23 +71,14 @@ def _value(difference: Tensor, estimator: str) -> Tensor:
     return ((-bounded).exp() - 1 + bounded).clamp(-_MAX_K3, _MAX_K3)
 
 
-@dataclass
-class KLController:
-    """The KL coefficient; with a target, adapted so that the measured KL stays near it.
+def adapted(coefficient: float, kl: float, samples: int, target: float, horizon: int) -> float:
+    """The KL coefficient after `samples` with this mean KL, so that the KL stays near a target.
 
-    Attributes:
-        value: the coefficient now.
-        target: KL in nats a token; None keeps the coefficient fixed.
+    Args:
+        kl: in nats a token; one that is not finite changes nothing.
         horizon: samples over which an error of 20 % or more changes the coefficient by about 20 %.
     """
-
-    value: float
-    target: float | None = None
-    horizon: int = 10_000
-
-    def update(self, kl: float, samples: int) -> None:
-        """Take note of the mean KL of so many samples. A KL that is not finite changes nothing."""
-        if self.target is None or not math.isfinite(kl):
-            return
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * min(samples / self.horizon, 1.0)
+    if not math.isfinite(kl):
+        return coefficient
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * min(samples / horizon, 1.0))

@@ -31,7 +31,7 @@ from verl.algorithms.correction import (
     rejection_bounds,
 )
 from verl.algorithms.episodes import Episodes
-from verl.algorithms.kl import KLController, check_estimator, kl_estimate
+from verl.algorithms.kl import adapted, check_estimator, kl_estimate
 from verl.algorithms.losses import MAX_LOG_RATIO, PolicyLoss, PolicyTerms, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -130,7 +130,7 @@ class PolicyGradient(BaseAlgorithm):
             raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")
         if self.rollout_rs is not None:
             rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
-        self._kl = KLController(self.kl_coef, self.kl_target, self.kl_horizon)
+        self._kl_coef = self.kl_coef  # as `kl_target` has moved it
 
     @property
     def unread_options(self) -> dict[str, str]:
@@ -239,7 +239,7 @@ class PolicyGradient(BaseAlgorithm):
         batch, measured = self._correct(old_log_probs(batch))
         episodes = Episodes(batch)
         batch, responses = episodes.rows, episodes.responses
-        coefficient = self._kl.value  # of this batch; measuring its KL moves it for the next
+        coefficient = self._kl_coef  # of this batch; measuring its KL moves it for the next
         penalty, kl_metrics = self._kl_penalty(responses)
         rewards, outcome = self._rewards(episodes)
         experience = Experience(
@@ -289,10 +289,10 @@ class PolicyGradient(BaseAlgorithm):
         return Loss(total=total, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self._kl.value}
+        return {"kl_coef": self._kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kl.value = float(state["kl_coef"])
+        self._kl_coef = float(state["kl_coef"])
 
     def _rewards(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
         """`[R]` and `[S]`: `token_rewards` where given, else the reward at the last token of each trajectory; and the
@@ -315,8 +315,9 @@ class PolicyGradient(BaseAlgorithm):
         estimate = kl_estimate(responses.tokens("old_log_probs"), responses.tokens("ref_log_probs"), self.kl_name)
         estimate = torch.where(responses.written, estimate, 0.0)
         kl = float((responses.sum(estimate) / responses.count(responses.written).clamp(min=1)).mean())
-        coefficient = self._kl.value
-        self._kl.update(kl, responses.rows)
+        coefficient = self._kl_coef
+        if self.kl_target is not None:
+            self._kl_coef = adapted(coefficient, kl, responses.rows, self.kl_target, self.kl_horizon)
         return (coefficient * estimate if self.kl_in == "reward" else nothing), {"kl": kl, "kl_coef": coefficient}
 
     def _correct(self, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -1,4 +1,4 @@
 """Attention over packed rows, on every device.
 
-Reading order: `prefix_tree`, `segments`, `varlen`.
+Reading order: `prefix_tree`, `segments`, `flash`, `varlen`.
 """

@@ -8,9 +8,8 @@ begin alike by chance are computed as ever, and a node always saves more than a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,8 +19,7 @@ Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 LEAST = 64
 
 
-@dataclass(frozen=True)
-class PrefixTree:
+class PrefixTree(NamedTuple):
     """Trees of the rows of a batch.
 
     Attributes:

@@ -24,13 +24,6 @@ class RandomState(BaseModel):
     numpy: tuple[str, Annotated[int, Field(ge=0, le=624)], Annotated[int, Field(ge=0, le=1)], float]
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the process-wide generators, for user code that draws from them; the system's own numbers do not."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
     """State of torch (CPU and every accelerator), NumPy's global generator and `random`."""
     version, words, gauss = random.getstate()

@@ -291,7 +291,7 @@ def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> d
         "random": random.model_dump(),
         "position": trainer.position,
         "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
-        "guards": trainer.guards.state_dict(),
+        "guards": [] if trainer.guards is None else trainer.guards.state_dict(),
         "mixture": trainer.mixture.state_dict(),
     }
     try:
@@ -368,7 +368,8 @@ def _holders(trainer: Trainer, state: TrainerState) -> Iterator[tuple[str, Any, 
         for role, source in task.sources.items():
             yield role, source, state.tasks[name].sources.get(role, {})
     yield "the task scheduler", trainer.mixture, state.mixture
-    yield "the guards", trainer.guards, state.guards
+    if trainer.guards is not None:
+        yield "the guards", trainer.guards, state.guards
 
 
 def _read_state(checkpoint: Checkpoint) -> TrainerState:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checked import checked
 from verl.cluster.local import LocalGroup
+from verl.cluster.meshes import TIMEOUT, RoleMeshes
 from verl.cluster.placement import DeviceMesh, ResourcePool
-from verl.cluster.world import TIMEOUT, RoleMeshes
 from verl.combinations import MAKE, check
 from verl.device import claim, count, default_kind
 from verl.errors import ConfigError

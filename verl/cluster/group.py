@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from verl.batch import Batch
+from verl.cluster.meshes import RoleMeshes
 from verl.cluster.rank_context import check_answer, check_call, dispatch_of, name_of, timed
-from verl.cluster.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError
 from verl.training.micro_batch import balanced
 

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, nearest
@@ -30,8 +30,7 @@ ROLE = "role"
 WEIGHTS = "weights"
 
 
-@dataclass(frozen=True)
-class RankContext:
+class RankContext(NamedTuple):
     """Where a worker stands; the default is a role of one rank.
 
     Attributes:
@@ -50,9 +49,9 @@ class RankContext:
     size: int = 1
     device: str | None = None
     trainer: int = 0
-    meshes: Mapping[str, Mesh] = field(default_factory=lambda: {ROLE: Mesh(), "train": Mesh(), "rollout": Mesh()})
-    groups: Mapping[str, Any] = field(default_factory=dict)
-    parts: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
+    meshes: Mapping[str, Mesh] = MappingProxyType({ROLE: Mesh(), "train": Mesh(), "rollout": Mesh()})
+    groups: Mapping[str, Any] = MappingProxyType({})
+    parts: Mapping[tuple[int, ...], Any] = MappingProxyType({})
 
     @property
     def is_apart(self) -> bool:
@@ -64,8 +63,7 @@ class RankContext:
 ALONE = RankContext()
 
 
-@dataclass(frozen=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """How a call's data travel.
 
     mesh: whose ranks run it.

@@ -1,57 +1,20 @@
-"""A job of torch.distributed as one of its ranks sees it: process groups, and which ranks a role stands on."""
+"""A job of torch.distributed as one of its ranks sees it: its process groups."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from verl.cluster.meshes import RoleMeshes
 from verl.cluster.rank_context import ROLE, WEIGHTS, RankContext
 from verl.errors import BrokenCollectiveError
 from verl.ranks import who
-from verl.weights.layout import Mesh
-
-#: Seconds that ranks wait for each other when nothing else is set.
-TIMEOUT = 1800.0
-
-
-@dataclass(frozen=True)
-class RoleMeshes:
-    """The meshes of one role by name, on ranks of the job. "train" and "rollout" may hold the same ranks, or others.
-
-    Raises:
-        ConfigError: ranks of a mesh that share a model do not ascend, see `Mesh.check_order`.
-    """
-
-    role: str
-    meshes: Mapping[str, Mesh]
-
-    def __post_init__(self) -> None:
-        for mesh in self.meshes.values():
-            mesh.check_order()
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks of the role, in order."""
-        return tuple(sorted({rank for mesh in self.meshes.values() for rank in mesh.ranks}))
-
-    @property
-    def has_transition(self) -> bool:
-        """Whether its ranks generate in another layout than they train in."""
-        trains, generates = self.meshes["train"], self.meshes.get("rollout")
-        if generates is None or set(trains.ranks) != set(generates.ranks):
-            return False
-        return not (trains.layout.is_plain and generates.layout.is_plain)
-
-    def mesh(self, name: str) -> Mesh:
-        """A mesh by name; `ROLE`: all ranks of the role."""
-        return Mesh.data_parallel(self.ranks) if name == ROLE else self.meshes[name]
 
 
 class World:

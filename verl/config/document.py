@@ -7,9 +7,8 @@ import json
 import re
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -32,8 +31,7 @@ key changes:
 """
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One setting. `changes`: see `verl.record.Change`. `later` says why nothing but the default is accepted yet, if
     that is so."""
 

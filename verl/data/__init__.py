@@ -1,8 +1,8 @@
 """Data: prompts, offline data, buffers, and cursors that resume exactly.
 
-Reading order: `prompts`, `loader`, `pools`, `files`, `forms`, `chat`, `tokenize`, `text`, `vocabulary`, `prefixes`,
-`tasks`, `offline`, `buffer`, `buffers`, `distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`,
-`alignment`, `time_limit`.
+Reading order: `prompts`, `cursor`, `loader`, `stream_walk`, `pool_options`, `pools`, `files`, `forms`, `chat`,
+`tokenize`, `text`, `vocabulary`, `prefixes`, `tasks`, `offline`, `buffer`, `buffers`, `disk_buffer`,
+`distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`, `rows_ahead`, `alignment`, `time_limit`.
 """
 
 from __future__ import annotations

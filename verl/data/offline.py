@@ -29,9 +29,9 @@ from pydantic import Field
 from verl.batch import COMPUTED, Batch
 from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
+from verl.data.cursor import Cursor
 from verl.data.files import digest, is_files, named, recorded_files, rows_by_file
 from verl.data.forms import chat_of, readable_row, table_rows, usual_row
-from verl.data.loader import Cursor
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
 from verl.errors import ConfigError, DataError

@@ -58,9 +58,6 @@ class PromptDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.batch.row(range(len(self))[index])
 
-    def take(self, rows: Sequence[int]) -> Batch:
-        return self.batch.take(rows)
-
     def texts(self) -> list[str]:
         """What is asked, row by row, without system messages and surrounding space: what makes prompts equal."""
         return [prompt_text(row) for row in self.batch.select(_PROMPT_FIELDS).rows()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,8 @@ import numpy as np
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.by_task import COLUMN, by_task
-from verl.data.loader import PromptLoader, hashed, saved_count
+from verl.data.cursor import hashed, saved_count
+from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
 from verl.data.shared_source import read_once
 from verl.errors import ConfigError, DataError, nearest
@@ -178,29 +178,6 @@ class MixedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises DataError if it is of other data."""
         self.mixture.load_state_dict(state)
-
-
-def sources_of(loader: Any) -> dict[str, PromptLoader]:
-    """The loaders of prompts that a loader draws from, by what they are called in names of prompts."""
-    mixture = getattr(loader, "mixture", loader)
-    sources = mixture.sources if isinstance(mixture, TaskLoader) else {"": loader}
-    return {name: source for name, source in sources.items() if isinstance(source, PromptLoader)}
-
-
-def pooled(loader: Any) -> dict[str, PromptLoader]:
-    """Those that have pools."""
-    return {name: source for name, source in sources_of(loader).items() if source.pools is not None}
-
-
-def note_scores(loader: Any, scores: Mapping[str, Sequence[float | None]]) -> dict[str, int]:
-    """Tell a loader's pools how samples scored, by the `group` of their prompts; the sizes of the pools, of several
-    tasks by task."""
-    sizes: Counter[str] = Counter()
-    for name, source in pooled(loader).items():
-        source.note({group.removeprefix(f"{name}."): of_samples for group, of_samples in scores.items()})
-        for pool, size in source.pools.sizes().items() if source.pools else ():
-            sizes[f"task/{name}/{pool}" if isinstance(loader, TaskLoader) else pool] += size
-    return dict(sizes)
 
 
 @checked

@@ -32,7 +32,8 @@ class Slot:
     @asynccontextmanager
     async def held_by(self, holder: object) -> AsyncIterator[None]:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._calls == 0 or self._holder == holder)
+            while self._calls and self._holder != holder:
+                await self._changed.wait()
             self._holder = holder
             self._calls += 1
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -20,14 +19,8 @@ from verl.errors import DataError
 
 #: The number of a row's group, and its number in the group.
 Row: TypeAlias = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Written:
-    """What one node wrote of one group: columns of these rows, ascending."""
-
-    rows: Sequence[Row]
-    columns: Batch
+#: What one node wrote of one group: rows, ascending, and their columns.
+Written: TypeAlias = tuple[Sequence[Row], Batch]
 
 
 class GroupColumns:
@@ -48,7 +41,7 @@ class GroupColumns:
         for group in groups:
             low, high = (bisect_left(rows, (number, 0)) for number in (group, group + 1))
             part = columns.slice(low, high - low) if columns.columns else columns
-            self._written[name][group].set_result(Written(rows[low:high], part))
+            self._written[name][group].set_result((rows[low:high], part))
 
     async def gather(self, names: Sequence[str], groups: range) -> tuple[list[Row], dict[str, Batch]]:
         """Wait for groups of some writers: the rows that all of them have, and each one's columns of those."""
@@ -80,7 +73,7 @@ class GroupColumns:
 
 
 def _joined(parts: Sequence[Written]) -> tuple[list[Row], Batch]:
-    return [row for part in parts for row in part.rows], Batch.concat(part.columns for part in parts)
+    return [row for rows, _ in parts for row in rows], Batch.concat(columns for _, columns in parts)
 
 
 def _taken(columns: Batch, present: Sequence[Row], rows: Sequence[Row]) -> Batch:

@@ -8,7 +8,6 @@ with `==`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -172,7 +171,8 @@ class Graph:
     def _needs(self, node: Node) -> tuple[str, ...]:
         needs = dict.fromkeys(node.after)
         if node.kind == "batch" and ANY in node.inputs and not node.after:
-            needs = dict.fromkeys(itertools.takewhile(lambda name: name != node.name, self.nodes))
+            names = [*self.nodes]
+            needs = dict.fromkeys(names[: names.index(node.name)])
         for name in node.after:
             if name not in self.nodes:
                 raise ConfigError(f"node '{node.name}' comes after '{name}', {nearest(name, self.nodes)}")

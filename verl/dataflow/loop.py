@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -201,7 +202,7 @@ def begin(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
 
 
 def _wait(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop) -> T:
-    beat = [time.monotonic()]
+    beat = deque([time.monotonic()], maxlen=1)  # of the loop: the latest call that it has made for us
     while True:
         done, _ = concurrent.futures.wait([future], timeout=min(1.0, LOOP_DEADLINE / 4))
         if done:
@@ -211,4 +212,4 @@ def _wait(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop)
             dump_stacks(reason)
             _threads.loop = None
             raise ClusterError(f"{reason} (let it await, or make it a plain function); all stacks are in the log")
-        loop.call_soon_threadsafe(lambda: beat.__setitem__(0, time.monotonic()))
+        loop.call_soon_threadsafe(beat.append, time.monotonic())

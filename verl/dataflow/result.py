@@ -29,12 +29,6 @@ class Timing:
     rows: int = 0
     spans: list[tuple[float, float]] = field(default_factory=list)
 
-    def worked(self, start: float, end: float) -> None:
-        self.busy += end - start
-        if self.spans and start - self.spans[-1][1] < JOINED:
-            start, _ = self.spans.pop()
-        self.spans.append((start, end))
-
 
 class Clock:
     """The timings of the nodes of one run."""
@@ -61,7 +55,11 @@ class Clock:
         finally:
             self._active[name] -= 1
             if self._active[name] == 0:
-                timing.worked(self._since[name], time.perf_counter() - self.began)
+                start, end = self._since[name], time.perf_counter() - self.began
+                timing.busy += end - start
+                if timing.spans and start - timing.spans[-1][1] < JOINED:
+                    start, _ = timing.spans.pop()
+                timing.spans.append((start, end))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Symbol:
+class Symbol(NamedTuple):
     """What a call of an expression moves; it stands for columns of the batch that nobody has computed yet.
 
     Attributes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from verl import device
 
 
-@dataclass(frozen=True)
-class HeadSizes:
+class HeadSizes(NamedTuple):
     """Elements. They are of a kind of device, not of what is free there: sums must come in the same order again.
 
     Attributes:

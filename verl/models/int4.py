@@ -155,12 +155,6 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def int4_bytes(model: nn.Module) -> int:
-    """Bytes of its weights in 4 bits."""
-    layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
-    return sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
-
-
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, layer)

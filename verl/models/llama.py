@@ -13,6 +13,7 @@ Shapes: T flat tokens, d hidden size, I intermediate size, H query heads, K key/
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,13 +205,12 @@ def _layer_calls(
     """How the model calls its layers: index, input `[T, d]`, keyword arguments."""
     calls: list[tuple[int, Tensor, dict[str, Any]]] = []
 
-    def note(index: int, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+    def note(index: int, layer: Any, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
         calls.append((index, args[0][0], options))
 
     layers: Any = packed.backbone.layers
     hooks = [
-        layer.register_forward_pre_hook(lambda _, args, options, i=i: note(i, args, options), with_kwargs=True)
-        for i, layer in enumerate(layers)
+        layer.register_forward_pre_hook(partial(note, index), with_kwargs=True) for index, layer in enumerate(layers)
     ]
     try:
         packed.packed_hidden(tokens, positions, context)

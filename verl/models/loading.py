@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -85,9 +86,12 @@ def load_model(
     name = _located(path_or_name, "model")
     auto = {"causal": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}.get(kind, AutoModel)
     options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-    options |= ({"num_labels": 1} if kind == "classifier" else {}) | _positions(positions)
-    with _explained(name, "model"), _quiet() as reports:
-        model, report = _read(name, auto, kind, options, reports)
+    if kind == "classifier":
+        options["num_labels"] = 1
+    if positions is not None:
+        options["max_position_embeddings"] = positions
+    with _explained(name, "model"), _quiet() as logged:
+        model, report = _read(name, auto, kind, options, logged)
         _check_files(name, model, kind, Fit.of_report(report))
         _tie_config(model)
     if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
@@ -116,7 +120,9 @@ def meta_model(
     """
     name = _located(path_or_name, "model")
     auto = AutoModelForCausalLM if kind == "causal" else AutoModel
-    options = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code, **_positions(positions)}
+    options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if positions is not None:
+        options["max_position_embeddings"] = positions
     with _explained(name, "model"), _quiet():
         model = _from_config(name, auto, kind, options, device)
         _check_files(name, model, kind)
@@ -126,10 +132,6 @@ def meta_model(
             if kind == "causal":
                 model.generation_config = GenerationConfig.from_pretrained(name)
         return model
-
-
-def _positions(count: int | None) -> dict[str, int]:
-    return {} if count is None else {"max_position_embeddings": count}
 
 
 def configured_model(
@@ -179,11 +181,13 @@ def slow_in_half_precision() -> bool:
     return slow
 
 
-def _read(name: str, auto: Any, kind: str, options: dict[str, Any], reports: list[str]) -> tuple[Any, dict[str, Any]]:
+def _read(
+    name: str, auto: Any, kind: str, options: dict[str, Any], logged: list[logging.LogRecord]
+) -> tuple[Any, dict[str, Any]]:
     """The model, and transformers' report of it.
 
     Args:
-        reports: what transformers logs meanwhile, for its errors that refer to it.
+        logged: what transformers logs meanwhile, for its errors that refer to its report there.
     """
     more = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
@@ -194,7 +198,8 @@ def _read(name: str, auto: Any, kind: str, options: dict[str, Any], reports: lis
             outline = _from_config(name, auto, kind, {**options, "dtype": torch.float32})
         if outline is not None:  # says by name what is wrong, where that is names or shapes
             _check_files(name, outline, kind)
-        raise RuntimeError("\n".join([str(error), *reports])) from error
+        texts = (_COLOUR.sub("", record.getMessage()) for record in logged)
+        raise RuntimeError("\n".join([str(error), *(text for text in texts if "LOAD REPORT" in text)])) from error
     if has_adapters(model):
         raise ModelError(_ADAPTERS.format(name))
     return (ValueModel(model, read_head(name)) if kind in ("value", "score") else model), report
@@ -354,30 +359,20 @@ def _explained(name: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[list[str]]:
-    """Without the reports of transformers, since what they say is checked here; yields them, for its errors that refer
-    to them."""
+def _quiet() -> Iterator[list[logging.LogRecord]]:
+    """Without the reports of transformers, since what they say is checked here; yields what it logs, for its errors
+    that refer to that."""
     library = transformers_logging.get_logger("transformers")
     handlers, level, spreads = library.handlers, library.level, library.propagate
     bars = transformers_logging.is_progress_bar_enabled()
-    reports = _Reports()
-    library.handlers, library.propagate = [reports], False
+    kept = BufferingHandler(1 << 16)
+    library.handlers, library.propagate = [kept], False
     library.setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     try:
-        yield reports.texts
+        yield kept.buffer
     finally:
         library.handlers, library.propagate = handlers, spreads
         library.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-class _Reports(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "LOAD REPORT" in (text := record.getMessage()):
-            self.texts.append(_COLOUR.sub("", text))

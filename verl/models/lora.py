@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from safetensors.torch import save_file
@@ -21,11 +21,13 @@ from torch import nn
 
 from verl.errors import ConfigError, ModelError
 from verl.extras import load_extra
-from verl.models.int4 import Int4Linear, make_int4
 from verl.models.options import LoraOptions
 from verl.weights.layout import ModelShape
 from verl.weights.meta import is_on_meta
 from verl.weights.shard import Shard, blocks_of, local_part
+
+if TYPE_CHECKING:
+    from verl.models.int4 import Int4Linear
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Ways to begin an adapter that take its beginning out of the base, so that both together are the published base.
@@ -107,7 +109,7 @@ def shape_of(model: Any) -> ModelShape:
 def layer_changes(model: Any) -> dict[str, Any]:
     """Which layers of a model are not those that its configuration makes, as JSON: those in 4 bits, and adapters."""
     inner = _inner(model)
-    int4 = [name.removesuffix(".base_layer") for name, m in inner.named_modules() if isinstance(m, Int4Linear)]
+    int4 = [name.removesuffix(".base_layer") for name, m in inner.named_modules() if _is_int4(m)]
     return {"int4": int4, "adapters": _adapter_config(inner) if has_adapters(inner) else None}
 
 
@@ -117,6 +119,8 @@ def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
     Raises:
         ModelError: they cannot be made on this model.
     """
+    from verl.models.int4 import make_int4
+
     inner = _inner(model)
     try:
         make_int4(inner, saved["int4"])
@@ -300,14 +304,14 @@ def _restore_adapters(inner: Any, saved: Mapping[str, Any]) -> None:
 
 def _merged(module: nn.Module) -> nn.Module:
     """A plain layer: a copy of this one with its adapter added to its weights."""
-    if isinstance(module, Int4Linear):
+    if _is_int4(module):
         return module.dense()
     if (whole := getattr(module, "modules_to_save", None)) is not None:
         return whole[module.active_adapter]  # type: ignore[no-any-return]
     layer: Any = copy.deepcopy(module)
     layer.__dict__.pop("forward", None)
     for part in reversed([part for part in layer.modules() if hasattr(part, "_disable_adapters")]):
-        if isinstance(base := getattr(part, "base_layer", None), Int4Linear):
+        if _is_int4(base := getattr(part, "base_layer", None)):
             part.base_layer = base.dense()
         if hasattr(part, "merge"):
             part.merge()
@@ -316,11 +320,11 @@ def _merged(module: nn.Module) -> nn.Module:
 
 
 def _base(module: nn.Module) -> nn.Module:
-    if isinstance(module, Int4Linear):
+    if _is_int4(module):
         return module.dense()
     layer: Any = getattr(module, "original_module", None) or module
     layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-    return layer.dense() if isinstance(layer, Int4Linear) else layer
+    return layer.dense() if _is_int4(layer) else layer
 
 
 def without_adapters(model: nn.Module) -> Any:
@@ -343,8 +347,13 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _is_changed(module)}
 
 
+def _is_int4(layer: object) -> TypeGuard[Int4Linear]:
+    """By its name: a model without such layers loads none of their code."""
+    return type(layer).__name__ == "Int4Linear"
+
+
 def _is_changed(module: nn.Module) -> bool:
-    return isinstance(module, Int4Linear) or hasattr(module, "_disable_adapters")
+    return _is_int4(module) or hasattr(module, "_disable_adapters")
 
 
 def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:

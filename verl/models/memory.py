@@ -7,8 +7,7 @@ layer of a Llama-shaped model on CPU.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl.models.head_sizes import CPU, HeadSizes
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 from verl.weights.layout import count_of
 
 
-@dataclass(frozen=True)
-class ModelSize:
+class ModelSize(NamedTuple):
     """What the memory of a model depends on. `itemsize`: bytes of a live weight; `fused`: see models/llama.py;
     `trained`: of the parameters, None for all; `int4_bytes`: of the weights in 4 bits, beside the parameters."""
 
@@ -39,8 +37,9 @@ class ModelSize:
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelSize:
         """The size of a live transformers model, or of one on the meta device (which holds no memory)."""
+        from torch.nn import Linear
+
         from verl.kernels.compiled import layer_kernels
-        from verl.models.int4 import int4_bytes
         from verl.models.llama import has_llama_shape
 
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
@@ -49,6 +48,7 @@ class ModelSize:
         head_dim = count_of(config, "head_dim") or config.hidden_size // heads
         compiled = layer_kernels(parameters[0].dtype, parameters[0].device)
         backbone = getattr(model, "base_model", model)
+        linear = [module for module in model.modules() if isinstance(module, Linear)]
         return cls(
             parameters=sum(parameter.numel() for parameter in parameters),
             layers=config.num_hidden_layers,
@@ -61,7 +61,8 @@ class ModelSize:
             itemsize=max(parameter.element_size() for parameter in parameters if parameter.dim() > 1),
             fused=compiled is not None and has_llama_shape(backbone, head_dim),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            int4_bytes=int4_bytes(model),
+            # A linear layer has buffers where its weight is in 4 bits.
+            int4_bytes=sum(buffer.nbytes for layer in linear for buffer in layer.buffers(recurse=False)),
         )
 
     @property
@@ -83,8 +84,7 @@ class ModelSize:
         return norms + (attention + 4 * self.intermediate) * self.itemsize
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes, by what they are for."""
 
     weights: int
@@ -97,10 +97,10 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self)
 
     def __str__(self) -> str:
-        parts = [f"{name} {amount / 1e9:.2f}" for name, amount in asdict(self).items() if amount]
+        parts = [f"{name} {amount / 1e9:.2f}" for name, amount in self._asdict().items() if amount]
         return f"{self.total / 1e9:.2f} GB ({', '.join(parts)})"
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from verl.attention.segments import PaddedRows, pack_rows
+from verl.attention.segments import pack_rows
 from verl.autograd import take_rows
 from verl.device import limit_library_memory
 from verl.errors import ModelError
@@ -57,21 +57,18 @@ _HARMLESS = frozenset(
 )
 
 
-class AttentionContext(Protocol):
-    """Knows, for one forward, what each flat token attends to."""
+if TYPE_CHECKING:
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """query `[T, H, D]`, key and value `[T, K, D]` of this forward's flat tokens; returns `[T, H, D]`.
+    class AttentionContext(Protocol):
+        """Knows, for one forward, what each flat token attends to."""
 
-        `window`: a token sees itself and the `window - 1` before it; None: all before it.
-        """
+        def attend(
+            self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        ) -> Tensor:
+            """query `[T, H, D]`, key and value `[T, K, D]` of this forward's flat tokens; returns `[T, H, D]`.
 
-
-@runtime_checkable
-class PaddedContext(Protocol):
-    """A context that can also lay its tokens out as padded rows, for models without a packed forward."""
-
-    def padded_rows(self) -> PaddedRows: ...
+            `window`: a token sees itself and the `window - 1` before it; None: all before it.
+            """
 
 
 class _UnsupportedError(ModelError):
@@ -249,8 +246,8 @@ class PackedModel:
         wait(self.model)
 
     def padded_hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
-        """`hidden` by the model's own forward over padded rows."""
-        if not isinstance(context, PaddedContext):
+        """`hidden` by the model's own forward over padded rows, of a context that can lay its tokens out so."""
+        if not hasattr(context, "padded_rows"):
             raise ModelError(
                 f"{type(self.model).__name__} has no packed forward (its attention is not one of ours): "
                 "generate with the 'hf' rollout engine"

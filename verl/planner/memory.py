@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from verl.models.head_sizes import CPU, HeadSizes
 from verl.models.memory import ModelSize
@@ -147,5 +147,5 @@ def kv_bytes_per_token(size: ModelSize, tp: int) -> float:
 
 def _layer_bytes(size: ModelSize, tp: int) -> float:
     """What a layer keeps of one token, where tensor parallelism cuts attention and MLP, but not the norms."""
-    norms = replace(size, heads=0, kv_heads=0, intermediate=0).activation_bytes_per_token
+    norms = size._replace(heads=0, kv_heads=0, intermediate=0).activation_bytes_per_token
     return norms + (size.activation_bytes_per_token - norms) / tp

@@ -177,11 +177,5 @@ class CompletionFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def write(self, step: int, record: Mapping[str, Any]) -> None:
-        pass
-
     def completions(self, step: int, table: pa.Table) -> None:
         save_table(self._directory / f"train-{step:06d}.parquet", table)
-
-    def close(self) -> None:
-        pass

@@ -6,15 +6,17 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.failures import Failures
 from verl.rewards.forms import TEXTS, recognise
-from verl.rewards.functions import FunctionReward
 from verl.rewards.source import run_reward
 from verl.user_code import describe, show_once, traceback_of
+
+if TYPE_CHECKING:
+    from verl.rewards.functions import FunctionReward
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +25,6 @@ logger = logging.getLogger(__name__)
 MetricFn = Callable[..., Any]
 #: The share of the latest samples that a metric may fail on, as of a reward.
 _MOST_FAILURES = 0.5
-
-
-class _MetricByRow(FunctionReward):
-    what: ClassVar[str] = "metric"
 
 
 class Metric:
@@ -96,9 +94,11 @@ def takes_batch(function: MetricFn) -> bool:
 
 
 def _by_row(name: str, function: MetricFn) -> FunctionReward:
+    from verl.report.row_metric import RowMetric
+
     try:
         whole_batch = not recognise(function).by_row
-        return _MetricByRow(function, name=name, whole_batch=whole_batch)
+        return RowMetric(function, name=name, whole_batch=whole_batch)
     except ConfigError as error:
         raise ConfigError(f"metric '{name}' is no f(samples), which reads their columns itself, and {error}") from None
 

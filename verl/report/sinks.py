@@ -1,7 +1,4 @@
-"""Logging: a record of a step goes to every sink.
-
-A record is a flat mapping of names such as "reward/mean" to numbers, booleans or text.
-"""
+"""Logging: a record of a step goes to every sink."""
 
 from __future__ import annotations
 
@@ -9,23 +6,22 @@ import io
 import itertools
 import json
 import logging
-import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 from pydantic import Field
 
 from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError, nearest
-from verl.extras import load_extra
 from verl.record import Count, Natural
 from verl.report.completions import CompletionFiles, without_tokens
+from verl.report.record import Record, numbers_of, plain
 from verl.schemas import RUN_FILE, write_run_schema
 from verl.user_code import describe, show_once, traceback_of
 
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Record = Mapping[str, Any]
 Hook = Callable[[int, dict[str, Any]], None]
 EXTRAS = ("wandb", "trackio", "mlflow")
 SINKS = ("console", "tensorboard", *EXTRAS)
@@ -46,14 +41,11 @@ _numbers_of_runs = itertools.count()
 
 
 class Sink(Protocol):
-    """Takes log records; one that a person looks at while the run goes on may have `phase(text)`, too, and one that
-    shows samples `completions(step, table)`."""
+    """Takes what it has methods for: the record of a step with `write(step, record)`; what the run does between steps,
+    where a person looks on, with `phase(text)`; its samples with `completions(step, table)`; its end with `close()`."""
 
-    name: str
-
-    def write(self, step: int, record: Record) -> None: ...
-
-    def close(self) -> None: ...
+    @property
+    def name(self) -> str: ...
 
 
 class Logger:
@@ -65,37 +57,33 @@ class Logger:
 
     def on_log_hook(self, fn: Hook) -> None:
         """`fn(step, record)` gets every record from now on; the record is a copy, its own to change."""
-        self.sinks.append(_HookSink(fn))
+        self.sinks.append(_HookSink(f"hook {getattr(fn, '__qualname__', type(fn).__name__)}", fn))
 
     def log(self, step: int, record: Record) -> None:
-        for sink in list(self.sinks):
-            self._guarded(sink, partial(sink.write, step, record))
+        self._call("write", step, record)
 
     def phase(self, text: str) -> None:
         """Show what the run does between steps, on sinks that have `phase`."""
-        for sink in list(self.sinks):
-            if phase := getattr(sink, "phase", None):
-                self._guarded(sink, partial(phase, text))
+        self._call("phase", text)
 
     def completions(self, step: int, make: Callable[[], pa.Table]) -> None:
         """Send the samples of a step (see `verl.report.completions`), which are only made where a sink takes them."""
-        table = None
-        for sink in [sink for sink in self.sinks if hasattr(sink, "completions")]:
-            table = make() if table is None else table
-            self._guarded(sink, partial(sink.completions, step, table))
+        if any(hasattr(sink, "completions") for sink in self.sinks):
+            self._call("completions", step, make())
 
     def close(self) -> None:
-        for sink in list(self.sinks):
-            self._guarded(sink, sink.close)
+        self._call("close")
         self.sinks.clear()
 
-    def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # of whatever library or user function the sink is made
-            self.sinks.remove(sink)
-            logger.warning("log sink '%s' failed and is off from now on: %s", sink.name, describe(error))
-            show_once(logger, f"log sink '{sink.name}'", traceback_of(error))
+    def _call(self, method: str, *args: Any) -> None:
+        """Call a method of every sink that has it."""
+        for sink in [sink for sink in self.sinks if hasattr(sink, method)]:
+            try:
+                getattr(sink, method)(*args)
+            except Exception as error:  # of whatever library or user function the sink is made
+                self.sinks.remove(sink)
+                logger.warning("log sink '%s' failed and is off from now on: %s", sink.name, describe(error))
+                show_once(logger, f"log sink '{sink.name}'", traceback_of(error))
 
 
 class JsonlSink:
@@ -110,7 +98,7 @@ class JsonlSink:
         append_lines(self._lines.path, "")
 
     def write(self, step: int, record: Record) -> None:
-        row = {"step": step, **{name: _plain(value) for name, value in record.items()}}
+        row = {"step": step, **{name: plain(value) for name, value in record.items()}}
         self._lines.append(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -141,7 +129,7 @@ class TensorBoardSink:
             self._add(session_log=self._session(status=self._session.START), step=resume_step + 1)
 
     def write(self, step: int, record: Record) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in _numbers(record).items()]
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers_of(record).items()]
         self._add(step=step, summary=self._summary(value=values))
 
     def _add(self, **event: Any) -> None:
@@ -180,82 +168,12 @@ def _second_of(directory: Path) -> int:
     return max([int(time.time()), *(int(second) + 1 for second in seconds if second.isdigit())])
 
 
-class _RunSink:
-    """A library that shows what is logged to a run of its own, as W&B does."""
-
+class _HookSink(NamedTuple):
     name: str
-    _run: Any
+    fn: Hook
 
     def write(self, step: int, record: Record) -> None:
-        self._run.log({name: _plain(value) for name, value in record.items()}, step=step)
-
-    def completions(self, step: int, table: pa.Table) -> None:
-        shown = without_tokens(table)
-        rows = [list(row.values()) for row in shown.to_pylist()]
-        self._run.log({"completions": _library(self.name).Table(columns=shown.column_names, data=rows)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class WandbSink(_RunSink):
-    """Weights & Biases. The run id makes a resumed run go on in the same W&B run."""
-
-    name = "wandb"
-
-    def __init__(self, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> None:
-        self._run = _library("wandb").init(
-            project=project, id=run_id, name=run_id, dir=str(directory), config=dict(config), resume="allow"
-        )
-
-
-class TrackioSink(_RunSink):
-    """Trackio, a local database that `trackio show` shows. The run id makes a resumed run go on in the same run."""
-
-    name = "trackio"
-
-    def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        trackio = _library("trackio")
-        # Not embedded: in a notebook that would start its server within this process.
-        self._run = trackio.init(project=project, name=run_id, config=dict(config), resume="allow", embed=False)
-
-
-class MlflowSink:
-    """MLflow, at `MLFLOW_TRACKING_URI`; each attempt is an MLflow run of its own, tagged with the run id."""
-
-    name = "mlflow"
-
-    def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        mlflow = _library("mlflow")
-        self._client = mlflow.MlflowClient()
-        experiment = mlflow.set_experiment(project)
-        tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
-        self._id = self._client.create_run(experiment.experiment_id, tags=tags).info.run_id
-        for name, value in config.items():
-            self._client.log_param(self._id, name, value)
-
-    def write(self, step: int, record: Record) -> None:
-        for name, value in _numbers(record).items():
-            self._client.log_metric(self._id, name, value, step=step)
-
-    def completions(self, step: int, table: pa.Table) -> None:
-        rows = without_tokens(table).to_pydict()
-        self._client.log_table(self._id, data=rows, artifact_file=f"completions/train-{step:06d}.json")
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-class _HookSink:
-    def __init__(self, fn: Hook) -> None:
-        self.name = f"hook {getattr(fn, '__qualname__', type(fn).__name__)}"
-        self._fn = fn
-
-    def write(self, step: int, record: Record) -> None:
-        self._fn(step, dict(record))
-
-    def close(self) -> None:
-        pass
+        self.fn(step, dict(record))
 
 
 @checked
@@ -284,20 +202,22 @@ def open_logger(
     """
     from verl.report.progress import ConsoleSink
 
-    makers: dict[str, Callable[[], Sink]] = {
-        "console": lambda: ConsoleSink(total_steps, start=max(resume_step or 0, 0), eval_every=eval_every),
-        "wandb": lambda: WandbSink(project, run_id, directory or ".", config or {}),
-        "trackio": lambda: TrackioSink(project, run_id, config or {}),
-        "mlflow": lambda: MlflowSink(project, run_id, config or {}),
-    }
     wanted = list(sinks)
     check_loggers(wanted)
+    makers: dict[str, Callable[[], Sink]] = {
+        "console": partial(ConsoleSink, total_steps, start=max(resume_step or 0, 0), eval_every=eval_every)
+    }
+    if {*wanted} & {*EXTRAS}:
+        from verl.report.trackers import open_tracker
+
+        for name in EXTRAS:
+            makers[name] = partial(open_tracker, name, project, run_id, directory or ".", config or {})
     if directory is None:
         wanted = [name for name in wanted if name != "tensorboard"]
     else:
-        makers[_METRICS] = lambda: _metrics(Path(directory))
-        makers["tensorboard"] = lambda: TensorBoardSink(Path(directory) / "tensorboard", resume_step)
-        makers["completions"] = lambda: CompletionFiles(Path(directory) / "completions")
+        makers[_METRICS] = partial(_metrics, Path(directory))
+        makers["tensorboard"] = partial(TensorBoardSink, Path(directory) / "tensorboard", resume_step)
+        makers["completions"] = partial(CompletionFiles, Path(directory) / "completions")
         wanted[:0] = [_METRICS, "completions"]
     opened = []
     for name in wanted:
@@ -323,7 +243,9 @@ def check_loggers(sinks: Iterable[str]) -> None:
         if name not in SINKS:
             raise ConfigError(f"trainer.loggers: unknown logger '{name}', {nearest(name, SINKS)}")
         if name in EXTRAS:
-            _library(name)
+            from verl.report.trackers import load_tracker
+
+            load_tracker(name)
 
 
 def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
@@ -347,29 +269,3 @@ def set_aside(directory: Path) -> None:
         if (directory / name).exists():
             (directory / name).rename(folder / name)
     logger.warning("%s has the log of another run, which is in %s from now on", directory, folder)
-
-
-def _library(name: str) -> Any:
-    return load_extra(name, name, "trainer.loggers")
-
-
-def _numbers(record: Record) -> dict[str, float]:
-    numbers = {name: _number(value) for name, value in record.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value) if hasattr(value, "__float__") else None
-    except (TypeError, ValueError, RuntimeError):  # a tensor or array of several numbers
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; what is neither a number nor text becomes its text."""
-    if isinstance(value, bool | int | str) or value is None:
-        return value
-    number = _number(value)
-    if number is None:
-        return str(value)
-    return number if math.isfinite(number) else None

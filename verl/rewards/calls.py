@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.rewards.scores import Score, call_async, call_plain, failure
 
@@ -56,24 +56,26 @@ class Slots:
                     turn.set_result(None)
 
 
-class Caller(Protocol):
-    """Makes at most `width` calls at a time, each in one of its `slots`.
+if TYPE_CHECKING:
 
-    After `max_late` late calls, a `score` makes no further ones.
-    """
+    class Caller(Protocol):
+        """Makes at most `width` calls at a time, each in one of its `slots`.
 
-    slots: Slots
-    width: int
-    max_late: float
+        After `max_late` late calls, a `score` makes no further ones.
+        """
 
-    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
+        slots: Slots
+        width: int
+        max_late: float
 
-    def take_counts(self) -> dict[str, int]:
-        """The number of its processes ("workers"), and of those that died since the last call of this ("deaths")."""
+        async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
+            """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
 
-    def close(self) -> None:
-        """End what it has started; the next call starts it again."""
+        def take_counts(self) -> dict[str, int]:
+            """The number of its processes ("workers"), and of those that died since the last call ("deaths")."""
+
+        def close(self) -> None:
+            """End what it has started; the next call starts it again."""
 
 
 class Host:

@@ -21,8 +21,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from verl.batch import SCHEMA, Batch
 from verl.data.prompts import content_text
@@ -49,8 +48,7 @@ _OWN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """How to call a function.
 
     Attributes:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from os import PathLike
-from typing import Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from verl.batch import WRITTEN, Batch
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError, nearest
 from verl.record import Count, Portion, Retries, Seconds
-from verl.rewards.calls import Caller, is_async
+from verl.rewards.calls import is_async
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.processes import ProcessCaller, can_travel
@@ -26,6 +26,9 @@ from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
 from verl.user_code import show_once
 from verl.user_functions import load_function, split_spec
+
+if TYPE_CHECKING:
+    from verl.rewards.calls import Caller
 
 logger = logging.getLogger(__name__)
 

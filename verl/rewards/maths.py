@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Unpack
 
@@ -14,8 +14,10 @@ from verl.checked import checked
 from verl.errors import ConfigError, RewardError
 from verl.record import Retries, Seconds
 from verl.rewards.answers import after_mark, amount, boxes, choice, conclusion, expression, words
-from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward, OnFailure
+
+if TYPE_CHECKING:
+    from verl.rewards.calls import Caller
 
 #: What shows that a text has LaTeX in it.
 _LATEX = ("$", "\\boxed", "\\[", "\\(")

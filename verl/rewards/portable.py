@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.rewards.calls import Caller
 from verl.rewards.functions import FunctionReward
+
+if TYPE_CHECKING:
+    from verl.rewards.calls import Caller
 
 _OURS = ("default_reward", "max_failure_rate", "name")
 

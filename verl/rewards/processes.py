@@ -85,9 +85,7 @@ class _Process(Host):
 class ProcessCaller(FunctionCaller):
     """Calls in one process, which is killed when a call is late."""
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        super().__init__(function, name)
-        self._was_said = False
+    _was_said = False
 
     def _start(self) -> Host:
         if not self._was_said:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typing_extensions import Unpack
 
@@ -13,9 +13,11 @@ from verl.checked import checked
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import ConfigError, RewardError
 from verl.record import Retries, Seconds
-from verl.rewards.calls import Caller
 from verl.rewards.forms import has_value
 from verl.rewards.functions import FunctionReward, OnFailure
+
+if TYPE_CHECKING:
+    from verl.rewards.calls import Caller
 
 Answer = Literal["last_number", "whole", "tag"]
 # A minus belongs to the number unless it stands between two operands.

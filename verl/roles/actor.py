@@ -348,7 +348,8 @@ class Actor(ModelHandle[ActorWorker]):
         if self.reference_model is None:
             return self.group.call(ActorWorker.ref_log_probs, sequences, self._temperature(sequences))
         if self._reference is None:
-            _ = self.reference_digest  # of the whole model: workers of this process may cut the one that was given
+            if not self.controller.is_local:  # while the model is whole: workers of this process may cut it
+                _ = self.reference_digest
             source = self._reference_files or PortableModel(self.reference_model)
             recipe = partial(ReferenceWorker, source, self.train_options)
             frozen = self.train_options.frozen()

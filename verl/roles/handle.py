@@ -13,7 +13,6 @@ from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.source import Kind, ModelFiles, ModelSource
 from verl.record import Record
-from verl.roles.lora_base import LoraBase, check_base
 from verl.roles.settings import changed_options, engine_options, model_options, optimizer_settings, with_keywords
 from verl.training.options import EngineOptions, TrainOptions
 from verl.weights.shard import Shard
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from verl.cluster.group import Workers
+    from verl.roles.lora_base import LoraBase
 
 P = ParamSpec("P")
 H = TypeVar("H", bound="ModelHandle[Any]")
@@ -141,6 +141,8 @@ class ModelHandle(Generic[W_co]):
         if saved is None:
             self.base = None  # which the checkpoint replaces
         else:
+            from verl.roles.lora_base import check_base
+
             check_base(saved, self.base)
             assert self.base is not None
             names = self.base.trained
@@ -179,4 +181,6 @@ class ModelHandle(Generic[W_co]):
             elif has_adapters(self.modules):
                 check_adapters(self.modules)
         if loading.lora is not None:
+            from verl.roles.lora_base import LoraBase
+
             self.base = LoraBase.of(files, self.modules)

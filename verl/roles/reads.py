@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 VALUES = {"critic": "values", "cost_critic": "cost_values"}
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """A column, the role whose model computes it, and how: from sequences to a batch of this column alone."""
 
     column: str

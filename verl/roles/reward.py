@@ -20,13 +20,13 @@ from verl.ranks import registry
 from verl.record import Processes
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
-from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
 from verl.roles.columns import as_responses
 from verl.roles.settings import as_name
 
 if TYPE_CHECKING:
     from verl.cluster.group import Workers
+    from verl.rewards.model import RewardModel
     from verl.roles.reward_pool import RewardPool
     from verl.workers.reward import RewardWorker
 
@@ -107,7 +107,7 @@ class Reward:
         pool = controller.mesh.pools.get(role)
         if pool is None:
             return
-        models = list(self._models())
+        models = self._models()
         if not models:
             raise ConfigError(
                 f"placement has devices for the {role}, and '{self.source.name}' is no reward model of this "
@@ -121,8 +121,8 @@ class Reward:
             recipe = partial(RewardWorker, PortableModel(source.model), source.batch_size)
             source.score_tokens = partial(_scores, controller.group(role, recipe))
 
-    def _models(self) -> Iterator[RewardModel]:
-        return (source for source in leaves(self.source) if isinstance(source, RewardModel))
+    def _models(self) -> list[RewardModel]:
+        return [source for source in leaves(self.source) if hasattr(source, "score_tokens")]  # type: ignore[misc]
 
     @property
     def whole_batch(self) -> bool:

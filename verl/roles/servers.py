@@ -21,9 +21,8 @@ from verl.record import Retries, Seconds, Seed
 from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.columns import expand
-from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
+from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate, sampled_columns
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
-from verl.rollout.turns import Turns, response_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,8 +86,8 @@ class RolloutWorker:
         rows, params = expand(batch, n), replace(self.sampling, **sampling)
         pairs = zip(rows["id"], rows["prompt_tokens"], strict=True)
         requests = [Request(name, tokens, params) for name, tokens in pairs]
-        by_id = {sample.id: Turns().wrote(sample) for sample in generate(self._own_engine, requests)}
-        columns = response_columns([by_id[name] for name in rows["id"]])
+        by_id = {sample.id: sample for sample in generate(self._own_engine, requests)}
+        columns = sampled_columns([by_id[name] for name in rows["id"]])
         texts = list(map(ResponseText(self.tokenizer, self._ends), columns["response_tokens"]))
         return rows.add({**columns, "response": texts})
 

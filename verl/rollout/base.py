@@ -13,6 +13,8 @@ from collections.abc import Callable, Container, Generator, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
+import pyarrow as pa
+
 from verl.checked import checked
 from verl.errors import ConfigError, RolloutError, nearest
 from verl.record import AsTuple, Natural, Portion, Share, Strings
@@ -20,51 +22,14 @@ from verl.rollout.options import Temperature
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from verl.rollout.grammar import Grammar
+    from verl.rollout.hooks import Guard, LogitsProcessor
 
 Finish = Literal["stop", "length", "abort", "reject"]
-#: A guard's decision on a response so far; None: it goes on.
-Verdict = Literal["stop", "reject"] | None
 
 
 class LongPromptError(RolloutError):
     """A prompt leaves the model no room for a response."""
-
-
-class NoWeightsError(RolloutError):
-    """The engine dropped its weights in its sleep, and has not been given any since."""
-
-
-class LogitsProcessor(Protocol):
-    """Changes what may be sampled next. It belongs to one request, so it may keep state."""
-
-    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        """Called once for each token of the response, in order.
-
-        Args:
-            tokens: the response so far; must not be changed.
-            logits: `[V]`, fp32 or fp64, before temperature; may be changed in place.
-
-        Returns:
-            The logits `[V]` to sample from, minus infinity for excluded tokens (NaN and plus infinity are refused). If
-            every token is excluded, the response ends with `finish="reject"`. Log-probs stay those of the unchanged
-            logits.
-        """
-
-
-class Guard(Protocol):
-    """Checks the text of responses while they are generated, those of all requests that share it in one call.
-
-    Attributes:
-        every: tokens between two checks of a response; it is also checked when it ends.
-    """
-
-    every: int
-
-    def __call__(self, texts: Sequence[str]) -> Sequence[Verdict]:
-        """A verdict per text: "stop" ends the response as it is, "reject" ends it with `finish="reject"`."""
 
 
 #: Of a field that changes what is sampled, see `verl.record.Change`.
@@ -176,6 +141,22 @@ class Sample:
     policy_version: int
     text: str | None = None
     temperature: float | None = None
+
+
+def sampled_columns(samples: Sequence[Sample], is_double: bool = False) -> dict[str, Any]:
+    """The columns of finished responses of one turn each."""
+    return {
+        "response_tokens": [sample.tokens for sample in samples],
+        "response_mask": [[1] * len(sample.tokens) for sample in samples],
+        "rollout_log_probs": log_prob_column([sample.log_probs for sample in samples], is_double),
+        "finish": [sample.finish for sample in samples],
+        "policy_version": [sample.policy_version for sample in samples],
+    }
+
+
+def log_prob_column(values: Sequence[Sequence[float]], is_double: bool) -> Any:
+    """Log-probs that stay in fp64 if `is_double`; else they become fp32, as lists of a batch do."""
+    return pa.array(values, pa.large_list(pa.float64())) if is_double else values
 
 
 class RolloutEngine(Protocol):

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.rollout.base import Guard, Verdict
 from verl.rollout.episode import DEADLINE, Client
 from verl.rollout.grammar import Grammar
+from verl.rollout.hooks import Guard, Verdict
 from verl.rollout.turns import Turns
 
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.base import Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
+from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, check_new
+from verl.rollout.hooks import Guard, LogitsProcessor
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.turns import Outcome, Turns
 from verl.user_code import describe, show_once, traceback_of

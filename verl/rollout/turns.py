@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow as pa
-
-from verl.rollout.base import Finish, Sample
+from verl.rollout.base import Finish, Sample, log_prob_column
 
 
 @dataclass
@@ -75,8 +73,7 @@ def response_columns(turns: Sequence[Turns], is_double: bool = False) -> dict[st
     """The columns of finished responses. Their log-probs stay in fp64 if `is_double`; else they become fp32."""
     names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
     columns: dict[str, Any] = {name: [getattr(turn, name) for turn in turns] for name in names}
-    if is_double:  # lists would be stored as fp32
-        columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
+    columns["rollout_log_probs"] = log_prob_column(columns["rollout_log_probs"], is_double)
     return columns
 
 

@@ -19,7 +19,6 @@ from verl.run.check import roles_of
 from verl.run.rewards import rewarding_episode, source_options
 from verl.tasks.file import make_tasks
 from verl.tasks.task import Task
-from verl.trainer.guard import SafetyGuard
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
@@ -117,8 +116,11 @@ def build_trainer(
         logger=logger,
         **options,
     )
-    for guard in settings.guards:
-        trainer.add_guard(SafetyGuard(**dict(guard)))
+    if settings.guards:
+        from verl.trainer.guard import SafetyGuard
+
+        for guard in settings.guards:
+            trainer.add_guard(SafetyGuard(**dict(guard)))
     if scheduler is not None:
         from verl.tasks.weights import DynamicTaskWeightScheduler
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import Config, CostConfig, differences
@@ -31,8 +31,7 @@ _EVALUATION = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """What the settings name and needs no model, found and read; data are not tokenised yet.
 
     algorithms: of the tasks, by name; a run without `tasks` has one, "main".

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
@@ -16,7 +15,6 @@ from verl.data.files import recorded_files
 from verl.data.loader import PromptLoader
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
-from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
 
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 Data: TypeAlias = "PromptDataset | OfflineDatasetLoader"
 
 
-@dataclass(frozen=True)
-class ReadData:
+class ReadData(NamedTuple):
     """What `data.train` and `data.eval` name, read and not tokenised yet.
 
     `train` is by task; of one task that is trained on several files, by their numbers, with the `shares` of these.
@@ -36,24 +33,12 @@ class ReadData:
 
     train: dict[str, Data]
     held_out: Data | None
-    shares: dict[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float]
 
     @property
     def rows(self) -> int:
         """Rows of training."""
         return sum(map(len, self.train.values()))
-
-
-@dataclass
-class RunData:
-    """The data of a run: endless training batches, what is held out, and what was done to them, in words.
-
-    `held_out` is problems to sample and score, or recorded rows whose loss is measured; None: no evaluation.
-    """
-
-    train: Loader
-    held_out: PromptDataset | Batch | None
-    notes: list[str]
 
 
 def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
@@ -72,7 +57,7 @@ def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadDa
     if config.data.train is None:
         raise ConfigError("data.train is missing: give a JSONL or Parquet file, or {task: NAME, ...}")
     if config.tasks:
-        return ReadData(_train_by_task(config, algorithms), _held_out_by_task(config, algorithms))
+        return ReadData(_train_by_task(config, algorithms), _held_out_by_task(config, algorithms), {})
     ((name, algorithm),) = algorithms.items()
     weights, recorded = mixed(config.data.train), is_offline(config, algorithm)
     # Numbers, not paths: ids begin with them, ids seed the samples, and a run does not depend on where its files lie.
@@ -98,8 +83,11 @@ def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int
     shares = data.shares or {task.name: task.share for task in config.tasks} or dict.fromkeys(data.train, 1.0)
     total = sum(shares[name] for name in data.train)
     drawn = dict.fromkeys(data.train, next(iter(samples.values()))) if data.shares else samples
-    each = {name: _rows_a_prompt(rows, drawn[name]) * shares[name] / total for name, rows in data.train.items()}
-    rows = ceil(config.data.batch_size * sum(each.values()))
+    each = [
+        (drawn[name] if isinstance(rows, PromptDataset) else len(rows.batch) / len(rows)) * shares[name] / total
+        for name, rows in data.train.items()
+    ]
+    rows = ceil(config.data.batch_size * sum(each))
     kinds = ", ".join(dict.fromkeys(getattr(rows, "kind", "prompts") for rows in data.train.values()))
     for key, update in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
         if (update.mini_batch_size or 0) > rows:
@@ -110,8 +98,12 @@ def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int
     return rows
 
 
-def build_data(config: Config, actor: Actor, data: ReadData) -> RunData:
-    """Training and held-out data, tokenised; what is held out and has a prompt of the training data is left out.
+def build_data(config: Config, actor: Actor, data: ReadData) -> tuple[Loader, PromptDataset | Batch | None, list[str]]:
+    """The data, tokenised; what is held out and has a prompt of the training data is left out.
+
+    Returns:
+        Training batches without end; what is held out, problems to sample and score or recorded rows whose loss is
+        measured (None: no evaluation); and what was done to the data, in words.
 
     Raises:
         DataError: a prompt or a row is too long, or nothing is left; see `tokenize_prompts`.
@@ -120,7 +112,7 @@ def build_data(config: Config, actor: Actor, data: ReadData) -> RunData:
     train = {name: _tokenized(config, rows, actor, "train", notes) for name, rows in data.train.items()}
     held_out = None if data.held_out is None else _tokenized(config, data.held_out, actor, "eval", notes)
     loader = _loader(config, train, data.shares)
-    return RunData(loader, None if held_out is None else _unseen(held_out, train, notes), notes)
+    return loader, None if held_out is None else _unseen(held_out, train, notes), notes
 
 
 def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, float]) -> Loader:
@@ -133,12 +125,14 @@ def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, flo
         name: PromptLoader(of, size, task=name, **order) if isinstance(of, PromptDataset) else of
         for name, of in train.items()
     }
+    if not shares and not mixture:
+        (source,) = sources.values()
+        return source
+    from verl.data.task_loader import MixedLoader, TaskLoader
+
     if shares:
         return TaskLoader(sources, shares, batch_size=data.batch_size, seed=seed)
-    if mixture:
-        return MixedLoader(sources, mixture, batch_size=data.batch_size, seed=seed)
-    (source,) = sources.values()
-    return source
+    return MixedLoader(sources, mixture, batch_size=data.batch_size, seed=seed)
 
 
 def _unseen(held_out: Data, train: Mapping[str, Data], notes: list[str]) -> PromptDataset | Batch:
@@ -194,10 +188,6 @@ def _held_out_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -
         if next(task.reward_model for task in config.tasks if task.name == name) is None:
             raise ConfigError(f"data.eval has rows of task '{name}', which has no reward to score them: leave them out")
     return held_out
-
-
-def _rows_a_prompt(data: Data, samples: int) -> float:
-    return samples if isinstance(data, PromptDataset) else len(data.batch) / len(data)
 
 
 def prompts_of(config: Config, source: Any, limit: int | None = None) -> PromptDataset:

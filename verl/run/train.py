@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
+import random
 import shlex
 import time
 from collections.abc import Mapping
@@ -12,12 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from verl.batch import Batch
-from verl.checkpoint.rng import seed_everything
 from verl.cluster.controller import Controller
 from verl.config import Config, config_hash, run_id, to_yaml
 from verl.config.load import flat
@@ -62,7 +63,7 @@ def train(
         SystemExit: by a signal, after a checkpoint.
     """
     clock = _Clock(began)
-    seed_everything(config.trainer.seed)
+    _seed(config.trainer.seed)
     checked = check_settings(config)
     config = _with_steps(config, checked)
     settings = config.trainer
@@ -117,6 +118,13 @@ def train(
             controller.close()
 
 
+def _seed(seed: int) -> None:
+    """Seed the process-wide generators, for user code that draws from them; the system's own numbers do not."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def _with_steps(config: Config, checked: Checked) -> Config:
     """`trainer.total_epochs` as steps: a batch that an epoch does not fill is not counted."""
     epochs = config.trainer.total_epochs
@@ -134,8 +142,8 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
     config = resolve(config, run.path)
     actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
     check_memory(config, algorithms.values(), actor)
-    data = build_data(config, actor, checked.data)
-    for note in data.notes:
+    prompts, held_out, notes = build_data(config, actor, checked.data)
+    for note in notes:
         logger.warning("%s", note)
     if settings.total_steps == 0:
         logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
@@ -148,7 +156,7 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         checkpoint_dir=run.checkpoints,
         save_every=settings.save_every or max(settings.total_steps, 1),
         keep_checkpoints=settings.keep_checkpoints,
-        held_out=None if data.held_out is None else _held_out(config, checked, run, data.held_out, actor.tokenizer),
+        held_out=None if held_out is None else _held_out(config, checked, run, held_out),
         timeline=run.path / "timeline.json" if settings.timeline else None,
     )
     trainer.settings = identity
@@ -158,16 +166,18 @@ def _open_trainer(config: Config, checked: Checked, run: Run, controller: Contro
         sources = {role for task in trainer.tasks.values() for role in task.sources}
         roles = [*build.placed_roles(config, algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
-    step = trainer.resume(data.train)
-    if trainer.position is not None:
-        data.train.load_state_dict(trainer.position)  # which refuses other prompts
-    run.rewind(-1 if step is None else step)  # once nothing is refused any more
+    step = None
+    if run.status == "resumed":
+        step = trainer.resume(prompts)
+        if trainer.position is not None:
+            prompts.load_state_dict(trainer.position)  # which refuses other prompts
+        run.rewind(-1 if step is None else step)  # once nothing is refused any more
     run.note_environment(_environment())
     trainer.use_logger(_logger(config, run, step))
-    return trainer, data.train
+    return trainer, prompts
 
 
-def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | Batch, tokenizer: Any) -> HeldOut:
+def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | Batch) -> HeldOut:
     settings = config.trainer
 
     def note(result: dict[str, Any], evaluation: Evaluation | None) -> None:

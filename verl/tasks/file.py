@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
 from verl.rollout.base import as_sampling
-from verl.rollout.episode import Episode
 from verl.tasks.task import Task, check_sources
+
+if TYPE_CHECKING:
+    from verl.rollout.episode import Episode
 
 
 def read_tasks(path: str | Path) -> list[Task]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from verl.data.files import is_files
 from verl.data.forms import records_of
-from verl.data.loader import PromptLoader
-from verl.data.prefetch import Loader, Prefetch, ahead
+from verl.data.loader import PromptLoader, pooled, sources_of
+from verl.data.prefetch import Loader, Prefetch
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
-from verl.data.task_loader import pooled, sources_of
 from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
 from verl.errors import ConfigError
 
@@ -52,7 +51,12 @@ def as_loader(
             )
         if max_prompt_length is not None:
             raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
-        return _Repeated(data, partial(prepare_prompts, trainer)) if isinstance(data, DataLoader) else data
+        if isinstance(data, DataLoader):
+            from verl.trainer.passes import RepeatedLoader
+
+            data = RepeatedLoader(data, partial(prepare_prompts, trainer))
+        batches: Iterable[Any] = data
+        return batches
     if isinstance(data, Loader | DataLoader):
         raise ConfigError(f"a {type(data).__name__} has batches of its own size: leave batch_size out")
     seed = trainer.actor.plan.seed
@@ -66,8 +70,10 @@ def as_loader(
     if not is_files(data) and not hasattr(data, "__len__"):
         stream = stream_prompts(data)
         return PromptLoader(_limited(stream, trainer, limits) if limits else stream, batch_size)
+    from verl.trainer.passes import PromptPasses
+
     rows = data if isinstance(data, PromptDataset) else load_prompts(data)
-    return _Passes(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
+    return PromptPasses(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
 
 
 def _limited(data: Any, trainer: Trainer, limits: Mapping[str, Any]) -> Any:
@@ -117,32 +123,3 @@ def prepare_prompts(trainer: Trainer, batch: Any) -> Any:
         return batch
     online = {name for name, task in trainer.tasks.items() if task.algorithm.online}
     return {name: encode(rows) if name in online else rows for name, rows in batch.items()}
-
-
-class _Passes(PromptLoader):
-    """Batches of prompts without end; its length is that of one pass."""
-
-    def __init__(self, rows: PromptDataset, batch_size: int, seed: int) -> None:
-        super().__init__(rows, batch_size, seed=seed)
-        self._batches = math.ceil(len(rows) / batch_size)
-
-    def __len__(self) -> int:
-        return self._batches
-
-
-class _Repeated:
-    """A `DataLoader`, epoch after epoch."""
-
-    def __init__(self, loader: DataLoader[Any], prepare: Callable[[Any], Any]) -> None:
-        self._loader, self._prepare = loader, prepare
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            batch = None
-            for batch in ahead(iter(self._loader), self._prepare):
-                yield batch
-            if batch is None:
-                return

@@ -6,9 +6,11 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.dataflow import loop
 from verl.dataflow.graph import Graph, Node
@@ -39,8 +41,7 @@ from verl.workers.actor import load_episode
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """The samples of one task in a step.
 
     Attributes:
@@ -53,7 +54,7 @@ class Samples:
     rows: Batch
     draws: Sequence[Result]
     rejected: int | None = None
-    origin: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, str] = MappingProxyType({})
 
     def scores(self, column: str) -> dict[str, list[float | None]]:
         """A column of rewards of all samples that were drawn, those that were rejected too, by their prompt.
@@ -132,7 +133,9 @@ class SampleCollector:
                 "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
             )
         draws = [await self._draw(rows)]
-        keep = await self._keep(draws[0].batch)
+        # Most algorithms reject nothing, and are not asked.
+        rejects = type(self.algorithm).keep is not BaseAlgorithm.keep
+        keep = await self._keep(draws[0].batch) if rejects else None
         if keep is None:
             return Samples(draws[0].batch, draws)
         kept = [draws[0].batch.filter(keep)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -221,25 +221,31 @@ class _Metric:
         return self.values[:-latest][-self._baseline :]
 
 
-class Guards:
-    """The guards of a trainer."""
+@checked
+def with_guard(guards: Any, guard: SafetyGuard, trainer: Any) -> Guards:
+    """The guards of a trainer, if it has any so far, and this one.
 
-    def __init__(self) -> None:
-        self._guards: list[SafetyGuard] = []
+    Raises:
+        ConfigError: there is no place for checkpoints to go back to.
+    """
+    store = trainer.save_automatically(max(1, guard.rollback_steps // _CHECKPOINTS)).store
+    store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
+    return Guards([*(guards or ()), guard])
+
+
+class Guards:
+    """The guards of a trainer that has some."""
+
+    def __init__(self, guards: Sequence[SafetyGuard]) -> None:
+        self._guards = guards
         self._warned: set[str] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._guards)
-
-    def add(self, guard: SafetyGuard, trainer: Trainer) -> None:
-        """Raises ConfigError if there is no place for checkpoints to go back to."""
-        store = trainer.save_automatically(max(1, guard.rollback_steps // _CHECKPOINTS)).store
-        store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
-        self._guards.append(guard)
+    def __iter__(self) -> Iterator[SafetyGuard]:
+        return iter(self._guards)
 
     def begin(self, trainer: Trainer) -> None:
         """Save a first checkpoint, so that there is one to go back to from the first step on."""
-        if self._guards and trainer.checkpoints is not None and not trainer.checkpoints.store.steps():
+        if trainer.checkpoints is not None and not trainer.checkpoints.store.steps():
             trainer.checkpoints.save(trainer)
 
     def observe(self, record: dict[str, Any], step: int) -> None:
@@ -252,12 +258,13 @@ class Guards:
         """Monitored metrics that no record has had so far."""
         return [name for guard in self._guards for name in guard.unseen]
 
-    def check(self, trainer: Trainer) -> Alert | None:
-        """Go back if a guard says so; what it found.
+    def check(self, trainer: Trainer, record: dict[str, Any]) -> Alert | None:
+        """Take the log record of the step, and go back if a guard says so; what it found.
 
         Raises:
             TrainingError: it has gone back as often as it may.
         """
+        self.observe(record, trainer.steps)
         for guard in self._guards:
             for name in (name for name in guard.unseen if name not in self._warned):
                 self._warned.add(name)

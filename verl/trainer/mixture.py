@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.batch import Batch
-from verl.data.task_loader import TaskLoader, rescaled
 from verl.errors import ConfigError, nearest
 from verl.trainer.active_task import ActiveTask
 from verl.trainer.task_records import rates
 
+if TYPE_CHECKING:
+    from verl.data.task_loader import TaskLoader
 
-class TaskScheduler(Protocol):
-    """Changes the shares of tasks from step to step, such as `DynamicTaskWeightScheduler`."""
+    class TaskScheduler(Protocol):
+        """Changes the shares of tasks from step to step, such as `DynamicTaskWeightScheduler`."""
 
-    @property
-    def weights(self) -> Mapping[str, float]: ...
-    def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+        @property
+        def weights(self) -> Mapping[str, float]: ...
+        def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]: ...
+        def state_dict(self) -> dict[str, Any]: ...
+        def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Mixture:
@@ -59,7 +60,7 @@ class Mixture:
         Raises:
             ConfigError: it has prompts of other tasks.
         """
-        if isinstance(loader, TaskLoader) and loader is not self._loader:
+        if hasattr(loader, "set_shares") and loader is not self._loader:
             for name in loader.sources:
                 if name not in self.tasks:
                     raise ConfigError(f"the loader has prompts of task '{name}': {nearest(name, self.tasks)}")
@@ -108,6 +109,8 @@ class Mixture:
 
     def _scheduled(self, scheduler: TaskScheduler) -> dict[str, float]:
         """The shares of a scheduler's tasks together stay as they were, and none is below its floor."""
+        from verl.data.task_loader import rescaled
+
         shares, weights = rescaled(self._base, scheduler.weights), scheduler.weights
         floor, count = getattr(scheduler, "min_weight", 0.0), len(weights)
         left = sum(shares[name] for name in weights)

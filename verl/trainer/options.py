@@ -4,9 +4,8 @@ fields (`save_every=10` for `checkpoints=CheckpointOptions(save_every=10)`), whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, InstanceOf
 
@@ -121,8 +120,7 @@ def others(keywords: dict[str, Any]) -> dict[str, Any]:
     return validated("Trainer", _OTHERS, {name: keywords.pop(name) for name in _OTHERS if name in keywords})
 
 
-@dataclass(frozen=True)
-class TrainerOptions:
+class TrainerOptions(NamedTuple):
     """All records of a trainer."""
 
     placement: PlacementOptions

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.batch import Batch
 from verl.cluster.controller import start
@@ -18,8 +18,11 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.groups import Groups
 from verl.dataflow.nodes import SLOT
 from verl.dataflow.result import Result
-from verl.report.timeline import Span, Timeline, spans_of
+from verl.report.timeline import Span, spans_of
 from verl.trainer.step import draw
+
+if TYPE_CHECKING:
+    from verl.report.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,7 +44,11 @@ class GraphRunner:
         self.deadline = deadline
         self.spans: list[Span] = []
         self._slots = {SLOT: Slot()} if shares_models else {}
-        self._timeline = None if timeline is None else Timeline(timeline)
+        self._trace: TraceFile | None = None
+        if timeline is not None:
+            from verl.report.trace_file import TraceFile
+
+            self._trace = TraceFile(timeline)
         self._step = 0
         self._noting = threading.Lock()
 
@@ -76,8 +83,8 @@ class GraphRunner:
             self.spans += spans
             for span in spans:
                 logger.debug("step %d: %s (%s) took %.3f s", self._step, span.node, span.role, span.seconds)
-            if self._timeline is not None:
-                self._timeline.add(spans, self._step)
+            if self._trace is not None:
+                self._trace.add(spans, self._step)
 
     def models_idle(self) -> AbstractContextManager[Any]:
         """No node works on the models inside."""

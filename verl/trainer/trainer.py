@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,8 +25,8 @@ from verl.checkpoint.automatic import AutomaticCheckpoints
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
 from verl.data.by_task import by_task
+from verl.data.loader import note_scores, pooled
 from verl.data.prefetch import Loader
-from verl.data.task_loader import note_scores, pooled
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
@@ -50,8 +51,7 @@ from verl.trainer.active_task import ActiveTask, critics_of
 from verl.trainer.batches import as_loader, one_pass, read_ahead
 from verl.trainer.collector import SampleCollector, Samples
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
-from verl.trainer.guard import Guards, SafetyGuard
-from verl.trainer.mixture import Mixture, TaskScheduler
+from verl.trainer.mixture import Mixture
 from verl.trainer.options import (
     BufferOptions,
     CheckpointOptions,
@@ -72,13 +72,15 @@ from verl.weights.layout import Mesh
 
 if TYPE_CHECKING:
     from verl.checkpoint.store import Checkpoint
+    from verl.trainer.guard import Guards, SafetyGuard
     from verl.trainer.keywords import TrainerKeywords
+    from verl.trainer.mixture import TaskScheduler
 
 logger = logging.getLogger(__name__)
 
 
 def _of_the_task(name: str) -> Any:
-    return property(lambda self: getattr(self.task, name), doc=f"`{name}` of the only task.")
+    return property(attrgetter(f"task.{name}"), doc=f"`{name}` of the only task.")
 
 
 class Trainer:
@@ -228,7 +230,7 @@ class Trainer:
         self.updates = self.idle = 0
         #: Latest updates in a row that were not finite.
         self.skipped = 0
-        self.guards = Guards()
+        self.guards: Guards | None = None
         self._goal: int | None = None
         self._loader: Loader | None = None
         self._position: dict[str, Any] | None = None
@@ -304,7 +306,6 @@ class Trainer:
         for task in self.tasks.values():
             task.collector.metrics[name] = Metric(name, fn)
 
-    @checked
     def add_guard(self, guard: SafetyGuard) -> None:
         """Watch metrics from now on, and go back to an earlier checkpoint when one falls. Without automatic checkpoints
         of your own they are saved in `log_dir`, four within `rollback_steps`.
@@ -312,7 +313,9 @@ class Trainer:
         Raises:
             ConfigError: `log_dir=False` leaves no place for checkpoints, where `checkpoint_dir` names none.
         """
-        self.guards.add(guard, self)
+        from verl.trainer.guard import with_guard
+
+        self.guards = with_guard(self.guards, guard, self)
 
     def save_automatically(self, every: int) -> AutomaticCheckpoints:
         """The automatic checkpoints; where there are none, from now on one in `log_dir` every `every` steps.
@@ -359,7 +362,6 @@ class Trainer:
             TrainingError: too many updates in a row were not finite.
             RewardError, RolloutError: too many of the latest rewards or episodes failed.
         """
-        self.guards.begin(self)
         began = self._begin()
         return self._finish_step(self._learn_from(self._collect(prompts)), began)
 
@@ -368,11 +370,7 @@ class Trainer:
         rewards of one task are waited for while another is sampled."""
         parts = {self.task.name: prompts} if len(self.tasks) == 1 else by_task(prompts, [*self.tasks])
         work = {name: self._collect_task(name, part) for name, part in parts.items()}
-
-        async def collect() -> dict[str, Samples]:
-            return dict(zip(work, await all_of(work.values()), strict=True))
-
-        return self.runner.wait(collect())
+        return dict(zip(work, self.runner.wait(all_of(work.values())), strict=True))
 
     def _collect_task(self, name: str, prompts: Any) -> Coroutine[Any, Any, Samples]:
         """What draws the samples of one task on the event loop. Names of samples say the step, and of several tasks
@@ -398,7 +396,7 @@ class Trainer:
 
     def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
         records = {name: self.tasks[name].collector.record(drawn) for name, drawn in samples.items()}
-        sizes = self._note(samples)
+        sizes = self._note(samples) if pooled(self._loader) else {}
         if len(self.tasks) == 1:
             return records[self.task.name] | sizes
         return joined({name: drawn.rows for name, drawn in samples.items()}, records) | sizes
@@ -427,6 +425,8 @@ class Trainer:
 
     def _begin(self) -> float:
         """What every step begins with; the time. The log is open before anything is sampled."""
+        if self.guards is not None:
+            self.guards.begin(self)
         assert self.logger is not None
         self.runner.begin_step(self.steps + 1)
         return time.perf_counter()
@@ -441,12 +441,11 @@ class Trainer:
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
-        if unseen := [name for name in self.guards.unseen if name not in record]:
+        if self.guards is not None and (unseen := [name for name in self.guards.unseen if name not in record]):
             record["guard/unseen"] = ", ".join(unseen)
         self.logger.log(self.steps, record)
         self._log_completions()
-        self.guards.observe(record, self.steps)
-        if (alert := self.guards.check(self)) is not None:
+        if self.guards is not None and (alert := self.guards.check(self, record)) is not None:
             return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
             self._evaluate_and_save()
@@ -507,7 +506,8 @@ class Trainer:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.before and self.held_out.first is None:
                     self.evaluate_held_out()
-                self.guards.begin(self)
+                if self.guards is not None:
+                    self.guards.begin(self)
                 while self.steps < self._goal and not (stop and stop.requested):
                     record = self.advance(batches)
                 if stop and stop.requested:
@@ -613,7 +613,8 @@ class Trainer:
         result = self.held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
-        self.guards.observe(metrics, self.steps)
+        if self.guards is not None:
+            self.guards.observe(metrics, self.steps)
         return result
 
     def _kl_to_reference(self, samples: Batch, *, greedy: bool) -> float:
@@ -768,9 +769,3 @@ class Trainer:
     def models_idle(self) -> AbstractContextManager[Any]:
         """No node of a task works on the models meanwhile."""
         return self.runner.models_idle()
-
-
-class PPOTrainer(Trainer):
-    """`Trainer` with PPO: `PPOTrainer(actor=actor, reward_fn=f)` makes its own critic."""
-
-    algorithm_name = "ppo"

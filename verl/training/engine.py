@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ from verl.batch import Batch
 from verl.errors import TrainingError
 from verl.models.lora import adapters_off, reference_weights, shape_of
 from verl.models.packed import PackedModel
-from verl.training.checkpointing import enable_checkpointing
 from verl.training.forward import Forward
 from verl.training.local_weights import LocalWeights
 from verl.training.options import EngineOptions, Head, check_training
 from verl.training.ranks import Ranks
 from verl.training.runner import Metrics, MicroBatchRunner
-from verl.training.steps import Memory, Steps
+from verl.training.steps import Memory
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard, WeightSpec
+
+if TYPE_CHECKING:
+    from verl.training.steps import Steps
 
 #: The weights of a model that is laid out, for one that was made without.
 WeightSource = Callable[[Any], Iterable[Shard]]
@@ -92,6 +94,8 @@ class TrainEngine(ABC):
         if options.use_torch_compile:
             forward.compile_layers()
         if options.gradient_checkpointing:
+            from verl.training.checkpointing import enable_checkpointing
+
             enable_checkpointing(forward.packed.model)
         self.assemble(forward, ranks, options, weights)
         #: What the reference of adapters reads beside the base.

@@ -6,10 +6,9 @@ Shapes: R response tokens of all rows, row after row; S rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from verl.algorithms.loss_terms import Loss, LossPart, combine_metrics
 from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.training.checkpointing import recomputing
 from verl.training.forward import Forward
 from verl.training.micro_batch import Limits, deal
 from verl.training.mini_batch import MiniBatch
@@ -42,8 +40,7 @@ NO_GRADIENT = (
 DEPENDS = "loss/depends"
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Rows of one forward.
 
     Attributes:
@@ -59,14 +56,16 @@ class MicroBatch:
     tree: PrefixTree | None = None
 
 
-class Schedule(Protocol):
-    """How this rank runs the micro-batches of its rows. Results come in their order."""
+if TYPE_CHECKING:
 
-    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
-        """What `finish` returns for each; nothing on a rank without the model's head."""
+    class Schedule(Protocol):
+        """How this rank runs the micro-batches of its rows. Results come in their order."""
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
-        """The losses, detached, after the backward pass of each times `loss_scale`."""
+        def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+            """What `finish` returns for each; nothing on a rank without the model's head."""
+
+        def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+            """The losses, detached, after the backward pass of each times `loss_scale`."""
 
 
 class OneStage:
@@ -126,7 +125,8 @@ class MicroBatchRunner:
         lengths = [1] * len(batch) if self.forward.head == "score" else batch.lengths("response_tokens")
         batch = batch.drop(["response_mask"])  # all tokens are predicted
         (dealt,), tree = deal(batch, range(len(batch)), 1, self._limits())
-        dealt += [[]] * (self._most(len(dealt)) - len(dealt))
+        if self.parallel.in_step:
+            dealt += [[]] * (self._most(len(dealt)) - len(dealt))
         micro_batches = (
             MicroBatch(_rows(batch, rows), names, temperature, _on_host, tree.take(rows) if rows else None)
             for rows in dealt
@@ -149,7 +149,12 @@ class MicroBatchRunner:
     def backward(self, parts: Sequence[LossPart], loss_scale: float) -> list[Loss]:
         """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`. Their metrics
         have `DEPENDS`."""
-        with recomputing(self.forward.model) if self.options.gradient_checkpointing else nullcontext():
+        context: AbstractContextManager[None] = nullcontext()
+        if self.options.gradient_checkpointing:
+            from verl.training.checkpointing import recomputing
+
+            context = recomputing(self.forward.model)
+        with context:
             return [*self.schedule.forward_backward(map(self._trained, self._micro_batches(parts)), loss_scale)]
 
     def backward_of_nothing(self) -> None:
@@ -192,7 +197,7 @@ class MicroBatchRunner:
             total = loss.total if depends or not self.parallel.in_step else loss.total + _no_loss(outputs).total
             return Loss(total=total, metrics={**loss.metrics, DEPENDS: float(depends)})
 
-        return one if one.finish is _no_loss else replace(one, finish=finish)
+        return one if one.finish is _no_loss else one._replace(finish=finish)
 
     def _dealt(self, part: LossPart) -> tuple[list[list[int]], PrefixTree]:
         """The rows of each micro-batch of this rank, and what they share. Every rank is given the rows of all and takes
@@ -207,10 +212,9 @@ class MicroBatchRunner:
         return Limits(options.max_tokens_per_micro_batch, options.micro_batch_size, options.share_prompts, packed)
 
     def _most(self, forwards: int) -> int:
-        """How many forwards the rank with the most runs, where all must run as many."""
+        """How many forwards the rank with the most runs."""
         count = torch.tensor(forwards)
-        if self.parallel.in_step:
-            self.ranks.all_reduce([count], dist.ReduceOp.MAX, *DATA_DIMS)
+        self.ranks.all_reduce([count], dist.ReduceOp.MAX, *DATA_DIMS)
         return int(count)
 
 

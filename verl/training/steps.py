@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,23 @@ from verl.weights.shard import Shard, Stream
 Memory: TypeAlias = Literal["optimizer", "gradients"]
 
 
-class Movable(Protocol):
-    """An optimizer, as far as every engine knows it; see `MixedPrecisionOptimizer`."""
+if TYPE_CHECKING:
 
-    def offload(self, what: Collection[Memory]) -> None: ...
-    def onload(self, what: Collection[Memory]) -> None: ...
-    def refresh_masters(self) -> None: ...
+    class Movable(Protocol):
+        """An optimizer, as far as every engine knows it; see `MixedPrecisionOptimizer`."""
 
+        def offload(self, what: Collection[Memory]) -> None: ...
+        def onload(self, what: Collection[Memory]) -> None: ...
+        def refresh_masters(self) -> None: ...
 
-class Steps(Protocol):
-    """How an engine trains; the methods are those of `TrainEngine`."""
+    class Steps(Protocol):
+        """How an engine trains; the methods are those of `TrainEngine`."""
 
-    @property
-    def optimizer(self) -> Movable: ...
-    def update(self, parts: Sequence[LossPart]) -> Metrics: ...
-    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]: ...
-    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None: ...
+        @property
+        def optimizer(self) -> Movable: ...
+        def update(self, parts: Sequence[LossPart]) -> Metrics: ...
+        def state(self) -> tuple[Iterable[Shard], dict[str, Any]]: ...
+        def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None: ...
 
 
 def nothing_to_compute(parts: Sequence[LossPart]) -> bool:
@@ -53,15 +54,16 @@ class OptimizerSteps:
         self._runner, self._weights = runner, weights
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
-        optimizer = self.optimizer
-        optimizer.onload()
+        optimizer, on_cpu = self.optimizer, self._runner.forward.packed.device.type == "cpu"
+        if not on_cpu:  # else all is there
+            optimizer.onload()
         try:
             return self._step(self._losses(parts))
         finally:
             optimizer.gradients.clear()
             if self._runner.options.fsdp_config.optimizer_offload:
                 optimizer.offload()
-            if self._runner.forward.packed.device.type == "cpu":
+            if on_cpu:
                 return_free_memory()
 
     def _losses(self, parts: Sequence[LossPart]) -> list[Loss]:

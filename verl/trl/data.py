@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl.data.chat import ChatTokenizer, template_inputs
-from verl.data.loader import Cursor
+from verl.data.cursor import Cursor
 from verl.data.offline import OfflineDatasetLoader, encode_row
 from verl.errors import DataError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.checked import checked
-from verl.data.loader import permutation
+from verl.data.cursor import permutation
 from verl.errors import ConfigError, DataError
 from verl.record import Count, Natural, Portion, Seed
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,18 +18,14 @@ from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
 from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
-from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
+from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate, sampled_columns
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
-from verl.rollout.rows import episode_rows
-from verl.rollout.turns import Outcome, Turns, response_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.user_functions import load_function
 from verl.weights.shard import Shard, Stream
-from verl.workers.streams import broadcast_shards, broadcast_weights
-from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
 
@@ -37,9 +33,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.rollout.episode import Episode
+    from verl.rollout.turns import Outcome
     from verl.workers.generation import GenerationModel
+    from verl.workers.sync import SyncCheck
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Makes a rollout engine: (model, tokenizer, eos ids, options) -> engine. A class that is made so is one, too.
 EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "SamplerOptions"], RolloutEngine]
@@ -131,7 +130,7 @@ class ActorWorker(TrainedWorker):
         here = context
         if not trains:  # the mesh "rollout" is the one that the engine computes over
             meshes, groups = {"train": context.meshes["rollout"]}, {"train": context.groups.get("rollout")}
-            here = replace(context, meshes=meshes, groups=groups)
+            here = context._replace(meshes=meshes, groups=groups)
         apart = WEIGHTS in context.groups and head == "lm"
         # Three ways in which weights reach the rollout engine:
         # - one layout (`_meta_model` is None): it computes with the live training tensors, or is sent them at `sync`;
@@ -149,7 +148,8 @@ class ActorWorker(TrainedWorker):
         if self._packed is not None and self._packed.tensor_group is not None:
             self._packed.measure_heads()
         self._rollout_engine: RolloutEngine | None = None
-        self._sync = SyncCheck()
+        #: Of an engine that can score what it has sampled.
+        self._sync: SyncCheck | None = None
 
     @contextmanager
     def _weights(self, *, overlap: bool = False) -> Iterator[TrainEngine]:
@@ -179,6 +179,10 @@ class ActorWorker(TrainedWorker):
                 packed = self._packed or self._packed_on_meta() or self._generation_model().packed
                 self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
                 self._rollout_engine.load_shards(self._served(weights), self.policy_version)
+            if hasattr(self._rollout_engine, "score"):
+                from verl.workers.sync import SyncCheck
+
+                self._sync = SyncCheck()
         return self._rollout_engine
 
     @dispatch("rollout")
@@ -197,7 +201,8 @@ class ActorWorker(TrainedWorker):
         with self._weights(overlap=self.rollout.overlap_comm) as weights:
             engine.wake()
             self._refill(weights)
-            self._sync.probe = None
+            if self._sync is not None:
+                self._sync.probe = None
             try:
                 if isinstance(engine, EmbeddedEngine) and not engine.leads:
                     engine.follow()
@@ -214,16 +219,18 @@ class ActorWorker(TrainedWorker):
         greedy = replace(params, temperature=0.0)
         baseline = prompts["baseline"] if "baseline" in prompts else [False] * len(prompts)
         rows = [greedy if is_baseline else params for is_baseline in baseline]
+        is_double = precision == torch.float64
         if episode is None:
-            ended = _single_turns(engine, prompts, rows)
+            groups = _single_turns(engine, prompts, rows, is_double)
         else:
             from verl.rollout.episode import outcomes
 
             ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, self.eos_token_ids)
-        with closing(ended):  # cancels unfinished requests before the engine is used again
-            version = None if episode is None else engine.policy_version
-            for group in _finished_groups(ended, prompts, version, precision):
-                self._sync.probe = self._sync.probe or group.take(range(min(ROWS, len(group))))
+            groups = _played(engine, prompts, ended, is_double)
+        with closing(groups):  # cancels unfinished requests before the engine is used again
+            for group in groups:
+                if self._sync is not None:
+                    self._sync.offer(group)
                 yield group
 
     @dispatch("train", split="rows", collect="rows")
@@ -252,7 +259,7 @@ class ActorWorker(TrainedWorker):
     @dispatch("train")
     def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:
         """Optimizer steps. Generation gets the new weights at `sync`."""
-        if self.policy_version == 0 and hasattr(self._rollout_engine, "score"):
+        if self.policy_version == 0 and self._sync is not None:
             with self._weights() as weights:
                 self._refill(weights)
                 self._measure(weights)  # the baseline of later measurements
@@ -264,6 +271,8 @@ class ActorWorker(TrainedWorker):
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
         if self.context.is_apart:
+            from verl.workers.streams import broadcast_weights
+
             broadcast_weights(self.engine, self.context)
         return self._hand_over()
 
@@ -315,10 +324,14 @@ class ActorWorker(TrainedWorker):
         """The shards to load into the engine: the live tensors where it computes with those; the shards of every rank
         where it takes them; else whole weights, adapters merged."""
         if self._takes_shards:
+            from verl.workers.streams import broadcast_shards
+
             return broadcast_shards(Stream(weights.shards), self.context.groups[ROLE])
         return weights.shards() if getattr(self._rollout_engine, "is_live", False) else weights.merged_shards()
 
     def _measure(self, weights: TrainEngine) -> dict[str, float]:
+        if self._sync is None:
+            return {}
         if self._takes_shards:  # ranks that share the trained model predict the same samples
             probe = self._sync.probe
             columns = probe and {name: list(probe[name]) for name in ("prompt_tokens", "response_tokens")}
@@ -377,37 +390,41 @@ def load_episode(episode: Episode | str | None) -> Episode | None:
 
 
 def _single_turns(
-    engine: RolloutEngine, prompts: Batch, params: Sequence[SamplingParams]
-) -> Generator[Outcome, None, None]:
-    """One response a row, in whatever order they finish."""
-    index = {id_: row for row, id_ in enumerate(prompts["id"])}
+    engine: RolloutEngine, prompts: Batch, params: Sequence[SamplingParams], is_double: bool
+) -> Generator[Batch, None, None]:
+    """The groups of one response a row."""
+    row_of = {id_: row for row, id_ in enumerate(prompts["id"])}
     columns = zip(prompts["id"], prompts["prompt_tokens"], params, strict=True)
     with closing(generate(engine, (Request(*row) for row in columns))) as samples:
-        for sample in samples:
-            yield Outcome(index[sample.id], [Turns().wrote(sample)])
+        ended = ((row_of[sample.id], sample) for sample in samples)
+        for rows, of_rows in _finished_groups(ended, prompts):
+            yield rows.add(sampled_columns(of_rows, is_double))
 
 
-def _finished_groups(
-    ended: Iterable[Outcome], prompts: Batch, version: int | None, precision: torch.dtype
-) -> Iterator[Batch]:
-    """Rows of each group once its last response is there; the rows of a group keep their order.
+def _played(
+    engine: RolloutEngine, prompts: Batch, outcomes: Generator[Outcome, None, None], is_double: bool
+) -> Generator[Batch, None, None]:
+    """The groups of episodes."""
+    from verl.rollout.rows import episode_rows
 
-    `version`: that of the engine, where these are episodes; `precision`: the type of log-probs.
+    version = engine.policy_version
+    with closing(outcomes):
+        for rows, of_rows in _finished_groups(((outcome.index, outcome) for outcome in outcomes), prompts):
+            for outcome in of_rows:
+                if outcome.error:
+                    logger.warning("%s", outcome.error)
+            yield episode_rows(rows, of_rows, version, is_double)
+
+
+def _finished_groups(ended: Iterable[tuple[int, T]], prompts: Batch) -> Iterator[tuple[Batch, list[T]]]:
+    """The rows of each group once its last one has ended, and what came of them; the rows of a group keep their order.
+
+    `ended`: rows as they end, in whatever order.
     """
     groups = {row: rows for rows in prompts.group_indices() for row in rows}
-    done: dict[int, Outcome] = {}
-    for outcome in ended:
-        done[outcome.index] = outcome
-        rows = groups[outcome.index]
+    done: dict[int, T] = {}
+    for last, result in ended:
+        done[last] = result
+        rows = groups[last]
         if all(row in done for row in rows):
-            yield _with_responses(prompts.take(rows), [done.pop(row) for row in rows], version, precision)
-
-
-def _with_responses(rows: Batch, ended: list[Outcome], version: int | None, precision: torch.dtype) -> Batch:
-    is_double = precision == torch.float64
-    if version is None:
-        return rows.add(response_columns([outcome.responses[0] for outcome in ended], is_double))
-    for outcome in ended:
-        if outcome.error:
-            logger.warning("%s", outcome.error)
-    return episode_rows(rows, ended, version, is_double)
+            yield prompts.take(rows), [done.pop(row) for row in rows]

@@ -13,9 +13,8 @@ from verl.workers.pooled import PooledWorker
 if TYPE_CHECKING:
     from verl.batch import Batch
     from verl.roles.actor import Actor
-    from verl.rollout.base import RolloutEngine
+    from verl.rollout.base import RolloutEngine, Sample
     from verl.rollout.options import SamplerOptions
-    from verl.rollout.turns import Turns
     from verl.weights.shard import Shard
 
 #: Seconds for a part of the weights to come from the object store.
@@ -105,7 +104,7 @@ class StandaloneWorker(PooledWorker):
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Weights | tuple[str, Batch, Mapping[str, Any]]] = queue.SimpleQueue()
-        self._groups: dict[str, tuple[Batch, dict[str, Turns]]] = {}
+        self._groups: dict[str, tuple[Batch, dict[str, Sample]]] = {}
         self._of: dict[str, str] = {}
         self._busy: list[tuple[float, float]] = []
         self._is_double = False
@@ -152,18 +151,18 @@ class StandaloneWorker(PooledWorker):
             engine.add(Request(id_, tokens, greedy if is_greedy else params))
 
     def _step(self, engine: RolloutEngine, index: int) -> Iterator[Finished]:
-        from verl.rollout.turns import Turns, response_columns
+        from verl.rollout.base import sampled_columns
 
         began = time.time()
-        samples = engine.step()
+        ended = engine.step()
         self._note(began, time.time())
-        for sample in samples:
+        for sample in ended:
             group = self._of.pop(sample.id)
-            rows, turns = self._groups[group]
-            turns[sample.id] = Turns().wrote(sample)
-            if len(turns) == len(rows):
+            rows, samples = self._groups[group]
+            samples[sample.id] = sample
+            if len(samples) == len(rows):
                 del self._groups[group]
-                done = rows.add(response_columns([turns[id_] for id_ in rows["id"]], self._is_double))
+                done = rows.add(sampled_columns([samples[id_] for id_ in rows["id"]], self._is_double))
                 spans, self._busy = self._busy, []
                 yield Finished(group, done, index, spans)
 

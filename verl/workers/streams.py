@@ -88,8 +88,6 @@ def _device(group: Any) -> Any:
 
 def equal_weights(model: torch.nn.Module, context: RankContext) -> None:
     """Give every rank of a role the first trainer's weights: a model that each rank has made for itself may differ."""
-    if context.size == 1:
-        return
     source = Stream(lambda: model_shards(model)) if context.rank == context.trainer else None
     _spread(source, context, lambda shards: load_model_shards(model, shards))
 

@@ -27,14 +27,18 @@ class SyncCheck:
         self.probe: Batch | None = None
         self._fresh: float | None = None
 
+    def offer(self, samples: Batch) -> None:
+        """Keep a few of a rollout's first samples."""
+        self.probe = self.probe or samples.take(range(min(ROWS, len(samples))))
+
     def measure(self, engine: Any, trainer: TrainEngine) -> dict[str, float]:
-        """`sync/mismatch` and `sync/mismatch/max`, where the engine can score and there is a probe.
+        """`sync/mismatch` and `sync/mismatch/max`, where there is a probe.
 
         Raises:
             RolloutError: the engine computes with other weights than the trainer.
         """
         probe = self.probe
-        if probe is None or not hasattr(engine, "score") or not sum(probe.lengths("response_tokens")):
+        if probe is None or not sum(probe.lengths("response_tokens")):
             return {}
         ours = trainer.predict(probe, ("log_probs",))["log_probs"].double()
         rows = zip(probe["prompt_tokens"], probe["response_tokens"], strict=True)

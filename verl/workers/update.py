@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
+from verl.algorithms.base import RoleObjective
 from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossPart
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
@@ -19,23 +19,6 @@ from verl.training.micro_batch import shared_tokens
 from verl.training.steps import Memory
 
 _SUMS: tuple[Memory, ...] = ("gradients",)
-
-
-class Objective(Protocol):
-    """The part of an algorithm that an update needs. Workers get it by value and never look one up by name."""
-
-    @property
-    def coupled(self) -> bool: ...
-    @property
-    def loss_columns(self) -> Sequence[str]: ...
-    @property
-    def needs_entropy(self) -> bool: ...
-    @property
-    def by_token(self) -> bool: ...
-    @property
-    def no_gradient_at_zero(self) -> bool: ...
-    def token_weights(self, batch: Batch) -> torch.Tensor: ...
-    def compute_loss(self, x: LossInput) -> Loss: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +33,7 @@ class UpdatePart:
     """
 
     rows: Batch
-    objective: Objective
+    objective: RoleObjective
     temperature: float = 1.0
     weight: float = 1.0
     name: str = ""
@@ -188,7 +171,7 @@ def _counts(part: UpdatePart, loss: LossPart) -> bool:
     return not part.objective.by_token or bool(loss.weights.any())
 
 
-def loss_needs(objective: Objective, temperature: float = 1.0) -> LossNeeds:
+def loss_needs(objective: RoleObjective, temperature: float = 1.0) -> LossNeeds:
     """What its loss reads."""
     return LossNeeds(
         columns=objective.loss_columns,

@@ -24,10 +24,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
 from verl.cluster.group import GRACE, NO_ANSWER, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
+from verl.cluster.meshes import RoleMeshes
 from verl.cluster.placement import Device, DeviceMesh
 from verl.cluster.rank_worker import Order
 from verl.cluster.ray.rank import Part, RayRank, Stream, WorkerError
-from verl.cluster.world import RoleMeshes
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
 from verl.ray_session import START_DEADLINE, connect
 from verl.user_functions import user_modules

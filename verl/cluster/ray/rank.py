@@ -19,8 +19,9 @@ from typing import Any
 import ray
 
 from verl.batch import Batch
+from verl.cluster.meshes import RoleMeshes
 from verl.cluster.rank_worker import Order, RankWorker, stacks
-from verl.cluster.world import RoleMeshes, World
+from verl.cluster.world import World
 from verl.errors import ClusterError
 from verl.ranks import registry, who
 from verl.weights.shard import Shard, in_buckets

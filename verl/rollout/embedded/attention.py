@@ -10,14 +10,13 @@ Legend: T tokens of the step, N sequences, B blocks of the longest one, H query 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.attention import varlen
+from verl.attention import flash
 from verl.device import is_host, to_device
 from verl.errors import ModelError
 from verl.rollout.embedded.kv_cache import KVCache, blocks_for
@@ -28,8 +27,7 @@ _KEYS = 256
 _GATHER_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class BatchTensors:
+class BatchTensors(NamedTuple):
     """A `ScheduledBatch` on the device, as the model and `varlen_attn` take it. T' tokens with padding.
 
     Rows of padding, if any, come last. Where the slots say T', padding has slots of its own, in a spare block.
@@ -85,8 +83,7 @@ def copy_blocks(cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
             layer.index_copy_(0, to, layer.index_select(0, source))
 
 
-@dataclass(frozen=True)
-class PagedAttention:
+class PagedAttention(NamedTuple):
     """The `AttentionContext` of one step: writes the new keys and values, attends to the cache.
 
     Rows of padding are not read where they have no slots, and their result is zero. `rows`: the torch code computes
@@ -126,22 +123,22 @@ class PagedAttention:
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
         """By flash attention where there is one, else by the torch code."""
         tensors, is_grouped = self.tensors, query.shape[1] != self.cache.heads
-        flash = varlen.flash_attention(values, paged=True)
-        if self.rows is not None and flash is not None and not varlen.has_splits(flash):
-            flash = None
+        kernel = flash.flash_attention(values, paged=True)
+        if self.rows is not None and kernel is not None and not flash.has_splits(kernel):
+            kernel = None
         window_size = (-1 if window is None else window - 1, 0)
         options: dict[str, int] = {}
-        if flash is None:
+        if kernel is None:
             options = {} if self.rows is None else {"rows": self.rows}
         elif is_grouped and window is None and tensors.max_q == 1 and self.rows is None:
             # One query sees all keys, causal or not, and only where it is not said to be do the query heads of a
             # group share each read. Steps whose numbers depend on nothing else in them take one kernel throughout.
             window_size = (-1, -1)
-        elif varlen.has_splits(flash):
+        elif flash.has_splits(kernel):
             options = {"num_splits": 1}  # else torch splits the keys, and writes most sequences to the wrong place
         lists = (tensors.cu_seq_q, tensors.cu_seq_k, tensors.max_q, tensors.max_k)
         pages: dict[str, Any] = {"seqused_k": tensors.seqused_k, "block_table": tensors.block_table, **options}
-        return (flash or varlen_attn)(
+        return (kernel or varlen_attn)(
             query, keys, values, *lists, scale=scale, window_size=window_size, enable_gqa=is_grouped, **pages
         )
 

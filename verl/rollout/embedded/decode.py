@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from verl import device
-from verl.attention import varlen
+from verl.attention import flash
 from verl.models.packed import PackedModel
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention
-from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.kv_cache import KVCache, blocks_for
 from verl.rollout.embedded.response import PendingTokens, draw, draws_of
 from verl.rollout.embedded.sampler import SamplingFlags, SamplingTable, numbers_of, sample
 from verl.rollout.embedded.scheduler import ScheduledBatch
@@ -37,7 +37,7 @@ class Decoder:
 
     def __init__(self, packed: PackedModel, cache: KVCache, last_draw: torch.Tensor, *, max_length: int) -> None:
         self.packed, self.cache, self.last_draw = packed, cache, last_draw
-        self.width = cache.blocks_for(max_length)
+        self.width = blocks_for(max_length, cache.block)
         self.forget()
 
     def forget(self) -> None:
@@ -98,7 +98,7 @@ class _Step:
         """Compute it; `longest`: tokens of the longest sequence."""
         if self._is_new:
             self._is_new = False
-            if varlen.flash_attention(self._cache.values, paged=True) is not None:
+            if flash.flash_attention(self._cache.values, paged=True) is not None:
                 most = self._owner.width * self._cache.block
                 self._recorded = device.recorded(lambda: self._compute(most), self.numbers.device)
         if self._recorded is not None:

@@ -136,7 +136,8 @@ class EmbeddedEngine:
             tokenizer=self.tokenizer,
         )
         response_tokens = len(response.prompt) % self.cache.block + response.max_new_tokens
-        needed = self.cache.blocks_for(len(response.prompt)) + self.cache.blocks_for(response_tokens)
+        size = self.cache.block
+        needed = blocks_for(len(response.prompt), size) + blocks_for(response_tokens, size)
         if needed > self.cache.num_blocks:
             raise RolloutError(
                 f"request '{request.id}' may need {needed * self.cache.block} tokens of KV cache, there is room for "
@@ -271,7 +272,9 @@ def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_
     size = KVCache.block_bytes(*shape, tokens)
     if kv_memory is None:
         wanted = 2 * max_batch * blocks_for(max_length, tokens) * size
-        kv_memory = _least(min(wanted, free_memory(packed.device) // 2), packed.tensor_group)
+        kv_memory = min(wanted, free_memory(packed.device) // 2)
+        if packed.tensor_group is not None:
+            kv_memory = _least(kv_memory, packed.tensor_group)
     if kv_memory < 2 * size:
         raise ConfigError(
             f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
@@ -282,11 +285,9 @@ def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_
 
 def _least(number: int, group: Any) -> int:
     """The least of the ranks of a group."""
-    if group is not None:
-        least = torch.tensor(number)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        number = int(least)
-    return number
+    least = torch.tensor(number)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return int(least)
 
 
 def _max_length(packed: PackedModel, wanted: int | None) -> int:

@@ -95,10 +95,6 @@ class KVCache:
         keys, values = _block_shapes(head_dim, dtype, size)
         return num_layers * num_heads * (math.prod(keys) + math.prod(values)) * dtype.itemsize
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return blocks_for(tokens, self.block)
-
     @property
     def tokens(self) -> int:
         """Tokens that the blocks hold."""
@@ -176,7 +172,7 @@ class KVCache:
                 break
             shared.append(block)
         idle = sum(block in self._idle for block in shared)
-        needed = self.blocks_for(len(tokens)) - len(shared)
+        needed = blocks_for(len(tokens), self.block) - len(shared)
         if needed > self.available - idle:
             return None
         for block in shared:
@@ -199,7 +195,7 @@ class KVCache:
         Args:
             digests: `prefix_digests` of the tokens.
         """
-        for index in range(start // self.block, self.blocks_for(end)):
+        for index in range(start // self.block, blocks_for(end, self.block)):
             block, rows = blocks[index], tuple(tokens[index * self.block : min(end, (index + 1) * self.block)])
             if len(rows) == self.block:
                 if self._by_hash.setdefault(digests[index + 1], block) != block:

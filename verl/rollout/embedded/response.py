@@ -15,14 +15,15 @@ from verl.data.text import ResponseText
 from verl.device import HostCopy, is_host, to_device
 from verl.errors import RolloutError
 from verl.kernels.compiled import Kernels
-from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample, SamplingParams
+from verl.rollout.base import Finish, LongPromptError, Request, Sample, SamplingParams
 from verl.rollout.embedded.sampler import SamplingTable, sample, stream_key, uniforms
-from verl.rollout.stop_strings import StopWatch, special_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.rollout.grammar import GrammarMask
+    from verl.rollout.hooks import Guard
+    from verl.rollout.stop_strings import StopWatch
 
 #: From this position on, a sample's random numbers are for draws among the tokens that a grammar allows.
 _SECOND_DRAWS = 1 << 32
@@ -55,8 +56,12 @@ class Response:
         check_prompt(request.id, self.prompt, vocab_size, max_length)
         self.max_new_tokens = min(self.params.max_new_tokens, max_length - len(self.prompt))
         ends = () if self.params.ignore_eos else eos_token_ids
-        written = [] if tokenizer is None else [special_token(tokenizer, stop) for stop in self.params.stop]
-        stops = (*self.params.stop_token_ids, *(token for token in written if token is not None))
+        stops = [*self.params.stop_token_ids]
+        if tokenizer is not None and self.params.stop:
+            from verl.rollout.stop_strings import special_token
+
+            written = (special_token(tokenizer, stop) for stop in self.params.stop)
+            stops += [token for token in written if token is not None]
         self.end_tokens = frozenset(t for t in (*ends, *stops) if 0 <= t < vocab_size)
         if len(self.end_tokens) == vocab_size and self.params.min_new_tokens:
             raise RolloutError(
@@ -69,6 +74,8 @@ class Response:
                 f"request '{request.id}' has stop strings, a guard or a grammar; the engine was given no tokenizer"
             )
         if tokenizer is not None and (self.params.stop or request.guard is not None):
+            from verl.rollout.stop_strings import StopWatch
+
             self.watch = StopWatch(ResponseText(tokenizer, eos_token_ids), self.params.stop)
         if request.guard is not None and request.guard.every < 1:
             raise RolloutError(

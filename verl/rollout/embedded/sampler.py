@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -98,8 +98,7 @@ def numbers_of(params: Sequence[SamplingParams]) -> list[list[float]]:
     return [inverse, [float(p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]]
 
 
-@dataclass(frozen=True)
-class SamplingTable:
+class SamplingTable(NamedTuple):
     """The parameters of N rows as tensors `[N]`, fp64 or int64. `inverse_temperature` 0 is greedy."""
 
     flags: SamplingFlags
@@ -107,7 +106,7 @@ class SamplingTable:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    edits: Mapping[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    edits: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
     @classmethod
     def of(
@@ -164,7 +163,7 @@ def _sample_edited(
     edits = zip(full.clone(), table.edits.values(), strict=True)
     edited = torch.stack([edit(row) for row, edit in edits]).to(full)
     top = edited.amax(-1)
-    tokens, log_probs = sample(logits, uniforms, replace(table, edits={}), kernels)
+    tokens, log_probs = sample(logits, uniforms, table._replace(edits={}), kernels)
     special = table.rows(rows)
     if kernels is not None and full.dtype != logits.dtype:
         kernels = compiled.kernels(full.dtype, full.device)

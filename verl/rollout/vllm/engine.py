@@ -27,7 +27,7 @@ from verl.data.text import ResponseText
 from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
-from verl.rollout.base import Finish, NoWeightsError, Request, Sample, SamplingParams, check_new
+from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
 from verl.rollout.embedded.response import check_prompt
 from verl.rollout.embedded.sampler import stream_key
 from verl.rollout.stop_strings import cut_text
@@ -47,6 +47,10 @@ _TYPICAL_LENGTH = 1024
 _CPU_BLOCK = 32
 #: Of the memory that is free, what vLLM is to find at its start; a process of its own takes some of it before.
 _GUARD = 0.9
+
+
+class NoWeightsError(RolloutError):
+    """The engine dropped its weights in its sleep, and has not been given any since."""
 
 
 class VLLMEngine:

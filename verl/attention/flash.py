@@ -1,0 +1,91 @@
+"""Which kernel of flash attention there is for sequences of different lengths, if any: torch's own
+(`torch.nn.attention.varlen.varlen_attn`), or flash-attn's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LARGEST_HEAD = 256
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def flash_attention(value: Tensor, *, paged: bool = False) -> Callable[..., Tensor] | None:
+    """The kernel for values such as these (`[..., K, D]`), in half precision on CUDA or ROCm: torch's own where it is
+    new enough (2.11, 2.12 for keys in pages), else that of the package flash-attn where it is installed.
+
+    Args:
+        paged: keys and values are pages of a cache.
+    """
+    size = value.shape[-1]
+    if value.device.type != "cuda" or value.dtype not in _DTYPES or size > _LARGEST_HEAD or size % 8:
+        return None
+    return _torch_kernel(paged) or _package_kernel()
+
+
+def _torch_kernel(paged: bool) -> Callable[..., Tensor] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    whole: Callable[..., Any] = varlen_attn
+    known = (varlen_attn.__kwdefaults__ or {}).keys()
+    if "window_size" not in known or (paged and not {"seqused_k", "block_table", "num_splits"} <= known):
+        return None
+    return whole if "enable_gqa" in known else _of_any_heads(whole)
+
+
+def _of_any_heads(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel that is not asked before it takes fewer heads of keys than of queries."""
+
+    def call(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> Tensor:
+        return kernel(*args, **kwargs)
+
+    return call
+
+
+def has_splits(kernel: Callable[..., Tensor]) -> bool:
+    """Whether it can be kept from splitting a sequence's keys by how many sequences there are."""
+    return "num_splits" in (getattr(kernel, "__kwdefaults__", None) or {})
+
+
+@cache
+def _package_kernel() -> Callable[..., Tensor] | None:
+    """flash-attn's, with the arguments of torch's."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    # A release that splits the keys of a page table, as torch's does, writes most sequences to the wrong place.
+    unsplit = {"num_splits": 1} if "num_splits" in signature(flash_attn_varlen_func).parameters else {}
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, 0),
+        enable_gqa: bool = False,
+        seqused_k: Tensor | None = None,  # it reads the lengths of a paged cache from `cu_seq_k`
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": window_size[1] == 0, "window_size": window_size}
+        if block_table is not None:
+            options |= {"block_table": block_table, **unsplit}
+        # By default its backward adds by atomics.
+        out: Tensor = flash_attn_varlen_func(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options, deterministic=True
+        )
+        return out
+
+    return kernel

@@ -1,0 +1,104 @@
+"""An exact position in data that are gone over again and again, in an order that is a function of seed and epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.errors import DamagedCheckpointError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The order of `[size]` rows in an epoch: sorted by a hash (SplitMix64) of seed, epoch and row, ties by row."""
+    start = _mix(_mix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(epoch))
+    return np.argsort(_mix(start + np.arange(size, dtype=np.uint64)), kind="stable")
+
+
+def hashed(seed: int, number: int) -> int:
+    """64 random bits that are a function of both."""
+    return int(_mix(_mix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(number))[0])
+
+
+def saved_count(state: Mapping[str, Any], key: str) -> int:
+    """A number of a saved position.
+
+    Raises:
+        DamagedCheckpointError: it is none.
+    """
+    count = state.get(key)
+    if type(count) is not int or not 0 <= count < 2**53:
+        raise DamagedCheckpointError(f"{key} of the saved position is {count!r}")
+    return count
+
+
+def _mix(x: Any) -> Any:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Cursor:
+    """A position, (epoch, row), in an endless pass over `size` rows, epoch after epoch.
+
+    Args:
+        name: what the data are called in errors.
+        data: what identifies the data, with their `digest`; saved with the position.
+    """
+
+    def __init__(self, size: int, *, seed: int, shuffle: bool, name: str, data: Mapping[str, Any]) -> None:
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.name, self.identity = name, {**data, "seed": seed, "shuffle": shuffle}
+        self.epoch = self.position = 0
+        self._order: tuple[int, list[int]] | None = None
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """The next `count` visits as (epoch, row); every row once an epoch."""
+        visits: list[tuple[int, int]] = []
+        while len(visits) < count:
+            rows = self._rows()[self.position : self.position + count - len(visits)]
+            visits += [(self.epoch, row) for row in rows]
+            self.position += len(rows)
+            if self.position == self.size:
+                self.epoch, self.position = self.epoch + 1, 0
+        return visits
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position, **self.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            DataError: the state belongs to other data, or to another seed or order.
+            DamagedCheckpointError: it is no position.
+        """
+        for key, mine in self.identity.items():
+            if key == "digest" and key not in state:
+                logger.warning(
+                    "the saved place has no digest: whether the data %s are the same is not known", self.name
+                )
+            elif state.get(key) != mine:
+                raise DataError(
+                    f"the saved place belongs to other data than {self.name}: {key} was {state.get(key)}, is {mine}. "
+                    "Give the same data and seed, or start anew (--fresh)"
+                )
+        epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        if position >= self.size:
+            raise DamagedCheckpointError(f"row {position} of epoch {epoch} is not in {self.name}")
+        self.epoch, self.position = epoch, position
+
+    def _rows(self) -> list[int]:
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = (self.epoch, self.permutation() if self.shuffle else list(range(self.size)))
+        return self._order[1]
+
+    def permutation(self) -> list[int]:
+        """The order of the rows in this epoch."""
+        order: list[int] = permutation(self.size, self.seed, self.epoch).tolist()
+        return order

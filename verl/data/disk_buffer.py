@@ -1,0 +1,158 @@
+"""A buffer in a directory, which outlives its process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, Field
+
+from verl.batch import Batch
+from verl.checked import checked
+from verl.data.buffer import Capacity, check_saved, no_room
+from verl.durable import clear_staging, read_json, try_lock, write_atomic
+from verl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+class DiskBuffer:
+    """A directory of Parquet segments, one an `add`, and a cursor file: how far they were given out.
+
+    Segments and cursor are replaced atomically; the cursor moves before `drain` returns. One buffer at a time, until it
+    is closed or gone; a second one is refused.
+    A segment that cannot be read when the buffer is opened is left where it is and skipped with a warning.
+    """
+
+    @checked
+    def __init__(self, path: str | Path, capacity: Capacity) -> None:
+        self.path, self.capacity = Path(path), capacity
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(self.path)
+        except OSError as error:
+            raise ConfigError(f"the buffer cannot lie in {path}: {error}. Name another directory") from error
+        self._unlock = weakref.finalize(self, lock.close)
+        clear_staging(self.path)
+        self._first, self._offset = self._read_cursor()
+        self._sizes: dict[int, int] = {}
+        numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
+        for number in numbers:
+            if number < self._first:
+                self._file(number).unlink()
+                continue
+            size = _rows_of(self._file(number))
+            if size is not None:
+                self._sizes[number] = size
+        if self._first not in self._sizes:
+            self._offset = 0
+        self._next = max([self._first, *(number + 1 for number in numbers)])
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self)
+
+    def __len__(self) -> int:
+        return sum(self._sizes.values()) - self._offset
+
+    def add(self, batch: Batch) -> None:
+        if len(batch) > self.room:
+            raise no_room(self, batch)
+        self._append(batch)
+
+    def drain(self) -> Batch:
+        batch = self.state()
+        if self._sizes:
+            self._move_cursor(max(self._sizes) + 1)
+            self._forget(list(self._sizes))
+        return batch
+
+    def state(self) -> Batch:
+        parts = [Batch.from_parquet(self._file(number)) for number in self._sizes]
+        return Batch.concat(parts).slice(self._offset)
+
+    def load_state(self, batch: Batch) -> None:
+        check_saved(self, batch)
+        old = list(self._sizes)
+        start = self._next
+        self._append(batch)
+        self._move_cursor(start)
+        self._forget(old)
+
+    def close(self) -> None:
+        """Release the lock; this object cannot be used afterwards."""
+        self._unlock()
+
+    def _append(self, batch: Batch) -> None:
+        if not len(batch):
+            return
+        self._check_open()
+        number = self._next
+        write_atomic(self._file(number), _parquet_bytes(batch))
+        self._sizes[number] = len(batch)
+        self._next = number + 1
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:012d}.parquet"
+
+    def _read_cursor(self) -> tuple[int, int]:
+        file = self.path / "cursor.json"
+        if not file.exists():
+            return 0, 0
+        try:
+            cursor: _Cursor = read_json(file, _Cursor)
+        except ValueError as error:
+            raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from None
+        return cursor.segment, cursor.row
+
+    def _check_open(self) -> None:
+        if not self._unlock.alive:
+            raise DataError(f"the buffer in {self.path} has been closed, and may be another's now: make a new one")
+
+    def _move_cursor(self, segment: int) -> None:
+        self._check_open()
+        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment, "row": 0}))
+        self._first, self._offset = segment, 0
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._sizes[number]
+            self._file(number).unlink(missing_ok=True)
+
+
+class _Cursor(BaseModel):
+    """`cursor.json`: the first sample that has not been given out. Older versions gave out a part of one."""
+
+    segment: int = Field(ge=0, lt=2**53)
+    row: int = Field(ge=0, lt=2**53)
+
+
+def _rows_of(file: Path) -> int | None:
+    # Reading it all is the only check that finds a damaged page.
+    try:
+        return len(Batch.from_parquet(file))
+    except DataError as error:
+        logger.warning("segment skipped: %s", error)
+        return None
+
+
+def _parquet_bytes(batch: Batch) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def _lock(path: Path) -> IO[bytes]:
+    file = (path / "lock").open("ab")
+    if not try_lock(file):
+        file.close()
+        raise DataError(
+            f"the buffer in {path} is open already, in another process or in this one: end that process, close() that "
+            "buffer (of a trainer: trainer.buffer.close()), or use another path"
+        )
+    return file

@@ -1,0 +1,58 @@
+"""An `Updater` by the words of some scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.checked import checked
+from verl.errors import ConfigError
+from verl.roles.actor import Actor
+from verl.roles.critic import Critic
+from verl.roles.layouts import enable_hybrid_engine
+from verl.roles.updater import Updater
+
+
+class PPORoleUpdater(Updater):
+    """`Updater("ppo", ...)` by the words of some scripts.
+
+    Args:
+        model: the policy and its value model: `(actor, critic)`, a mapping or an object with `actor` and `critic`; or
+            an actor alone, whose critic is made from it.
+        engine: "hybrid": `enable_hybrid_engine` for the policy; None: as it is.
+        overlap_comm: of that engine.
+        **options: of PPO.
+
+    Raises:
+        ConfigError: `model` is none of these; no engine has that name, or it cannot be.
+    """
+
+    @checked
+    def __init__(
+        self, model: Any, engine: str | None = None, *, overlap_comm: bool | None = None, **options: Any
+    ) -> None:
+        actor, critic = _actor_and_critic(model)
+        super().__init__("ppo", actor=actor, critic=critic, **options)
+        if engine not in (None, "hybrid"):
+            raise ConfigError(f"PPORoleUpdater: no engine is called '{engine}': give 'hybrid', or leave it out")
+        if engine is None and overlap_comm is not None:
+            raise ConfigError("PPORoleUpdater: overlap_comm is of the hybrid engine: give engine='hybrid', too")
+        if engine == "hybrid":
+            enable_hybrid_engine(actor, overlap_comm=overlap_comm)
+
+
+def _actor_and_critic(model: Any) -> tuple[Actor, Critic | None]:
+    if isinstance(model, Actor):
+        return model, None
+    if isinstance(model, Mapping):
+        pair: Any = model.get("actor"), model.get("critic")
+    elif isinstance(model, tuple | list):
+        pair = tuple(model) if len(model) == 2 else (None, None)
+    else:
+        pair = getattr(model, "actor", None), getattr(model, "critic", None)
+    actor, critic = pair
+    if not isinstance(actor, Actor) or not isinstance(critic, Critic | None):
+        raise ConfigError(
+            f"PPORoleUpdater: model is an actor and its critic, such as (actor, critic), not {type(model).__name__}"
+        )
+    return actor, critic
