@@ -41,7 +41,6 @@ WAYS = {
     "fsdp": (f"{_ACTOR}.strategy=fsdp", _CHECKPOINTING),
     "fsdp, offloaded": (f"{_ACTOR}.strategy=fsdp", _CHECKPOINTING, *_OFFLOAD),
     "LoRA": (_CHECKPOINTING, _LORA),
-    "LoRA on int4": (_CHECKPOINTING, _LORA, f"{_MODEL}.dtype=int4"),
 }
 _RUN = (
     "algorithm.name=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.max_new_tokens=1024",

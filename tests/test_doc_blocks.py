@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ ELSEWHERE = {
     "docs/gsm8k.md 0": "tests/test_docs.py",
     "docs/algorithms.md 1": "tests/algorithms/test_docs.py",
     "docs/episodes.md 2": "tests/rollout/test_environments.py",
+    "docs/episodes.md 4": "tests/test_doc_commands.py",
     "docs/from_trl.md 1": "tests/trl/test_trl.py",
     "docs/from_trl.md 2": "tests/trl/test_trl.py",
 }
@@ -39,7 +41,7 @@ NOT_RUN = {
     "docs/distributed.md 0": "needs six GPUs",
     "docs/engines.md 0": "needs servers of vLLM",
     "docs/engines.md 1": "needs vLLM",
-    "docs/episodes.md 4": "an agent and its endpoint: docs/agents.md is run",
+    "docs/episodes.md 5": "trains the agent of the block before: docs/agents.md is run",
     "docs/hybrid_engine.md 0": "needs several ranks",
     "docs/hybrid_engine.md 1": "needs several ranks",
     "docs/tasks.md 0": "needs the reward model that its settings name",
@@ -98,17 +100,17 @@ SHORTER = (
 )  # fmt: skip
 
 
-def blocks(language: str) -> dict[str, str]:
+def blocks(language: str, pages: Sequence[Path] = PAGES) -> dict[str, str]:
     """The blocks by page and number."""
     texts = {}
-    for page in PAGES:
+    for page in pages:
         each = re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
         texts |= {f"{page.relative_to(ROOT).as_posix()} {number}": text for number, text in enumerate(each)}
     return texts
 
 
 PYTHON, YAML = blocks("python"), blocks("yaml")
-STARTS_RAY = ("docs/rewards.md 0",)
+STARTS_RAY = ("docs/rewards.md 2",)
 RUN = [
     pytest.param(name, marks=pytest.mark.slow if name in STARTS_RAY else ())
     for name in PYTHON
@@ -127,6 +129,7 @@ def of_the_package(kind: Any) -> bool:
     return (kind if isinstance(kind, str) else kind.__module__).startswith("verl.")
 
 
+@pytest.mark.quick("docs/dataflow.md 1", "docs/how_do_i.md 0", "docs/rewards.md 1")
 @pytest.mark.parametrize("name", RUN)
 def test_a_block_runs_as_it_stands(name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

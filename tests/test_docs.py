@@ -29,7 +29,6 @@ from verl.config.other_names import NAMES
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 _CONTINUED = re.compile(r"\s*\\\n\s*")
-_COMMAND = re.compile(r"(?:^|`|-m )verl (\w+)([^`\n#]*)", re.MULTILINE)
 
 
 def anchor(heading: str) -> str:
@@ -48,17 +47,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         if part:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert part in map(anchor, headings), f"{page.name} links to {target}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_and_their_options_are_there(page: Path) -> None:
-    runner = CliRunner()
-    for command, rest in _COMMAND.findall(_CONTINUED.sub(" ", page.read_text(encoding="utf-8"))):
-        words = [command, *([rest.split()[0]] if command == "agent" else [])]
-        shown = runner.invoke(app, [*words, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
-        assert shown.exit_code == 0, f"{page.name}: verl {command}"
-        for option in re.findall(r"(?<!\S)--[\w-]+", rest):
-            assert option in shown.stdout, f"{page.name}: verl {command} has no {option}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -82,16 +70,19 @@ def test_settings_that_pages_name_are_there() -> None:
     """`section.key` or `section.key=value` in a page; below `algorithm` an option of some algorithm."""
     keys = {key.path for key in describe()} | set(NAMES)
     options = {field.name for name in algorithm_names() for field in fields(type(make_algorithm(name)))}
-    pages = ("faq.md", "metrics.md", "debugging.md", "reward_does_not_move.md", "gsm8k.md", "models.md")
-    for page in (ROOT / "docs" / name for name in pages):
-        for found in re.findall(
-            r"`((?:trainer|data|algorithm|rollout|actor_rollout_ref)\.[\w.]+)", page.read_text("utf-8")
-        ):
+    of_a_file = ("faq.md", "metrics.md", "debugging.md", "reward_does_not_move.md", "gsm8k.md", "models.md")
+    for page in (ROOT / name for name in script("plain_words").GUIDES):
+        sections = r"data|algorithm|rollout|actor_rollout_ref"
+        if page.name in of_a_file:  # elsewhere `trainer` is an object of Python, too
+            sections += "|trainer"
+        for found in re.findall(rf"`((?:{sections})\.(?!py\b|md\b)[\w.]+)", page.read_text("utf-8")):
             name = f"actor_rollout_ref.{found}" if found.startswith("rollout.") else found
             is_option = name.startswith("algorithm.") and name.partition(".")[2] in options
-            assert name in keys or is_option, f"{page.name} names {found}"
+            is_section = any(key.startswith(f"{name}.") for key in keys)
+            assert name in keys or is_option or is_section, f"{page.name} names {found}"
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("given", settings())
 def test_settings_of_how_do_i_are_taken(given: str, tmp_path: Path) -> None:
     CliRunner().invoke(app, ["init", str(tmp_path / "sums")])
@@ -121,8 +112,9 @@ def test_each_symptom_names_metrics_that_there_are() -> None:
         assert [name for name in names if not any(fnmatch(name, known) for known in meanings)] == [], symptom
 
 
-def test_gsm8k_from_zero_with_a_made_sample(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's own program and recipe, and its first commands, on rows of GSM8K's form."""
+@pytest.fixture
+def gsm8k(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own program and recipe, in this folder, with rows of GSM8K's form."""
     monkeypatch.chdir(tmp_path)
     Path("gsm8k/main").mkdir(parents=True)
     for split, count in (("train", 8), ("test", 4)):
@@ -136,19 +128,32 @@ def test_gsm8k_from_zero_with_a_made_sample(tiny: Path, tmp_path: Path, monkeypa
     assert pq.read_table("test.parquet").column_names == ["prompt", "answer"]
     (recipe,) = blocks("docs/gsm8k.md", "yaml")
     Path("gsm8k.yaml").write_text(recipe.replace("Qwen/Qwen2.5-0.5B-Instruct", json.dumps(str(tiny))))
+
+
+def test_gsm8k_from_zero_with_a_made_sample(gsm8k: None) -> None:
     checked = CliRunner().invoke(app, ["train", "gsm8k.yaml", "--dry-run"])
     assert checked.exit_code == 0, checked.output
+
+
+@pytest.mark.slow
+def test_gsm8k_is_evaluated(gsm8k: None, tiny: Path) -> None:
     evaluated = ["eval", str(tiny), "test.parquet", "data.chat=false", "--reward", "math", "-n", "2", "--limit", "2"]
     result = CliRunner().invoke(app, [*evaluated, "actor_rollout_ref.rollout.max_new_tokens=4"])
     assert result.exit_code == 0 and "pass@2" in result.stdout, result.output
 
 
+@pytest.mark.quick("README.md")
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_first_program_of_the_page_runs(tiny: Path, page: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (program, *_) = blocks(page, "python")
     exec(compile(program.replace('"gpt2"', repr(str(tiny))).replace("range(10)", "range(2)"), page, "exec"), {})
     assert list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+def test_the_readme_counts_the_algorithms() -> None:
+    own = [name for name in algorithm_names() if type(make_algorithm(name)).__module__.startswith("verl.")]
+    assert f"[{len(own)} algorithms](docs/algorithms.md)" in (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -179,6 +184,7 @@ class _Display:
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt_after", [0, 2])
 def test_the_notebook_of_first_steps_runs(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupt_after: int
@@ -205,14 +211,17 @@ def test_the_notebook_of_first_steps_runs(
 def test_the_agent_of_the_tutorial_is_trained(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; the reward is another one, as a model of random weights says no price."""
     pytest.importorskip("aiohttp")
-    names: dict[str, Any] = {"__name__": "shop"}
+    names: dict[str, Any] = {"__name__": "train"}
     monkeypatch.chdir(tmp_path)
     price, other = 'PRICES[row["item"]] in (message.content or "")', 'len(message.content or "") % 2'
     with openai_package():
         agent, training = blocks("docs/agents.md", "python")
         assert agent.count(price) == 1
-        exec(agent.replace(price, other), names)
+        (tmp_path / "shop.py").write_text(agent.replace(price, other), encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "shop", raising=False)
         exec(training.replace("models/SmolLM2-135M-Instruct", str(tiny)), names)
+        del sys.modules["shop"]
     assert names["trainer"].steps == 2 and (tmp_path / "runs" / "shop" / "metrics.jsonl").exists()
 
 

@@ -28,6 +28,7 @@ def test_each_picture_is_named_by_the_script_and_shown_by_a_page() -> None:
     assert shown == set(FILES)
 
 
+@pytest.mark.quick("learning.svg", "architecture.svg", "hybrid_engine.svg")  # the planner draws the others
 @pytest.mark.parametrize("name", pictures.DRAWN)
 def test_pictures_are_what_the_script_draws(name: str) -> None:
     assert (pictures.FOLDER / name).read_text("utf-8") == pictures.DRAWN[name](), "run: python scripts/pictures.py"
