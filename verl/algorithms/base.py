@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
+
+#: Of an algorithm and a micro-batch additive metrics, as of `Loss`.
+FurtherMetrics: TypeAlias = "Callable[[BaseAlgorithm, LossInput], Mapping[str, Tensor | float]]"
 
 #: `unread` of a loss that is a mean over rows or pairs.
 NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"}
@@ -105,6 +108,8 @@ class BaseAlgorithm(ABC):
         for option, value in validated(label, hints, {name: getattr(self, name) for name in hints}).items():
             setattr(self, option, value)
         self._refuse_unread(label)
+        #: Metrics of the actor's micro-batches beside the loss's own, by a function that a module has under its name.
+        self.further_metrics: FurtherMetrics | None = None
         for role in self.roles:
             if role not in ROLES:
                 raise ConfigError(f"algorithm '{label}' asks for an unknown role '{role}': {nearest(role, ROLES)}")
@@ -251,7 +256,7 @@ class BaseAlgorithm(ABC):
         """
         if role not in self.roles or role not in ("actor", *_CRITICS):
             raise ConfigError(f"algorithm '{self.name or type(self).__name__}' does not train a '{role}'")
-        return RoleObjective(self, role)
+        return RoleObjective(self, role, self.further_metrics if role == "actor" else None)
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from batch to batch (KL coefficient, lambda), as JSON."""
@@ -267,6 +272,7 @@ class RoleObjective:
 
     algorithm: BaseAlgorithm
     role: str
+    further_metrics: FurtherMetrics | None = None
 
     @property
     def coupled(self) -> bool:
@@ -279,6 +285,10 @@ class RoleObjective:
     @property
     def needs_entropy(self) -> bool:
         return self.algorithm.needs_entropy and self.role == "actor"
+
+    @property
+    def needs_statistics(self) -> bool:
+        return self.further_metrics is not None
 
     @property
     def by_token(self) -> bool:
@@ -299,7 +309,12 @@ class RoleObjective:
             "critic": self.algorithm.compute_critic_loss,
             "cost_critic": self.algorithm.compute_cost_critic_loss,
         }
-        return losses[self.role](x)
+        loss = losses[self.role](x)
+        if self.further_metrics is None:
+            return loss
+        with torch.no_grad():
+            further = self.further_metrics(self.algorithm, x)
+        return replace(loss, metrics={**loss.metrics, **further})
 
 
 def states(algorithm: BaseAlgorithm, statement: str, methods: Collection[str]) -> bool:

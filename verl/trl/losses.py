@@ -28,7 +28,7 @@ _STD_EPSILON = 1e-4
 #: TRL's `loss_type` of pairs -> ours.
 _PAIRS = {name: name for name in (
     "sigmoid", "sigmoid_norm", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-    "discopop", "aot",
+    "discopop", "aot", "aot_unpaired",
 )} | {"robust": "sigmoid"}  # fmt: skip
 #: Those that are algorithms of their own here.
 _OTHERS = ("ipo", "sft")

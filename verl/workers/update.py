@@ -31,6 +31,8 @@ class Objective(Protocol):
     @property
     def needs_entropy(self) -> bool: ...
     @property
+    def needs_statistics(self) -> bool: ...
+    @property
     def by_token(self) -> bool: ...
     @property
     def no_gradient_at_zero(self) -> bool: ...
@@ -194,6 +196,7 @@ def loss_needs(objective: Objective, temperature: float = 1.0) -> LossNeeds:
         columns=objective.loss_columns,
         temperature=temperature,
         entropy=objective.needs_entropy,
+        statistics=objective.needs_statistics,
         coupled=objective.coupled,
         no_gradient_at_zero=objective.no_gradient_at_zero,
     )
