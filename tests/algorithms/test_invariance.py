@@ -20,8 +20,7 @@ VARIANTS = [
     ("grpo", {"kl_in": "loss", "entropy_coeff": 0.1, "rollout_is": "sequence", "rollout_rs": "seq_mean_k3"}),
     ("gmpo", {"rollout_is_normalize": True}),
     ("safe_rlhf", {"baseline": "critics"}),
-    *(("dpo", {"loss_type": loss}) for loss in ("hinge", "nca_pair", "sppo_hard", "apo_down", "discopop")),
-    *(("dpo", {"loss_type": loss}) for loss in ("aot", "aot_unpaired")),
+    *(("dpo", {"loss_type": loss}) for loss in ("hinge", "nca_pair", "sppo_hard", "apo_down", "discopop", "aot")),
     ("dpo", {"loss_type": "exo_pair", "label_smoothing": 0.01}),
 ]
 

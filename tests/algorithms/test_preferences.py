@@ -158,18 +158,6 @@ def test_aot_compares_sorted_margins(seed: int) -> None:
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_aot_of_responses_apart_compares_sorted_log_ratios(seed: int) -> None:
-    batch = preferences(LENGTHS, seed)
-    flat = policy(batch, seed)
-    batch = batch.drop(["log_probs"]).add({"log_probs": (flat, LENGTHS)})
-    pairs = pairs_of(batch, sequence_sums(batch, flat - batch.tensor("ref_log_probs")))
-    deltas = [0.3 * (c - r) for c, r in zip(*map(sorted, zip(*pairs, strict=True)), strict=True)]
-    expected = sum(-0.9 * log_sigmoid(delta) - 0.1 * log_sigmoid(-delta) for delta in deltas) / 3
-    found = loss_of("dpo", batch, flat, beta=0.3, loss_type="aot_unpaired", label_smoothing=0.1)
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
 def test_orpo() -> None:
     # Without masks: a row without written tokens has probability 1 and no odds.
     batch = preferences(LENGTHS).drop(["response_mask"]).add({"response_mask": [[1] * n for n in LENGTHS]})

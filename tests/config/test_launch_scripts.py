@@ -313,7 +313,7 @@ def test_what_is_read_beside_another_key_alone() -> None:
     unread = [
         f"{megatron}.dist_checkpointing_path=saved", f"{megatron}.use_dist_checkpointing=False", f"{model}.lora_rank=0",
         f"{model}.exclude_modules=visual", "algorithm.filter_groups.metric=seq_reward", "+trainer.num_global_batch=1",
-        f"{_ACTOR}.tau_pos=2.0",
+        f"{_ACTOR}.tau_pos=2.0", "algorithm.lam=0.95",
     ]  # fmt: skip
     more = ["trainer.experiment_name=grpo 8npu}", "+data.apply_chat_template_kwargs.enable_thinking=False"]
     config = load_config(None, [*BASE, *unread, *more])

@@ -51,13 +51,13 @@ CHAT_PAIRS = [
     for row in PAIRS
 ]
 CHAT_LABELS = [{**row, "label": i % 3 != 1} for i, row in enumerate(CHAT_TURNS)]
-SMOOTHED = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
+SMOOTHED = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1}
 PAIR_LOSSES = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero",
     "apo_down", "discopop",
 )  # fmt: skip
 #: Losses that TRL computes of each micro-batch alone.
-BY_MICRO_BATCH = ("aot", "aot_unpaired", "sft")
+BY_MICRO_BATCH = ("aot", "sft")
 
 #: Case -> trainer, its data, and further arguments.
 CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {

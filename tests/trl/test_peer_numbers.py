@@ -23,9 +23,10 @@ PEER = ROOT / ".bench" / "trl" / "bin" / "python"
 #: Of these no number is compared.
 TIMES = {"step_time"}
 #: Further cases of one micro-batch a step.
-AS_A_WHOLE = ("dpo aot", "dpo aot_unpaired", "kto whole", "grpo bnpo", "grpo entropy")
+AS_A_WHOLE = ("dpo aot", "kto whole", "grpo bnpo", "grpo entropy")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3200),  # one fixture trains all cases twice
     pytest.mark.peer,
     pytest.mark.skipif(not PEER.exists(), reason="needs TRL: benchmarks/peer_env.sh trl"),
 ]
@@ -62,7 +63,8 @@ def test_losses_and_gradient_norms_are_those_of_trl(case: str, numbers: dict[str
 def test_all_that_is_logged_is_as_with_trl(case: str, numbers: dict[str, dict[str, Any]]) -> None:
     theirs, ours = both(case, numbers)
     for there, here in zip(theirs, ours, strict=True):
-        names = sorted(there.keys() - TIMES)
+        # Without an end that is the padding token, which transformers does not score.
+        names = sorted(there.keys() - TIMES - ({"num_tokens"} if case == "reward one" else set()))
         assert not {*names} - here.keys()
         print({name: (there[name], here[name]) for name in names if abs(there[name] - here[name]) > 1e-4})
         assert_close([here[name] for name in names], [there[name] for name in names])

@@ -15,9 +15,8 @@ With a and b the log-ratios of the chosen and the rejected response to the refer
     apo_down      s(a) + 1 - s(a - b): the same, eq. 8
     discopop      DPO's loss and exp(b - a), mixed by s((a - b) / tau): DiscoPOP (arXiv:2406.08414) eq. 5
     aot           as sigmoid, of sorted margins less sorted margins of the reference: AOT (arXiv:2406.05882)
-    aot_unpaired  the same of sorted log-ratios of chosen responses less sorted ones of rejected responses
 
-AOT sorts what a step's whole batch has, before its update: no split can change a loss, where TRL sorts each
+AOT sorts the margins of a step's whole batch, before its update: no split can change a loss, where TRL sorts each
 micro-batch. IPO: Azar et al. (arXiv:2310.12036), equation 17, with log-ratios per token as its authors compute them.
 """
 
@@ -49,8 +48,7 @@ _LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "apo_zero": lambda a, b: 1 - torch.sigmoid(a) + torch.sigmoid(b),
     "apo_down": lambda a, b: torch.sigmoid(a) + 1 - torch.sigmoid(a - b),
 }
-_AOT = ("aot", "aot_unpaired")
-_SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", *_AOT)
+_SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", "aot")
 
 
 @register_algorithm("dpo")
@@ -60,7 +58,7 @@ class DPO(PreferenceAlgorithm):
 
     loss_type: Literal[
         "sigmoid", "sigmoid_norm", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-        "discopop", "aot", "aot_unpaired",
+        "discopop", "aot",
     ] = "sigmoid"  # fmt: skip
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     discopop_tau: Positive = 0.05
@@ -81,7 +79,7 @@ class DPO(PreferenceAlgorithm):
 
     @property
     def needs_log_probs(self) -> bool:  # type: ignore[override]
-        return self.loss_type in _AOT
+        return self.loss_type == "aot"
 
     @property
     def loss_columns(self) -> tuple[str, ...]:
@@ -89,8 +87,6 @@ class DPO(PreferenceAlgorithm):
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, metrics = super().prepare(batch)
-        if self.loss_type == "aot_unpaired":
-            batch = _by_rank(batch)
         return (_with_shift(batch) if self.loss_type == "aot" else batch), metrics
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
@@ -111,7 +107,7 @@ class DPO(PreferenceAlgorithm):
         if self.loss_type == "discopop":
             mixed = torch.sigmoid((a - b) / self.discopop_tau)
             return mixed * (b - a).exp() - (1 - mixed) * likely
-        if self.loss_type in _AOT:
+        if self.loss_type == "aot":
             return -(1 - noise) * likely - noise * unlikely
         return (noise * unlikely - (1 - noise) * likely) / (1 - 2 * noise)
 
@@ -119,34 +115,19 @@ class DPO(PreferenceAlgorithm):
 def _with_shift(batch: Batch) -> Batch:
     """Column `aot_shift`: what makes the margin of the log-ratios of a pair that of the policy alone, less the
     reference's margin of the same rank; at the chosen row, 0 at the other."""
-    groups = Responses(batch).groups
+    responses = Responses(batch)
     labels = batch.tensor("label", torch.float64)
     sign = torch.where(labels > 0.5, 1.0, -1.0).double()
 
     def margins(column: str) -> Tensor:
-        return sum_rows(sign * _sums(batch, column), groups, int(groups.max()) + 1)
+        sums = responses.sum(torch.where(responses.written, responses.tokens(column), 0.0))
+        groups = responses.groups
+        return sum_rows(sign * sums, groups, int(groups.max()) + 1)
 
     policy, reference = margins("log_probs"), margins("ref_log_probs")
     rank = policy.argsort(stable=True).argsort()
-    shift = (reference - reference.sort().values[rank])[groups]
+    shift = (reference - reference.sort().values[rank])[responses.groups]
     return batch.add({"aot_shift": torch.where(labels > 0.5, shift, 0.0)})
-
-
-def _by_rank(batch: Batch) -> Batch:
-    """Pairs of a chosen and a rejected response whose log-ratios to the reference have one rank among those of their
-    kind."""
-    ratios, chosen = _sums(batch, "log_probs") - _sums(batch, "ref_log_probs"), batch.tensor("label") > 0.5
-    ranks = torch.empty(len(batch), dtype=torch.int64)
-    for kind in (chosen, ~chosen):
-        rows = kind.nonzero()[:, 0]
-        ranks[rows[ratios[rows].argsort(stable=True)]] = torch.arange(len(rows))
-    return batch.drop(["group"]).add({"group": [str(rank) for rank in ranks.tolist()]})
-
-
-def _sums(batch: Batch, column: str) -> Tensor:
-    """`[S]`: of a column of log-probs over the written tokens of each row."""
-    responses = Responses(batch)
-    return responses.sum(torch.where(responses.written, responses.tokens(column), 0.0))
 
 
 @register_algorithm("ipo")

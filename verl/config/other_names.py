@@ -588,7 +588,9 @@ NAMES: dict[str, Translate] = {
     "critic.loss_agg_mode": _as(f"{ACTOR}.loss_agg_mode", "token-mean", instead="is the actor's: leave it out"),
     "algorithm.adv_estimator": _algorithm,
     "algorithm.gamma": _option("gamma", 1.0),
-    "algorithm.lam": _option("lam", 1.0),
+    "algorithm.lam": lambda value, get: (  # of GAE alone
+        _option("lam", 1.0)(value, get) if get("algorithm.adv_estimator") in (None, "gae") else {}
+    ),
     "algorithm.norm_adv_by_std_in_grpo": _option("norm_adv_by_std", True),
     "algorithm.use_kl_in_reward": _kl_in("reward"),
     "algorithm.kl_penalty": _kl("algorithm.use_kl_in_reward", "kl_estimator", _KL),

@@ -56,9 +56,10 @@ def of_samples(batch: Batch) -> dict[str, float]:
     """What TRL logs of completions besides the record of a step: the spread of each reward, lengths of those that
     ended, and the calls of tools."""
     numbers = {}
-    for column in (column for column in batch.columns if column.startswith("reward/")):
+    for column in (column for column in batch.columns if column == "reward" or column.startswith("reward/")):
         values = [value for value in batch[column] if value is not None]
-        numbers[f"rewards/{column.removeprefix('reward/')}/std"] = stdev(values) if len(values) > 1 else 0.0
+        entry = "reward_std" if column == "reward" else f"rewards/{column.removeprefix('reward/')}/std"
+        numbers[entry] = stdev(values) if len(values) > 1 else 0.0
     if "finish" in batch:
         lengths = zip(batch.lengths("response_tokens"), batch["finish"], strict=True)
         ended = [float(length) for length, finish in lengths if finish != "length"] or [0.0]
