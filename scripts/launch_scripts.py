@@ -260,7 +260,7 @@ def _loss(get: Callable[[str, Any], Any]) -> str:
     elif get("algorithm.use_kl_in_reward", False):
         kl = f"KL {get('algorithm.kl_ctrl.kl_coef', 0.001)} in the reward"
     entropy = get(f"{_ACTOR}.entropy_coeff", 0.0)
-    together = "its own" if mode in ("gspo", "geo_mean") else get(f"{_ACTOR}.loss_agg_mode", "token-mean")
+    together = "its own" if mode in ("gspo", "geo_mean", "sapo") else get(f"{_ACTOR}.loss_agg_mode", "token-mean")
     return f"{estimator} {mode} [{low}, {high}] {together}, {kl}, entropy {entropy}"
 
 
@@ -290,10 +290,11 @@ def does(run: Path) -> Meaning:
         "gspo": "grpo gspo",
         "gmpo": "grpo geo_mean",
         "cispo": "grpo cispo",
+        "sapo": "grpo sapo",
         "dapo": "grpo vanilla",
     }
     name = names.get(config.algorithm.name, f"{config.algorithm.name} vanilla")
-    together = "its own" if config.algorithm.name in ("gspo", "gmpo") else algorithm.loss_agg_mode
+    together = "its own" if config.algorithm.name in ("gspo", "gmpo", "sapo") else algorithm.loss_agg_mode
     kl = "no KL" if algorithm.kl_in == "none" else f"KL {algorithm.kl_coef} in the {algorithm.kl_in}"
     loss = f"{name} [{low}, {high}] {together}, {kl}, entropy {float(algorithm.entropy_coeff)}"
     return Meaning(samples.pop(), int(updates.pop()), rates, loss)

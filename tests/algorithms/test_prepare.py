@@ -303,6 +303,19 @@ def test_dapo_keeps_groups_with_a_signal() -> None:
     assert make_algorithm("dapo").keep(tokens) == [False] * 6 + [True, True]
 
 
+@pytest.mark.parametrize("name", ["dapo", "gspo", "gmpo", "cispo", "sapo"])
+def test_the_punishment_may_be_what_differs_in_a_group(name: str) -> None:
+    """Whatever the loss, dynamic sampling and the punishment go with it."""
+    batch = experience([4, 1, 1, 1], ["a", "a", "b", "b"], [1.0] * 4).drop(["response_mask"])
+    options = {"filter_groups": True, "overlong_length": 4, "overlong_buffer": 2}
+    assert make_algorithm(name, **options).keep(batch) == [False] * 4
+    algorithm = make_algorithm(name, filter_metric="outcome", **options)
+    assert algorithm.keep(batch) == [True, True, False, False]
+    advantages = algorithm.prepare(batch)[0]["advantages"]
+    assert max(advantages[0]) < 0 < max(advantages[1]) and advantages[2:] == [[0.0], [0.0]]
+    assert make_algorithm(name).keep(batch) is None or name == "dapo"
+
+
 def test_dapo_punishes_overlong_responses() -> None:
     batch = experience([6, 8, 9, 10, 12], ["a"] * 5, [1.0] * 5)
     algorithm = make_algorithm("dapo", overlong_length=10, overlong_buffer=4, overlong_penalty=2.0)

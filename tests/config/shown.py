@@ -245,6 +245,7 @@ def of_data() -> dict[str, Shown]:
         "prompt_template": Shown(data, None, "Q: {prompt}"),
         "system_prompt": Shown(data, None, "Be short.", chat),
         "chat": Shown(data, False, True),
+        "chat_template_kwargs": Shown(data, {}, {"greeting": "Hi! "}, {**chat, f"{MODEL}.tokenizer": "../greeting"}),
         "batch_size": Shown(data, 2, 3),
         "shuffle": Shown(data, True, False),
         "max_prompt_length": Shown(data, None, 10, cut),

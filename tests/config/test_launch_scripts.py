@@ -167,6 +167,13 @@ def test_what_teaches_is_never_of_no_effect() -> None:
     assert stray == set()
 
 
+_ACTOR = "actor_rollout_ref.actor"
+_OVERLONG = [
+    "reward_model.reward_manager=dapo", "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+    "+reward_model.reward_kwargs.overlong_buffer_cfg.len=16", "data.max_response_length=64",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -175,11 +182,16 @@ def test_what_teaches_is_never_of_no_effect() -> None:
         (["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.clip_ratio_high=4e-4"],
          {"name": "gspo", "clip_ratio_low": 0.2, "clip_ratio_high": 4e-4}),
         (["actor_rollout_ref.actor.use_kl_loss=True"], {"kl_in": "loss", "kl_coef": 0.001, "kl_estimator": "k3"}),
-        (["reward_model.reward_manager=dapo", "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
-          "+reward_model.reward_kwargs.overlong_buffer_cfg.len=16", "data.max_response_length=64",
-          "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"],
+        ([*_OVERLONG, "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"],
          {"name": "dapo", "filter_groups": False, "overlong_length": 64, "overlong_buffer": 16,
           "overlong_penalty": 0.5, "clip_ratio_high": 0.2}),
+        ([f"{_ACTOR}.policy_loss.loss_mode=geo_mean", *_OVERLONG, "algorithm.filter_groups.enable=True",
+          "algorithm.filter_groups.metric=seq_reward"],
+         {"name": "gmpo", "filter_groups": True, "filter_metric": "outcome", "overlong_buffer": 16,
+          "clip_ratio_low": 0.2}),
+        ([f"{_ACTOR}.policy_loss.loss_mode=gspo", *_OVERLONG], {"name": "gspo", "overlong_length": 64}),
+        ([f"{_ACTOR}.policy_loss.loss_mode=sapo", f"{_ACTOR}.tau_neg=1.1", f"{_ACTOR}.clip_ratio_high=0.3"],
+         {"name": "sapo", "temperature_neg": 1.1}),
         (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=3.0"],
          {"rollout_is": "token", "rollout_is_threshold": 3.0}),
     ],
@@ -296,6 +308,26 @@ def test_a_start_and_a_length_of_ones_own() -> None:
     assert load_config(None, [*BASE, "trainer.resume_from_path=x"]).trainer.resume, "read with resume_path alone"
     with pytest.raises(ConfigError, match=r"trainer.resume_mode .*trainer.output_dir"):
         load_config(None, [*BASE, "trainer.resume_mode=resume_path"])
+
+
+def test_what_is_read_beside_another_key_alone() -> None:
+    megatron, model = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.model"
+    unread = [
+        f"{megatron}.dist_checkpointing_path=saved", f"{megatron}.use_dist_checkpointing=False", f"{model}.lora_rank=0",
+        f"{model}.exclude_modules=visual", "algorithm.filter_groups.metric=seq_reward", "+trainer.num_global_batch=1",
+        f"{_ACTOR}.tau_pos=2.0", "algorithm.lam=0.95",
+    ]  # fmt: skip
+    more = ["trainer.experiment_name=grpo 8npu}", "+data.apply_chat_template_kwargs.enable_thinking=False"]
+    config = load_config(None, [*BASE, *unread, *more])
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+    assert (config.trainer.run_name, config.algorithm.name) == ("grpo-8npu", "grpo")
+    assert config.actor_rollout_ref.model.lora is None
+    with pytest.raises(ConfigError, match=r"exclude_modules .*'visual' is not taken: write the layers"):
+        load_config(None, [*BASE, f"{model}.lora_rank=8", f"{model}.exclude_modules=visual"])
+    with pytest.raises(ConfigError, match=r"use_dist_checkpointing .*True is not taken: leave it out"):
+        load_config(None, [*BASE, f"{megatron}.dist_checkpointing_path=x", f"{megatron}.use_dist_checkpointing=True"])
+    with pytest.raises(ConfigError, match=r"there is no vanilla with overlong_buffer or filter_groups for gpg"):
+        load_config(None, ["algorithm.adv_estimator=gpg", *BASE[1:], *_OVERLONG])
 
 
 def test_what_is_of_no_effect_may_decide_another_setting() -> None:

@@ -184,6 +184,9 @@ def make_world(folder: Path) -> None:
     vocabulary = tokens["model"]["vocab"]
     vocabulary["e"], vocabulary["l"] = vocabulary["l"], vocabulary["e"]
     (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokens))
+    polite = byte_tokenizer()
+    polite.chat_template = "{{ greeting }}" + polite.chat_template
+    polite.save_pretrained(folder / "greeting")
     torch.manual_seed(2)
     experts = AutoModelForCausalLM.from_config(MODELS["experts"](), dtype=torch.float64)
     experts.save_pretrained(folder / "experts")

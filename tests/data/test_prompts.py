@@ -422,3 +422,14 @@ def test_a_table_adds_no_nulls_to_what_a_template_writes(tmp_path: Path) -> None
     for source in (tmp_path / "rows.parquet", table, [row]):
         batch = load_prompts(source).batch
         assert json.loads(batch["messages"][0]) == row["prompt"] and batch["tools"][0] == tools
+
+
+def test_variables_of_the_chat_template_are_for_each_chat_below_its_own() -> None:
+    ask, own = [{"role": "user", "content": "x"}], ({}, {"a": 2, "b": None}, '{"c": 3}')
+    chats = [{"messages": ask, "chat_template_kwargs": variables} for variables in own]
+    seen = [json.loads(row["chat_template_kwargs"]) for row in rows_of(chats, chat_template_kwargs={"a": 1, "b": 1})]
+    assert seen == [{"a": 1, "b": 1}, {"a": 2, "b": 1}, {"a": 1, "b": 1, "c": 3}]
+    assert "chat_template_kwargs" not in rows_of(["text"], chat_template_kwargs={"a": 1})[0]
+    row = {"prompt": ask, "completion": [{"role": "assistant", "content": "y"}]}
+    recorded = OfflineDatasetLoader([row], chat_template_kwargs={"a": 1})
+    assert json.loads(recorded.batch["chat_template_kwargs"][0]) == {"a": 1}

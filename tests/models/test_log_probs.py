@@ -64,6 +64,31 @@ def test_values_and_gradients(
         assert torch.allclose(found, wanted, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (2.0, 3.0)])
+def test_statistics_are_beside_the_log_probs_and_move_none(
+    dtype: torch.dtype, scale: float, cap: float | None
+) -> None:
+    hidden, weight, bias, targets = inputs(dtype)
+    options = {"bias": bias, "scale": scale, "softcap": cap, "temperature": 0.7, "chunk": 5}
+    with torch.no_grad():
+        logits = torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(dtype, torch.float32)) * scale
+        logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / 0.7
+    targets[::2] = logits.argmax(1)[::2]
+    statistics = logits.new_zeros(3, N)
+    plain, _ = token_log_probs(hidden, weight, targets, **options)
+    log_probs, entropies = token_log_probs(hidden, weight, targets, **options, statistics=statistics)
+    assert torch.equal(log_probs, plain) and entropies is None and not statistics.requires_grad
+    leaves = [hidden, weight, bias]
+    for one, other in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (log_probs, plain)), strict=True):
+        assert torch.equal(one, other)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    chosen = logits.gather(1, targets[:, None])[:, 0]
+    expected = torch.stack([entropy, logits.mean(-1), (chosen >= logits.amax(-1)).to(logits.dtype)])
+    assert torch.allclose(statistics, expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+    assert 0.5 < float(statistics[2].mean()) < 1
+
+
 def test_gradcheck() -> None:
     hidden, weight, bias, targets = inputs()
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.algorithms.support import prepared
 from tests.training.cases import OPTIM, ROWS, part, ragged_batch, tiny_model
 from tests.training.test_parts import two_parts
+from verl.algorithms import BaseAlgorithm, LossInput
 from verl.batch import Batch
 from verl.models.heads import ValueModel
 from verl.models.lora import add_lora
@@ -82,6 +83,11 @@ class Case:
         return outputs_of(engine, self.head, batch)
 
 
+def statistics_of_tokens(algorithm: BaseAlgorithm, x: LossInput) -> dict[str, torch.Tensor | float]:
+    statistics = {"entropy": x.entropy, "mean_logits": x.mean_logits, "is_top": x.is_top}
+    return {f"seen/{name}": v.sum() / x.total_tokens for name, v in statistics.items() if v is not None}
+
+
 def update_of(engine: TrainEngine, task: str) -> Metrics:
     """The update that a task asks for: by name, or "algorithm role"."""
     if task == "all":
@@ -90,6 +96,7 @@ def update_of(engine: TrainEngine, task: str) -> Metrics:
         return engine.update([part(ragged_batch(ROWS[:1]), entropy=True)])
     name, role = task.split()
     algorithm, batch = prepared(name, seed=3)
+    algorithm.further_metrics = statistics_of_tokens
     return run_updates(engine, [UpdatePart(batch, algorithm.objective(role))], UpdatePlan(), 0)
 
 

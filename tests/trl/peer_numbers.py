@@ -1,7 +1,7 @@
-"""Trains tiny models by TRL's names and prints losses and gradient norms: `peer_numbers.py PACKAGE MODELS`.
+"""Trains tiny models by TRL's names and prints what they log: `peer_numbers.py PACKAGE MODELS`.
 
 The same script with either package: PACKAGE is `trl`, or `verl.trl`. MODELS is a folder with the directories `lm` and
-`score`. GRPO's completions are recorded ones. The last line is JSON: case -> [[loss, gradient norm] of each step].
+`score`. GRPO's completions are recorded ones. The last line is JSON: case -> [{entry: number} of each step].
 """
 
 from __future__ import annotations
@@ -113,6 +113,19 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "rloo twice": ("RLOO", PROMPTS, {**RLOO, **TWICE, "epsilon": 0.01}),
     "rloo normalized": ("RLOO", PROMPTS, {**RLOO, "normalize_advantages": True, "beta": 0.0}),
     "grpo weights": ("GRPO", PROMPTS, {**GRPO, "reward_weights": [0.5, 2.0]}),
+    "sft one": ("SFT", TURNS[:8], WHOLE),
+    "dpo one": ("DPO", PAIRS[:8], WHOLE),
+    "dpo ipo one": ("DPO", PAIRS[:8], {**WHOLE, "loss_type": "ipo"}),
+    "reward one": ("Reward", PAIRS[:8], WHOLE),
+    "rloo one": ("RLOO", PROMPTS, {**RLOO, **WHOLE}),
+    "rloo clipped one": ("RLOO", PROMPTS, {**RLOO, **WHOLE, **TWICE, "epsilon": 0.01}),
+    "grpo clipped one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, "epsilon": 0.01, "epsilon_high": 0.02,
+                                           "beta": 0.1}),
+    "grpo sequence one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, "importance_sampling_level": "sequence",
+                                            "loss_type": "grpo", "epsilon": 0.001, "beta": 0.1}),
+    "grpo cispo one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, "loss_type": "cispo", "epsilon_high": 1.02}),
+    "grpo sapo one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, "loss_type": "sapo", "beta": 0.1}),
+    "grpo vespo one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, "loss_type": "vespo"}),
 }  # fmt: skip
 
 
@@ -179,7 +192,7 @@ class Recorded:
     def wake(self) -> None: ...
 
 
-def run(package: str, models: Path, kind: str, rows: list[Any], settings: dict[str, Any]) -> list[list[float]]:
+def run(package: str, models: Path, kind: str, rows: list[Any], settings: dict[str, Any]) -> list[dict[str, float]]:
     names, ours = importlib.import_module(package), package != "trl"
     args = getattr(names, f"{kind}Config")(tempfile.mkdtemp(), **COMMON | settings)
     if not ours:
@@ -197,7 +210,11 @@ def run(package: str, models: Path, kind: str, rows: list[Any], settings: dict[s
             completion_of(list(tokens), row % args.num_generations) for row, tokens in enumerate(prompts)
         ]
     trainer.train()
-    return [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return [
+        {name: value for name, value in entry.items() if isinstance(value, int | float)}
+        for entry in trainer.state.log_history
+        if "grad_norm" in entry
+    ]
 
 
 def main(package: str, models: str, *wanted: str) -> None:

@@ -94,7 +94,7 @@ def test_adapters_that_cannot_be_trained(tiny: Path, tmp_path: Path) -> None:
             SFTTrainer,
             str(tiny),
             PromptTuningConfig("CAUSAL_LM"),
-            "PromptTuningConfig: learned prompts are not computed",
+            "PromptTuningConfig: prompt-learning is not computed",
         ),
         (
             SFTTrainer,

@@ -159,7 +159,8 @@ def test_losses_of_pairs_are_learned(tiny: Path, tmp_path: Path, loss: str) -> N
 
 def test_losses_of_pairs_that_there_are_not(tmp_path: Path) -> None:
     for given, message in (
-        ({"loss_type": "aot_unpaired"}, "loss_type='aot_unpaired'"),
+        ({"loss_type": "aot_unpaired"}, "loss_type='aot_unpaired': it is not here: loss_type='aot' sorts"),
+        ({"loss_type": "sigmoids"}, "loss_type='sigmoids': did you mean 'sigmoid'"),
         ({"loss_type": ["sigmoid", "sft"]}, "one loss is trained"),
         ({"label_smoothing": 0.1}, "set loss_type='robust'"),
     ):

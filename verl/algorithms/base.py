@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
+
+#: Of an algorithm and a micro-batch additive metrics, as of `Loss`.
+FurtherMetrics: TypeAlias = "Callable[[BaseAlgorithm, LossInput], Mapping[str, Tensor | float]]"
 
 #: `unread` of a loss that is a mean over rows or pairs.
 NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"}
@@ -105,6 +108,8 @@ class BaseAlgorithm(ABC):
         for option, value in validated(label, hints, {name: getattr(self, name) for name in hints}).items():
             setattr(self, option, value)
         self._refuse_unread(label)
+        #: Metrics of the actor's micro-batches beside the loss's own, by a function that a module has under its name.
+        self.further_metrics: FurtherMetrics | None = None
         for role in self.roles:
             if role not in ROLES:
                 raise ConfigError(f"algorithm '{label}' asks for an unknown role '{role}': {nearest(role, ROLES)}")
@@ -251,7 +256,7 @@ class BaseAlgorithm(ABC):
         """
         if role not in self.roles or role not in ("actor", *_CRITICS):
             raise ConfigError(f"algorithm '{self.name or type(self).__name__}' does not train a '{role}'")
-        return RoleObjective(self, role)
+        return RoleObjective(self, role, self.further_metrics if role == "actor" else None)
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from batch to batch (KL coefficient, lambda), as JSON."""
@@ -266,14 +271,16 @@ class RoleObjective:
     """What an update of one role needs to know of an algorithm. Workers get it by value and never look one up by name.
 
     Attributes:
-        compute_loss, token_weights: the algorithm's, for this role.
-        loss_columns, needs_entropy, coupled: likewise.
+        further_metrics: beside the algorithm's own, measured in the forward pass of the update; None: none.
+        token_weights, loss_columns, needs_entropy, coupled: the algorithm's, for this role.
+        needs_statistics: whether the forward pass measures what `further_metrics` read.
         by_token: whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0.
         no_gradient_at_zero: whether the algorithm states it of this role's loss, and the loss is by token.
     """
 
     algorithm: BaseAlgorithm
     role: str
+    further_metrics: FurtherMetrics | None = None
 
     def __post_init__(self) -> None:
         algorithm, is_actor = self.algorithm, self.role == "actor"
@@ -282,12 +289,21 @@ class RoleObjective:
             "critic": algorithm.compute_critic_loss,
             "cost_critic": algorithm.compute_cost_critic_loss,
         }
-        self.compute_loss, self.token_weights = losses[self.role], algorithm.token_weights
+        self._loss, self.token_weights = losses[self.role], algorithm.token_weights
+        self.needs_statistics = self.further_metrics is not None
         self.loss_columns = algorithm.loss_columns if is_actor else _CRITICS[self.role]
         self.needs_entropy = is_actor and algorithm.needs_entropy
         self.coupled = is_actor and algorithm.coupled
         self.by_token = not is_actor or not (algorithm.coupled or algorithm.head == "score")
         self.no_gradient_at_zero = self.by_token and states(algorithm, "no_gradient_at_zero", _LOSSES[self.role])
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        loss = self._loss(x)
+        if self.further_metrics is None:
+            return loss
+        with torch.no_grad():
+            further = self.further_metrics(self.algorithm, x)
+        return replace(loss, metrics={**loss.metrics, **further})
 
 
 def states(algorithm: BaseAlgorithm, statement: str, methods: Collection[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.dapo import DAPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, cispo_loss
 from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
@@ -18,13 +18,14 @@ from verl.record import NotNegative
 
 
 @register_algorithm("cispo")
-class CISPO(GRPO):
+class CISPO(DAPO):
     """GRPO's advantages; the ratio is a detached, clipped weight, so every token keeps a gradient. A `clip_ratio_high`
     below 0 keeps it below 1."""
 
     unread = NO_DUAL_CLIP
     no_gradient_at_zero = True
 
+    filter_groups: bool = False
     clip_ratio_low: NotNegative | None = 1.0
     clip_ratio_high: Annotated[float, Field(gt=-1, le=1e9)] | None = 4.0
 

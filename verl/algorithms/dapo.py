@@ -25,7 +25,8 @@ class DAPO(GRPO):
     """GRPO with DAPO's four changes.
 
     Options:
-        filter_groups: dynamic sampling; filter_metric: the row column whose equality makes a group useless.
+        filter_groups: dynamic sampling; filter_metric: the row column whose equality makes a group useless, or
+            "outcome", the reward with the punishment.
         overlong_length: limit of the response in tokens (None: no punishment); overlong_buffer: tokens before the
             limit over which the punishment grows from 0 to overlong_penalty.
     """
@@ -42,7 +43,7 @@ class DAPO(GRPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.overlong_length is not None and not 0 < self.overlong_buffer <= self.overlong_length:
-            raise ConfigError("dapo: overlong_length needs 0 < overlong_buffer <= overlong_length")
+            raise ConfigError(f"{self.name}: overlong_length needs 0 < overlong_buffer <= overlong_length")
 
     @property
     def unread_options(self) -> dict[str, str]:
@@ -63,7 +64,10 @@ class DAPO(GRPO):
         if not self.filter_groups:
             return None
         episodes = Episodes(batch)
-        values = episodes.batch.tensor(self.filter_metric, torch.float64)
+        if self.filter_metric == "outcome":
+            values = self.outcome_rewards(episodes.batch)
+        else:
+            values = episodes.batch.tensor(self.filter_metric, torch.float64)
         good = values.isfinite() & present(episodes.batch)
         groups = episodes.responses.groups[good]
         useful = ~group_equal(values[good], groups) & (group_sizes(groups) > 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from verl.algorithms.aggregation import AggregationMode
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.dapo import DAPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gmpo_loss
 from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
@@ -18,12 +18,13 @@ _TINY = 1e-10
 
 
 @register_algorithm("gmpo")
-class GMPO(GRPO):
+class GMPO(DAPO):
     """GRPO's advantages; a row's objective is the geometric mean of its ratios. Clip bounds are on log-ratios."""
 
     unread = NO_DUAL_CLIP
     no_gradient_at_zero = True
 
+    filter_groups: bool = False
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 0.4
     clip_ratio_high: NotNegative | None = 0.4

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from verl.algorithms.aggregation import AggregationMode
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.dapo import DAPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, gspo_loss
 from verl.algorithms.policy import NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
@@ -15,12 +15,13 @@ from verl.record import NotNegative
 
 
 @register_algorithm("gspo")
-class GSPO(GRPO):
+class GSPO(DAPO):
     """GRPO's advantages; the ratio and its clipping are the row's. Clip bounds are the paper's."""
 
     unread = NO_DUAL_CLIP
     no_gradient_at_zero = True
 
+    filter_groups: bool = False
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     clip_ratio_low: NotNegative | None = 3e-4
     clip_ratio_high: NotNegative | None = 4e-4

@@ -28,7 +28,12 @@ class LossInput:
     """`[R]`, with gradient: log-probs of the response tokens, of temperature-scaled logits (an LM head). This, the
     entropy and columns of log-probs are 0 where `mask` is False: the head skips these tokens."""
     entropy: Tensor | None = None
-    """`[R]`, with gradient: entropy, in nats, of what each token was drawn from; None unless the loss needs it."""
+    """`[R]`, with gradient: entropy, in nats, of what each token was drawn from; None unless the loss needs it. Without
+    a gradient where only `LossNeeds.statistics` asks for it."""
+    mean_logits: Tensor | None = None
+    """`[R]`: the mean over the vocabulary of the logits of each token; None unless statistics are asked for."""
+    is_top: Tensor | None = None
+    """`[R]`: 1 where no token of the vocabulary is likelier than the response's, else 0; None as `mean_logits`."""
     values: Tensor | None = None
     """`[R]`, with gradient: value of the state before each response token (a critic's head)."""
     scores: Tensor | None = None
@@ -93,6 +98,7 @@ class LossNeeds:
         columns: of the batch; those it lacks are absent from `LossInput.columns`.
         temperature: log-probs and entropies are of logits divided by it.
         entropy: whether the loss reads entropies.
+        statistics: whether entropies, mean logits and top tokens are measured beside it, without a gradient.
         coupled: rows of one `group` meet in one micro-batch.
         no_gradient_at_zero: a token of weight 0, or of advantage 0 where nothing but advantages count, has a gradient
             of exactly 0; see `BaseAlgorithm`.
@@ -101,6 +107,7 @@ class LossNeeds:
     columns: Sequence[str] = ()
     temperature: float = 1.0
     entropy: bool = False
+    statistics: bool = False
     coupled: bool = False
     no_gradient_at_zero: bool = False
 

@@ -117,8 +117,8 @@ def sapo_loss(t: PolicyTerms, positive: float, negative: float) -> PolicyLoss:
     return PolicyLoss(-t.advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature)
 
 
-def vespo_loss(t: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
-    """VESPO (arXiv:2602.10693): REINFORCE weighted by e^l w^k e^(-l w), detached, of the likelihood ratio w of the row.
+def vespo_weights(t: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> Tensor:
+    """`[R]`: e^l w^k e^(-l w) of the likelihood ratio w of the row, detached.
 
     Args:
         positive, negative: (k, l) for advantages from 0 on, and for negative ones.
@@ -126,8 +126,12 @@ def vespo_loss(t: PolicyTerms, positive: tuple[float, float], negative: tuple[fl
     ratios = t.row_sum(t.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     row = ratios.clamp(_MIN_LOG_SEQUENCE_RATIO, MAX_LOG_RATIO)
     power, decay = (torch.where(t.advantages >= 0, a, b).to(row.dtype) for a, b in zip(positive, negative, strict=True))
-    weight = (decay + power * row - decay * row.exp()).exp()
-    return PolicyLoss(-weight * t.advantages * t.log_probs)
+    return (decay + power * row - decay * row.exp()).exp()
+
+
+def vespo_loss(t: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
+    """VESPO (arXiv:2602.10693): REINFORCE weighted by `vespo_weights`."""
+    return PolicyLoss(-vespo_weights(t, positive, negative) * t.advantages * t.log_probs)
 
 
 def reinforce_loss(t: PolicyTerms) -> PolicyLoss:

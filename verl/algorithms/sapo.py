@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.algorithms.aggregation import AggregationMode
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.dapo import DAPO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, sapo_loss
 from verl.algorithms.policy import NO_CLIP
 from verl.algorithms.registry import register_algorithm
@@ -11,7 +11,7 @@ from verl.record import Positive
 
 
 @register_algorithm("sapo")
-class SAPO(GRPO):
+class SAPO(DAPO):
     """GRPO's advantages; a gate that closes smoothly takes the place of clipping.
 
     Options:
@@ -21,6 +21,7 @@ class SAPO(GRPO):
     unread = NO_CLIP
     no_gradient_at_zero = True
 
+    filter_groups: bool = False
     loss_agg_mode: AggregationMode = "seq-mean-token-mean"
     temperature_pos: Positive = 1.0
     temperature_neg: Positive = 1.05

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Any
@@ -22,7 +23,7 @@ _ASYNC = "async_training"
 ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _ALGORITHMS = {"gae": "ppo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 #: Our algorithm of GRPO's advantages with that loss.
-_LOSSES = {"vanilla": "grpo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo"}
+_LOSSES = {"vanilla": "grpo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo", "sapo": "sapo"}
 _KL = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 _OVERLONG = ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
 
@@ -55,6 +56,11 @@ def _only(*allowed: Any, instead: str) -> Translate:
         return {}
 
     return translate
+
+
+def _beside(switch: str, instead: str) -> Translate:
+    """Read there where another key is set, and then refused."""
+    return lambda value, get: _only("", instead=instead)(value, get) if get(switch) else {}
 
 
 def _as(other: str, *allowed: Any, instead: str) -> Translate:
@@ -167,15 +173,15 @@ def _name(estimator: str, get: Get) -> str:
     """
     name, mode = _ALGORITHMS.get(estimator, estimator), str(get(f"{ACTOR}.policy_loss.loss_mode") or "vanilla")
     is_dapo = _punishes(get) or bool(get("algorithm.filter_groups.enable"))
-    if name == "gpg" or (mode == "vanilla" and not is_dapo):
+    if (name == "gpg" or mode == "vanilla") and not is_dapo:
         return name
-    if name != "grpo" or mode not in _LOSSES or (is_dapo and mode != "vanilla"):
+    if name != "grpo" or mode not in _LOSSES:
         what = f"{mode} with overlong_buffer or filter_groups" if is_dapo else f"loss_mode={mode}"
         raise RefusedError(
             f"there is no {what} for {estimator}: write one of {', '.join(_LOSSES)} beside grpo, or an algorithm of "
             "your own (algorithm.name=FILE.py:CLASS, docs/algorithms.md)"
         )
-    return "dapo" if is_dapo else _LOSSES[mode]
+    return "dapo" if is_dapo and mode == "vanilla" else _LOSSES[mode]
 
 
 def _algorithm(value: Any, get: Get) -> Mapping[str, Any]:
@@ -195,10 +201,10 @@ def _algorithm(value: Any, get: Get) -> Mapping[str, Any]:
     if name in ("dapo", "gspo", "gmpo", "cispo"):  # whose bounds are not 0.2
         both = get(f"{ACTOR}.clip_ratio") or 0.2
         options |= {side: both for side in _SIDES if get(f"{ACTOR}.{side}") is None}
-    if name == "dapo":
+    if name == "dapo" or get("algorithm.filter_groups.enable"):
         options["filter_groups"] = bool(get("algorithm.filter_groups.enable"))
-        if _punishes(get):
-            options |= _punishment(get)
+    if _punishes(get):
+        options |= _punishment(get)
     return {"algorithm.name": name, **{f"algorithm.{key}": option for key, option in options.items()}}
 
 
@@ -221,12 +227,18 @@ def _loss_mode(value: Any, get: Get) -> Mapping[str, Any]:
     return {}
 
 
+def _of_mode(mode: str, option: str) -> Translate:
+    """An option that one loss reads."""
+    loss = f"{ACTOR}.policy_loss.loss_mode"
+    return lambda value, get: {f"algorithm.{option}": value} if get(loss) == mode else {}
+
+
 _SIDES = ("clip_ratio_low", "clip_ratio_high")
 #: Algorithms whose loss has no such option there either.
 _UNREAD = {
-    "clip_ratio_c": ("gspo", "gmpo", "cispo", "gpg"),
-    "loss_agg_mode": ("gspo", "gmpo"),
-    **dict.fromkeys(("clip_ratio", *_SIDES), ("gpg",)),
+    "clip_ratio_c": ("gspo", "gmpo", "cispo", "gpg", "sapo"),
+    "loss_agg_mode": ("gspo", "gmpo", "sapo"),
+    **dict.fromkeys(("clip_ratio", *_SIDES), ("gpg", "sapo")),
 }
 
 
@@ -310,8 +322,10 @@ def _number(text: str) -> Any:
 
 
 def _filter_metric(value: Any, get: Get) -> Mapping[str, Any]:
-    if value in ("seq_reward", "seq_final_reward") and _punishes(get):
-        raise RefusedError("groups are compared before the overlong punishment here: write acc")
+    if value == "seq_final_reward" and get("algorithm.use_kl_in_reward"):
+        raise RefusedError("groups are compared before the KL is taken off here: write seq_reward")
+    if value in ("seq_reward", "seq_final_reward") and _punishes(get) and get("algorithm.filter_groups.enable"):
+        return {"algorithm.filter_metric": "outcome"}
     return _only("acc", "score", "seq_reward", "seq_final_reward", instead="write acc: the reward")(value, get)
 
 
@@ -449,6 +463,9 @@ def _decay(optim: str) -> Translate:
     return lambda value, get: steps(value, get) if (get(style) or "constant") != "constant" else {}
 
 
+_FILES = "leave it out: weights are read from model.path, in the form that transformers saves"
+
+
 def _update(section: str, optim: str) -> dict[str, Translate]:
     """The names of a section of training, for the actor or the critic."""
     return {
@@ -461,6 +478,7 @@ def _update(section: str, optim: str) -> dict[str, Translate]:
         f"{section}.grad_clip": _to(f"{optim}.max_grad_norm"),
         f"{section}.shuffle": _only(False, instead="mini-batches keep the order of the batch: leave it out"),
         f"{section}.strategy": _strategy(section),
+        f"{section}.megatron.dist_checkpointing_path": _beside(f"{section}.megatron.use_dist_checkpointing", _FILES),
         f"{section}.megatron.tensor_model_parallel_size": _to(f"{section}.tensor_parallel_size"),
         f"{section}.megatron.pipeline_model_parallel_size": _to(f"{section}.pipeline_parallel_size"),
         f"{section}.megatron.context_parallel_size": _to(f"{section}.ulysses_sequence_parallel_size"),
@@ -507,6 +525,7 @@ NAMES: dict[str, Translate] = {
     "data.filter_overlong_prompts": lambda value, get: {"data.truncation": "drop"} if value else {},
     "data.truncation": lambda value, get: {} if get("data.filter_overlong_prompts") else {"data.truncation": value},
     "data.prompt_key": _to("data.prompt_column"),
+    "data.apply_chat_template_kwargs": _to("data.chat_template_kwargs"),
     "data.reward_fn_key": _only("data_source", instead="a reward reads any column by its name"),
     "data.trust_remote_code": lambda value, get: (
         {f"{_MODEL}.trust_remote_code": True} if value and not get(f"{_MODEL}.trust_remote_code") else {}
@@ -524,9 +543,13 @@ NAMES: dict[str, Translate] = {
     f"{_MODEL}.lora_rank": _rank,
     f"{_MODEL}.lora_alpha": _lora("alpha"),
     f"{_MODEL}.target_modules": _lora("targets"),
+    f"{_MODEL}.exclude_modules": _beside(
+        f"{_MODEL}.lora_rank", "write the layers that get adapters: model.lora={targets: [q_proj, v_proj]}"
+    ),
     **_update(ACTOR, f"{ACTOR}.optim"),
     **{f"{ACTOR}.{name}": _of_loss(name) for name in _OF_ALGORITHMS},
     f"{ACTOR}.policy_loss.loss_mode": _loss_mode,
+    **{f"{ACTOR}.tau_{sign}": _of_mode("sapo", f"temperature_{sign}") for sign in ("pos", "neg")},
     f"{ACTOR}.use_kl_loss": _kl_in("loss"),
     f"{ACTOR}.kl_loss_coef": _kl(f"{ACTOR}.use_kl_loss", "kl_coef"),
     f"{ACTOR}.kl_loss_type": _kl(f"{ACTOR}.use_kl_loss", "kl_estimator", _KL),
@@ -565,7 +588,9 @@ NAMES: dict[str, Translate] = {
     "critic.loss_agg_mode": _as(f"{ACTOR}.loss_agg_mode", "token-mean", instead="is the actor's: leave it out"),
     "algorithm.adv_estimator": _algorithm,
     "algorithm.gamma": _option("gamma", 1.0),
-    "algorithm.lam": _option("lam", 1.0),
+    "algorithm.lam": lambda value, get: (  # of GAE alone
+        _option("lam", 1.0)(value, get) if get("algorithm.adv_estimator") in (None, "gae") else {}
+    ),
     "algorithm.norm_adv_by_std_in_grpo": _option("norm_adv_by_std", True),
     "algorithm.use_kl_in_reward": _kl_in("reward"),
     "algorithm.kl_penalty": _kl("algorithm.use_kl_in_reward", "kl_estimator", _KL),
@@ -608,7 +633,9 @@ NAMES: dict[str, Translate] = {
     "trainer.val_only": lambda value, get: {"trainer.total_steps": 0} if value else {},
     "trainer.logger": _loggers,
     "trainer.project_name": lambda value, get: {"trainer.project": value} if _has_projects(get) else {},
-    "trainer.experiment_name": _to("trainer.run_name"),
+    "trainer.experiment_name": lambda value, get: {
+        "trainer.run_name": re.sub(r"[^\w.-]+", "-", str(value)).strip("-.")
+    },
     "trainer.default_local_dir": _to("trainer.output_dir"),
     "trainer.max_actor_ckpt_to_keep": _to("trainer.keep_checkpoints"),
     "trainer.max_ckpt_to_keep": _to("trainer.keep_checkpoints"),

@@ -183,6 +183,9 @@ class DataConfig(Record):
     chat: bool | None = result(
         None, "put plain prompts in the chat template (null: a task's questions are, others not)"
     )
+    chat_template_kwargs: dict[str, Any] = result(
+        {}, "variables of the chat template, such as {enable_thinking: false}; those of a row go first", added=True
+    )
     batch_size: Count = result(
         32, "prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)"
     )

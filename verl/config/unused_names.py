@@ -76,6 +76,7 @@ UNUSED = {
         <role>.megatron.override_transformer_config.num_layers_in_*_pipeline_stage
         actor_rollout_ref.rollout.data_parallel_size actor_rollout_ref.rollout.expert_parallel_size
         actor_rollout_ref.rollout.pipeline_model_parallel_size ray_kwargs.ray_init.* *.rollout_n
+        transfer_queue.* trainer.num_global_batch trainer.num_data_controllers trainer.num_data_storage_units
     """,
 }
 _EPISODE = "tools, turns and agents are an episode here: write rollout.episode (docs/episodes.md)"
@@ -93,7 +94,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("images", "videos", 14, False, True), "models are of text alone here: there is nothing to write instead"),
     "data.custom_cls.* data.datagen.* data.sampler.*": (
         (), "write a file of rows: data.train=rows.jsonl (docs/data.md)"),
-    "data.apply_chat_template_kwargs*": (({},), "write the options into the model's chat template: leave it out"),
     "data.seed data.data_loader_seed": ((), "write trainer.seed, of the whole run"),
     "*.data_loader_seed *.fsdp_config.seed *.megatron.seed": ((42,), "write trainer.seed, of the whole run"),
     "data.train_max_samples data.val_max_samples": ((-1,), "write a file of the rows that you mean"),
@@ -108,7 +108,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.megatron.use_dist_checkpointing *.megatron.dist_checkpointing_path": (
         (False,), "leave it out: weights are read from model.path, in the form that transformers saves"),
     "*.model.lora_adapter_path": ((), "merge the adapters into the model first: peft's merge_and_unload()"),
-    "*.model.exclude_modules": ((), "write the layers that get adapters: model.lora={targets: [q_proj, v_proj]}"),
     "*.model.lora.rank *.model.lora.target_modules *.model.lora.merge *.model.lora.lora_A_init_method": (
         (0, False), "write model.lora_rank, lora_alpha and target_modules"),
     "*.mtp.* *.router_replay.* *.rollout.mtp *.enable_rollout_routing_replay": (
@@ -118,8 +117,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.policy_loss.*": ((0.0002, 1.0, 5.0, 0.1), _LOSS),
     "actor_rollout_ref.actor.clip_cov_* actor_rollout_ref.actor.loss_mode": (
         (), _LOSS),
-    "actor_rollout_ref.actor.tau_pos": ((1.0,), "there is no loss SAPO here: write an algorithm of your own"),
-    "actor_rollout_ref.actor.tau_neg": ((1.05,), "there is no loss SAPO here: write an algorithm of your own"),
     "*.calculate_sum_pi_squared": ((False,), "there is no optimal token baseline here: write algorithm.name=opo"),
     "*.optim.override_optimizer_config.use_precision_aware_optimizer": (
         (False, True), "moments have optim.moments, their dtype: bfloat16 or float32"),
@@ -152,7 +149,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (), "no reward model is trained beside the policy (PRIME): train one before, algorithm.name=reward_model"),
     "trainer.default_hdfs_dir": ((), "write trainer.output_dir, a directory"),
     "trainer.ref_update_freq": ((), "the reference policy stays as it is: leave it out"),
-    "trainer.num_* transfer_queue.* trainer.n_*": ((False,), "there is no transfer queue here: leave it out"),
+    "trainer.num_* trainer.n_*": ((False,), "there is no transfer queue here: leave it out"),
     "model.* optim optim.* engine engine.* checkpoint.* ulysses_sequence_parallel_size use_remove_padding "
     "data.multiturn.* data.micro_batch_size_per_gpu data.max_length data.response_key data.prompt_dict_keys "
     "data.response_dict_keys data.messages_key data.pad_mode data.use_dynamic_bsz data.max_token_len_per_gpu": (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from verl.data.forms import tool_schemas
+from verl.data.forms import loaded, tool_schemas
 from verl.data.prompts import SAID, content_text
 from verl.data.time_limit import time_limit
 from verl.errors import ConfigError, DataError, nearest
@@ -41,25 +41,18 @@ def template_inputs(row: Mapping[str, Any], shown: Sequence[Mapping[str, Any]] =
     Raises:
         DataError: a column is of another form, or names what a row does not set.
     """
-    options = _loaded(row.get("chat_template_kwargs")) or {}
+    options = loaded(row.get("chat_template_kwargs")) or {}
     if not isinstance(options, Mapping) or (wrong := sorted(_NOT_OF_ROWS & options.keys())):
         what = f"sets {', '.join(wrong)}" if isinstance(options, Mapping) else f"is {options!r:.60}"
         raise DataError(f"column 'chat_template_kwargs' {what}: it is a mapping of variables of the chat template")
     inputs = {name: value for name, value in options.items() if value is not None}
-    tools, documents = row.get("tools") or list(shown), _loaded(row.get("documents"))
+    tools, documents = row.get("tools") or list(shown), loaded(row.get("documents"))
     if shown and tools != list(shown):
         known = [str(_tool_name(tool)) for tool in shown]
         for name in map(_tool_name, tool_schemas(tools)):
             if name not in known:
                 raise DataError(f"column 'tools' has '{name}', which the episode has not: {nearest(str(name), known)}")
     return {**inputs, **({"tools": tools} if tools else {}), **({"documents": documents} if documents else {})}
-
-
-def _loaded(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _tool_name(tool: Mapping[str, Any]) -> Any:
@@ -257,7 +250,7 @@ class ChatTokenizer:
             return {**call, "function": self._readable_call(call["function"])}
         arguments, of_text, of_mapping = call.get("arguments"), *self._writes_arguments
         if isinstance(arguments, str) and of_mapping and not of_text:
-            arguments = _loaded(arguments)
+            arguments = loaded(arguments)
         elif isinstance(arguments, Mapping) and of_text and not of_mapping:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "arguments": arguments} if "arguments" in call else call

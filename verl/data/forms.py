@@ -90,6 +90,14 @@ def _without_nulls(value: Any) -> Any:
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
+def loaded(value: Any) -> Any:
+    """What a text of JSON says; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def _is_split(value: Any) -> bool:
     """Whether a value of a mapping is a set of rows: columns hold one value a row, and few of them are all mappings."""
     if isinstance(value, list | tuple):

@@ -84,6 +84,7 @@ class OfflineDatasetLoader:
         shuffle: bool = True,
         system_prompt: str | None = None,
         chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_length: Count | None = None,
         max_response_length: Count | None = None,
         max_length: Annotated[int, Field(ge=2)] | None = None,
@@ -100,9 +101,8 @@ class OfflineDatasetLoader:
         self.truncation: Truncation = truncation
         self.counts: Counter[str] = Counter()
         self.name = named(source)
-        self.kind, self.batch = _read(
-            source, self.name, PromptForm(system_prompt=system_prompt, chat=chat), columns or {}
-        )
+        form = PromptForm(system_prompt=system_prompt, chat=chat, chat_template_kwargs=chat_template_kwargs)
+        self.kind, self.batch = _read(source, self.name, form, columns or {})
         self._rows, self._digest = self.batch, digest(self.batch.rows())
         self._begin()
         if tokenizer is not None:

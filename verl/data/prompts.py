@@ -24,7 +24,7 @@ import pyarrow as pa
 from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.checked import checked
 from verl.data.files import digest, is_files, named, read_rows
-from verl.data.forms import COLLATED, chat_of, plain, readable_row, table_rows, usual_row
+from verl.data.forms import COLLATED, chat_of, loaded, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import ConfigError, DataError, nearest
 from verl.record import Count
@@ -150,17 +150,23 @@ class PromptForm:
     `template` is a text with `{prompt}` in the prompt's place; other columns may stand in it by name. Braces around
     anything but a name are text (`\\boxed{}`), and so is a doubled brace, once. It is applied to a string, or to the
     last message of a chat. `system_prompt` starts each chat; a string becomes a chat's
-    user message if `chat` is set or there is a system prompt, and else stays as it is.
+    user message if `chat` is set or there is a system prompt, and else stays as it is. `chat_template_kwargs` are
+    variables of the chat template; those of a row go first.
     """
 
     prompt_column: str | None = None
     template: str | None = None
     system_prompt: str | None = None
     chat: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.template is not None and not any(_BRACES.findall(self.template)):
             raise ConfigError("template: names no column: the prompt goes where {prompt} stands in it")
+        try:
+            json.dumps(self.chat_template_kwargs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"chat_template_kwargs: must be what JSON has a form of: {error}") from None
 
     def row(self, value: Any, where: str) -> dict[str, Any]:
         """The row as the system keeps it. `where` begins an error's message."""
@@ -173,7 +179,12 @@ class PromptForm:
                 "to be answered; or call the column 'prompt', if the response is to go on with it"
             )
         kept = {(USER_PREFIX + key if key in _RESERVED else key): item for key, item in fields.items()}
-        return {**self._prompt(prompt, fields, f"{where}: column '{name}'"), **kept}
+        row = {**self._prompt(prompt, fields, f"{where}: column '{name}'"), **kept}
+        of_row = loaded(row.get("chat_template_kwargs")) or {}
+        if self.chat_template_kwargs and "messages" in row and isinstance(of_row, Mapping):
+            of_row = {key: item for key, item in of_row.items() if item is not None}
+            row["chat_template_kwargs"] = json.dumps({**self.chat_template_kwargs, **of_row})
+        return row
 
     def _column(self, fields: Mapping[str, Any], where: str) -> str:
         names = (self.prompt_column,) if self.prompt_column else PROMPT_COLUMNS
@@ -230,6 +241,7 @@ def load_prompts(
     template: str | None = None,
     system_prompt: str | None = None,
     chat: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     limit: Count | None = None,
 ) -> PromptDataset:
     """Prompts from `source`, in memory. (Data without a length: `stream_prompts`.)
@@ -239,14 +251,16 @@ def load_prompts(
             procedural task `{"task": NAME, "size": N, "seed": S, ...}` (`task_rows`); a torch or Hugging Face data set;
             a list of strings, chats, token ids or mappings; a batch of columns, as a collator makes it.
         prompt_column: where the prompt is; found by itself among `PROMPT_COLUMNS` if not given.
-        template, system_prompt, chat: see `PromptForm`. A task's question is a chat unless `chat` is False.
+        template, system_prompt, chat, chat_template_kwargs: see `PromptForm`. A task's question is a chat unless `chat`
+            is False.
         limit: take only the first rows.
 
     Raises:
         DataError: no such file, a broken line, no or an empty prompt (by row), columns of mixed types, or no rows.
     """
     is_task = isinstance(source, Mapping) and "task" in source
-    form = PromptForm(prompt_column, template, system_prompt, is_task if chat is None else chat)
+    chat = is_task if chat is None else chat
+    form = PromptForm(prompt_column, template, system_prompt, chat, chat_template_kwargs)
     if isinstance(source, Mapping) and "path" in source and not is_task:
         source = source["path"]
     name = named(source)
@@ -273,11 +287,13 @@ def stream_prompts(
     template: str | None = None,
     system_prompt: str | None = None,
     chat: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PromptStream:
     """Prompts of an iterable that may have no end: a torch or Hugging Face `IterableDataset`, a MosaicML
     `StreamingDataset`. Rows and options are those of `load_prompts`."""
     source = table_rows(source) if isinstance(source, Mapping) else source
-    return PromptStream(source, PromptForm(prompt_column, template, system_prompt, chat), type(source).__name__)
+    form = PromptForm(prompt_column, template, system_prompt, chat, chat_template_kwargs)
+    return PromptStream(source, form, type(source).__name__)
 
 
 def check_disjoint(train: Sequence[PromptDataset], held_out: PromptDataset) -> tuple[PromptDataset, int]:

@@ -40,6 +40,7 @@ def token_log_probs(
     scale: float = 1.0,
     softcap: float | None = None,
     chunk: int | None = None,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs `[N]` of `targets` `[N]` under softmax(logits / temperature), and the entropy `[N]` if
     requested.
@@ -53,6 +54,8 @@ def token_log_probs(
     Args:
         temperature: > 0. A greedy rollout (temperature 0) is scored at 1.
         chunk: tokens at a time; by default as many as `HeadSizes` has logits for the device.
+        statistics: `[3, N]` in the dtype of the results, which becomes, without a gradient: the entropy, the mean of
+            the logits over the vocabulary, and 1 where no token is likelier than the target, else 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: score greedy samples at 1")
@@ -63,7 +66,7 @@ def token_log_probs(
     chunk = chunk or max(1, HeadSizes.on(weight.device).chunk // weight.shape[0])
     formula = _Formula(scale, softcap, temperature)
     log_probs, entropies = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, formula, entropy, chunk, cut
+        hidden, weight, bias, targets, formula, entropy, chunk, cut, statistics
     )
     return log_probs, entropies if entropy else None
 
@@ -98,6 +101,18 @@ class _Cut(NamedTuple):
         log_probs.copy_(picked_by_rank.sum(0) - norms)
         entropies.copy_(norms - ((by_rank - norms).exp() * means).sum(0))
 
+    def combine_statistics(self, targets: Tensor, statistics: Tensor) -> None:
+        """The same for what `_look` has filled in."""
+        highest, means, tops = statistics
+        is_here, _ = self.find(targets)
+        count = torch.full_like(means, len(self.rows))
+        local = torch.stack([highest, means * count, count, torch.where(is_here, tops, 0.0)])
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, local, group=self.group)
+        by_rank, sums, counts, tops_by_rank = torch.stack(parts, dim=1)
+        means.copy_(sums.sum(0) / counts.sum(0))
+        tops.copy_((tops_by_rank * (by_rank == by_rank.amax(0))).sum(0))
+
 
 def _local(weight: Tensor) -> Tensor:
     """This rank's part of a cut weight; its gradient goes where that of the weight goes."""
@@ -129,19 +144,27 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy: bool,
         chunk: int,
         cut: _Cut | None,
+        statistics: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs, norms, entropies = hidden.new_zeros((3, hidden.shape[0]), dtype=exact)
         _, rows = (None, targets) if cut is None else cut.find(targets)
         for part, product in _products(hidden, weight, bias, chunk):
             compiled = layer_kernels(product.dtype, product.device)
-            results = log_probs[part], norms[part], entropies[part] if entropy else None
+            with_entropy = entropy or statistics is not None
+            results = log_probs[part], norms[part], entropies[part] if with_entropy else None
+            if statistics is not None:
+                _look(product, rows[part], formula, statistics[:, part])
             if compiled is not None and formula.softcap is None:
                 compiled.softmax_rows(product, rows[part], formula.scale / formula.temperature, *results)
             else:
                 _softmax_rows(product, rows[part], formula, *results)
         if cut is not None:
+            if statistics is not None:
+                cut.combine_statistics(targets, statistics)
             cut.combine(targets, log_probs, norms, entropies)
+        if statistics is not None:
+            statistics[0] = entropies
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies if entropy else None)
         ctx.formula, ctx.chunk, ctx.cut = formula, chunk, cut
         if not entropy:
@@ -186,11 +209,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             grad_weight.to(weight.dtype) if isinstance(grad_weight, Tensor) else None,
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 6,
         )
 
 
@@ -215,6 +234,15 @@ def _softmax_rows(
             total = shifted.exp_().sum(1)
         norms[block] = highest[:, 0] + total.log()
         log_probs[block] = picked - norms[block]
+
+
+def _look(product: Tensor, targets: Tensor, formula: _Formula, statistics: Tensor) -> None:
+    """Fill `[3, N]`, given products `[N, V]`: the highest logit, the mean of the logits, and 1 where that of the
+    target `[N]` is the highest."""
+    for block, logits, _ in _logits(product, statistics.dtype, formula):
+        highest = logits.amax(1)
+        tops = logits.gather(1, targets[block, None])[:, 0] >= highest
+        statistics[:, block] = torch.stack([highest, logits.mean(1), tops.to(highest.dtype)])
 
 
 def _softmax_rows_backward(

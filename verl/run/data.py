@@ -199,6 +199,7 @@ def prompts_of(config: Config, source: Any, limit: int | None = None) -> PromptD
         template=data.prompt_template,
         system_prompt=data.system_prompt,
         chat=data.chat,
+        chat_template_kwargs=data.chat_template_kwargs,
         limit=limit,
     )
 
@@ -217,6 +218,7 @@ def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
         shuffle=data.shuffle,
         system_prompt=data.system_prompt,
         chat=bool(data.chat),
+        chat_template_kwargs=data.chat_template_kwargs,
         max_response_length=data.max_response_length,
         truncation=data.truncation,
         columns=data.columns,

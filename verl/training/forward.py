@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl.algorithms.loss_terms import LossNeeds
 from verl.attention.prefix_tree import PrefixTree
 from verl.attention.segments import Packed, pack_rows
 from verl.autograd import take_rows
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from verl.training.parallel.stages import Stage
 
 _PREDICTS = {"lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
+#: What `LossInput` calls the statistics of `token_log_probs`.
+_STATISTICS = ("entropy", "mean_logits", "is_top")
 
 
 class Forward(nn.Module):
@@ -73,9 +76,10 @@ class Forward(nn.Module):
             raise ConfigError(f"use_torch_compile: {lack}")
         self.packed.compile_layers()
 
-    def wanted(self, entropy: bool) -> tuple[str, ...]:
-        """The predictions that a loss reads."""
-        return _PREDICTS[self.head][: 1 + entropy]
+    def wanted(self, needs: LossNeeds) -> tuple[str, ...]:
+        """The predictions that a loss reads, and "statistics" if they are asked for."""
+        more = ("statistics",) * (needs.statistics and self.head == "lm")
+        return (*_PREDICTS[self.head][: 1 + needs.entropy], *more)
 
     def check_wanted(self, want: Any) -> None:
         if unknown := sorted(set(want) - set(_PREDICTS[self.head])):
@@ -111,10 +115,14 @@ class Forward(nn.Module):
         hidden = take_rows(hidden, flat.predict)
         if self.head == "value":
             return {"values": flat.gather(self.model.predict(hidden))}
+        seen = None
+        if "statistics" in want:
+            seen = hidden.new_zeros((3, len(hidden)), dtype=torch.promote_types(hidden.dtype, torch.float32))
         log_probs, entropies = self.packed.log_probs(
-            hidden, flat.targets, temperature=temperature, entropy="entropy" in want
+            hidden, flat.targets, temperature=temperature, entropy="entropy" in want, statistics=seen
         )
-        outputs = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
+        outputs: dict[str, Tensor] = {} if seen is None else dict(zip(_STATISTICS, seen, strict=True))
+        outputs |= {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
         return {name: flat.gather(value).clone() for name, value in outputs.items()}  # FSDP's hooks take no views
 
     def check_batch(self, batch: Batch) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.loss_terms import Loss, LossPart, combine_metrics
+from verl.algorithms.loss_terms import Loss, LossNeeds, LossPart, combine_metrics
 from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
 from verl.errors import DataError
@@ -160,7 +160,7 @@ class MicroBatchRunner:
     def backward_of_nothing(self) -> None:
         """One forward and backward pass that all ranks make without rows: a gradient of zeros, for a back end that has
         no other way to it."""
-        want = self.forward.wanted(False)
+        want = self.forward.wanted(LossNeeds())
         [*self.schedule.forward_backward(iter([MicroBatch(_IDLE, want, 1.0, _no_loss)]), 1.0)]
 
     def loss(self, parts: Sequence[LossPart]) -> Metrics:
@@ -180,7 +180,7 @@ class MicroBatchRunner:
         for part in (part for part in parts if part.computed):
             self.forward.check_batch(part.rows)
             mini_batch = MiniBatch(part, self.precision)
-            want = self.forward.wanted(part.needs.entropy)
+            want = self.forward.wanted(part.needs)
             dealt, tree = self._dealt(part)
             for rows in dealt:
                 batch = _rows(part.rows, rows)

@@ -5,8 +5,8 @@
 A trainer here maps TRL's arguments onto an `Actor`, a `Trainer` and a loader, and holds them: `actor`, `trainer`,
 `loader`. `docs/from_trl.md` lists what differs. The names and defaults are those of TRL 1.16.
 
-Reading order: `trainers`, `online`, `arguments`, `data`, `losses`, `optim`, `events`, `attributes`, `peft`, `scripts`,
-`mixtures`, `rewards`, `names`.
+Reading order: `trainers`, `online`, `arguments`, `data`, `losses`, `optim`, `entries`, `events`, `attributes`, `peft`,
+`scripts`, `mixtures`, `rewards`, `names`.
 """
 
 from verl.trl.arguments import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig

@@ -223,9 +223,9 @@ class _OnlineConfig(Config):
     otherwise: ClassVar = {
         "vllm_mode": ("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
         "mask_truncated_completions": (False, "write a reward that returns None where a completion has no end"),
-        "sync_ref_model": (False, "the reference is the model as it was at first"),
-        "repetition_penalty": (1.0, "sampling has temperature, top_p, top_k and min_p"),
-        "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
+        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
+        "repetition_penalty": (1.0, "sampling has temperature, top_p, top_k and min_p: leave it out"),
+        "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p: leave it out"),
         "vllm_structured_outputs_regex": (None, "see constrained_decoding in docs/algorithms.md"),
     }
 
@@ -251,7 +251,10 @@ class _OnlineConfig(Config):
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         total = int(self.generation_batch_size or each * steps)
         if total % self.samples():
-            raise ConfigError(f"a rollout of {total} completions is no whole number of steps of {self.samples()}")
+            raise ConfigError(
+                f"a rollout of {total} completions is no whole number of steps of {self.samples()}: set "
+                "steps_per_generation to a multiple of gradient_accumulation_steps"
+            )
         return total
 
     def updates(self) -> int:
@@ -279,11 +282,11 @@ class GRPOConfig(_OnlineConfig):
     vllm_importance_sampling_clip_min: float | None = None
     vllm_importance_sampling_clip_max: float | None = 3.0
     otherwise: ClassVar = _OnlineConfig.otherwise | {
-        "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised"),
-        "top_entropy_quantile": (1.0, "all tokens are trained"),
-        "use_adaptive_entropy": (False, "entropy_coef is fixed"),
+        "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised: leave it out"),
+        "top_entropy_quantile": (1.0, "all tokens are trained: leave it out"),
+        "use_adaptive_entropy": (False, "entropy_coef is fixed: leave it out"),
         "off_policy_mask_threshold": (None, "see rollout_rs in docs/algorithms.md"),
-        "log_completions_hub_repo": (None, "nothing is uploaded"),
+        "log_completions_hub_repo": (None, "nothing is uploaded: leave it out"),
     }
 
 
@@ -326,7 +329,7 @@ class DPOConfig(_OfflineConfig):
         "ld_alpha": (None, "leave it out"),
         "f_divergence_type": ("reverse_kl", "leave it out"),
         "use_weighting": (False, "leave it out"),
-        "sync_ref_model": (False, "the reference is the model as it was at first"),
+        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
     }
 
 
@@ -338,7 +341,7 @@ class KTOConfig(_OfflineConfig):
     loss_type: str = "kto"
     train_sampling_strategy: str = "sequential"
     otherwise: ClassVar = {
-        "sync_ref_model": (False, "the reference is the model as it was at first"),
+        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
     }
 
 

@@ -19,6 +19,7 @@ from verl.batch import Batch
 from verl.errors import ConfigError
 from verl.trainer.collector import Samples
 from verl.trainer.trainer import Trainer
+from verl.trl.entries import kl_of_tokens, whole
 
 logger = logging.getLogger(__name__)
 
@@ -29,21 +30,13 @@ _NAMES = {
     "learning_rate": "lr/actor",
     "reward": "reward/mean",
     "reward_std": "reward/std",
-    "entropy": "rollout/entropy",
     "frac_reward_zero_std": "reward/groups_alike",
     "completions/mean_length": "response/length",
     "completions/min_length": "response/length_min",
     "completions/max_length": "response/length_max",
     "completions/clipped_ratio": "response/cut",
-    "rewards/accuracies": "pairs/accuracy",
-    "rewards/margins": "pairs/margin",
-    "rewards/chosen": "pairs/chosen",
-    "rewards/rejected": "pairs/rejected",
     "step_time": "time/step",
     "policy_loss": "loss/policy",
-    "clip_ratio/region_mean": "policy/clip_fraction",
-    "accuracy": "pairs/accuracy",
-    "margin": "pairs/margin",
 }
 
 
@@ -56,8 +49,6 @@ def by_trl_names(record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in numbers.items()
         if name.startswith("reward/") and name.endswith("/mean") and name != "reward/mean"
     }
-    if "policy/entropy" in numbers:  # of the whole vocabulary
-        named["entropy"] = numbers["policy/entropy"]
     return {**numbers, **parts, **named}
 
 
@@ -65,9 +56,10 @@ def of_samples(batch: Batch) -> dict[str, float]:
     """What TRL logs of completions besides the record of a step: the spread of each reward, lengths of those that
     ended, and the calls of tools."""
     numbers = {}
-    for column in (column for column in batch.columns if column.startswith("reward/")):
+    for column in (column for column in batch.columns if column == "reward" or column.startswith("reward/")):
         values = [value for value in batch[column] if value is not None]
-        numbers[f"rewards/{column.removeprefix('reward/')}/std"] = stdev(values) if len(values) > 1 else 0.0
+        entry = "reward_std" if column == "reward" else f"rewards/{column.removeprefix('reward/')}/std"
+        numbers[entry] = stdev(values) if len(values) > 1 else 0.0
     if "finish" in batch:
         lengths = zip(batch.lengths("response_tokens"), batch["finish"], strict=True)
         ended = [float(length) for length, finish in lengths if finish != "length"] or [0.0]
@@ -115,6 +107,7 @@ class Events:
         self._of_samples: dict[str, float] = {}
         self._has_warned = False
         self._begun, self._first, self._samples = time.monotonic(), 0, samples
+        self._evaluation = self._begun
         self._saved: int | None = None
         self._every = 0
         self._evaluate: Callable[[], None] = lambda: None
@@ -157,7 +150,9 @@ class Events:
     def sampled(self, batch: Batch) -> None:
         """What a step learns from."""
         self._of_samples = of_samples(batch)
-        self.state.num_input_tokens_seen += sum(map(sum, map(batch.lengths, ("prompt_tokens", "response_tokens"))))
+        # KTO's rows with another response are none of the data.
+        rows = batch.filter([not other for other in batch["mismatched"]]) if "mismatched" in batch else batch
+        self.state.num_input_tokens_seen += sum(map(sum, map(rows.lengths, ("prompt_tokens", "response_tokens"))))
         self._of_samples["num_tokens"] = float(self.state.num_input_tokens_seen)
         if coefficient := getattr(self.args, "entropy_coef", 0.0):
             self._of_samples["entropy_coef"] = coefficient
@@ -193,9 +188,17 @@ class Events:
         if self.control.should_training_stop or self.control.should_epoch_stop:
             trainer.stop()
 
-    def evaluated(self, metrics: Mapping[str, Any], prefix: str = "eval_") -> dict[str, float]:
-        """Report an evaluation; its metrics as TRL names them."""
-        named = {f"{prefix}{name}": value for name, value in by_trl_names(metrics).items()}
+    def begin_evaluation(self) -> None:
+        self._evaluation = time.monotonic()
+
+    def evaluated(self, metrics: Mapping[str, Any], rows: Any, prefix: str = "eval_") -> dict[str, float]:
+        """Report the evaluation of rows that `begin_evaluation` was called for; its metrics as TRL names them."""
+        seconds = max(time.monotonic() - self._evaluation, 1e-9)
+        more = {"runtime": seconds, "num_tokens": float(self.state.num_input_tokens_seen)}
+        if hasattr(rows, "__len__"):
+            steps = math.ceil(len(rows) / (self.args.per_device_eval_batch_size or 8))
+            more |= {"samples_per_second": len(rows) / seconds, "steps_per_second": steps / seconds}
+        named = {f"{prefix}{name}": value for name, value in by_trl_names({**metrics, **more}).items()}
         self._write(named)
         self.call("on_evaluate", metrics=named)
         return named
@@ -263,9 +266,23 @@ def link_checkpoints(folder: Path, updates: int) -> None:
 
 
 class ObservedTrainer(Trainer):
-    """`Trainer` that reports its steps to `events`."""
+    """`Trainer` that reports its steps to `events`, and whose updates and evaluations of losses have TRL's entries."""
 
     events: Events
+
+    def learn(self, samples: Batch | Mapping[str, Batch]) -> dict[str, Any]:
+        metrics: dict[str, Any] = whole(super().learn(samples))
+        latest, kl_in = self.update_phase.latest, getattr(self.task.algorithm, "kl_in", "none")
+        if kl_in == "reward" and latest is not None and "update/empty" not in metrics:
+            metrics["kl"] = kl_of_tokens(latest[1][self.task.name])
+        return metrics
+
+    def evaluate_held_out(self) -> dict[str, Any]:
+        self.events.begin_evaluation()
+        return super().evaluate_held_out()
+
+    def evaluate_loss(self, batch: Any) -> dict[str, float]:
+        return whole(super().evaluate_loss(batch))
 
     def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
         self.events.sampled(samples[self.task.name].rows)

@@ -140,7 +140,9 @@ def dpo_algorithm(args: Any) -> BaseAlgorithm:
     if name in _OTHERS:
         return make_algorithm(name, **({} if name == "sft" else {"beta": args.beta}))
     if name not in _PAIRS:
-        raise ConfigError(f"loss_type='{name}': {nearest(name, [*_PAIRS, *_OTHERS])}")
+        known = nearest(name, [*_PAIRS, *_OTHERS])
+        hint = "it is not here: loss_type='aot' sorts whole pairs" if name == "aot_unpaired" else known
+        raise ConfigError(f"loss_type='{name}': {hint}")
     if name == "sigmoid" and args.label_smoothing:
         raise ConfigError("label_smoothing is not of loss_type='sigmoid': set loss_type='robust'")
     options = {"discopop_tau": args.discopop_tau} if name == "discopop" else {"label_smoothing": args.label_smoothing}

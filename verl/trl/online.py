@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from verl.algorithms import BaseAlgorithm
+from verl.data.forms import loaded
 from verl.data.loader import PromptLoader
 from verl.data.prefetch import Prefetch
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
@@ -128,9 +128,11 @@ class GRPOTrainer(BaseTrainer):
     def _data(self, train_dataset: Any) -> tuple[Any, float]:
         args, count = self.args, self.args.prompts()
         has_length = hasattr(train_dataset, "__len__")
-        data: Any = self._prompts(train_dataset) if has_length else stream_prompts(train_dataset)
-        if not has_length and args.chat_template_kwargs:
-            raise ConfigError("chat_template_kwargs with a stream: give its rows a column 'chat_template_kwargs'")
+        data: Any
+        if has_length:
+            data = self._prompts(train_dataset)
+        else:
+            data = stream_prompts(train_dataset, chat_template_kwargs=self._variables)
         if args.max_prompt_length is not None:
             data, _ = tokenize_prompts(
                 data, self.actor.tokenizer, max_prompt_length=args.max_prompt_length, truncation="left"
@@ -142,18 +144,16 @@ class GRPOTrainer(BaseTrainer):
         # What is left over at the end of an epoch begins the next one.
         return Prefetch(loader), len(data) / count
 
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """`chat_template_kwargs`, which a command line gives as JSON."""
+        return dict(loaded(self.args.chat_template_kwargs) or {})
+
     def _prompts(self, rows: Any) -> PromptDataset:
-        """Chats among them are written with `chat_template_kwargs`, beside those of the rows."""
         rows = rows if hasattr(rows, "__len__") else list(rows)
         if self._episode is not None and len(rows) and "prompt" not in rows[0]:
             rows = [{**row, "prompt": _EMPTY} for row in rows]
-        data, shared = load_prompts(rows), _options(self.args.chat_template_kwargs)
-        if not shared or "messages" not in data.batch:
-            return data
-        columns = data.batch.select([name for name in ("messages", "chat_template_kwargs") if name in data.batch])
-        merged = [json.dumps({**shared, **_options(row.get("chat_template_kwargs"))}) for row in columns.rows()]
-        batch = data.batch.drop(["chat_template_kwargs"]).add({"chat_template_kwargs": merged})
-        return PromptDataset(batch, data.name)
+        return load_prompts(rows, chat_template_kwargs=self._variables)
 
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
         evaluation = self.trainer.evaluate(self._prompts(rows).batch, **self._drawn())
@@ -163,10 +163,11 @@ class GRPOTrainer(BaseTrainer):
         """The loss of an evaluation's samples, if one has a reward."""
         if all(reward is None for reward in evaluation.rows["reward"]):
             return {}
-        return {"loss/actor": self.trainer.evaluate_loss(evaluation.samples)["loss"]}
+        metrics = self.trainer.evaluate_loss(evaluation.samples)
+        return {**metrics, "loss/actor": metrics["loss"]}
 
     def _report(self, result: Mapping[str, Any], evaluation: Any) -> None:
-        self._events.evaluated({**result["metrics"], **self._loss_of(evaluation)})
+        self._events.evaluated({**result["metrics"], **self._loss_of(evaluation)}, self.eval_dataset)
 
     def _held_out(self, rows: Any, every: int) -> HeldOut:
         return HeldOut(self._prompts(rows), every, **self._drawn(), name="eval_dataset")
@@ -229,11 +230,6 @@ def _of_each(tokenizers: Any, rewards: Sequence[Any]) -> list[Any]:
             "for each, None for a function"
         )
     return listed
-
-
-def _options(value: Any) -> dict[str, Any]:
-    """`chat_template_kwargs`, which may be JSON or None."""
-    return dict((json.loads(value) if isinstance(value, str) else value) or {})
 
 
 def _with_extras(source: Any, events: Events) -> Any:

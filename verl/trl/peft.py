@@ -29,7 +29,7 @@ def with_adapters(model: Any, config: Any, seed: int) -> Any:
     from peft import get_peft_model
 
     if getattr(config, "is_prompt_learning", False):
-        raise ConfigError(f"peft_config is a {type(config).__name__}: learned prompts are not computed here: use LoRA")
+        raise ConfigError(f"peft_config is a {type(config).__name__}: prompt-learning is not computed here: use LoRA")
     if has_adapters(model):
         raise ConfigError("peft_config: the model has adapters already, which are trained: leave peft_config out")
     if getattr(config, "lora_dropout", 0):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from verl.training.options import OptimConfig
 from verl.trl.arguments import Config, DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from verl.trl.attributes import Attributes
 from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, TokenRows, TRLLoader
+from verl.trl.entries import entries_of
 from verl.trl.events import Events, ObservedTrainer
 from verl.trl.losses import dpo_algorithm
 from verl.trl.optim import optim_settings
@@ -166,17 +166,13 @@ class BaseTrainer(Attributes, ABC):
         if rows is None:
             raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
         if isinstance(rows, Mapping):  # several data sets
-            parts = [self._events.evaluated(self._timed(rows[name]), f"eval_{name}_") for name in rows]
+            parts = [self._measure(rows[name], f"eval_{name}_") for name in rows]
             return {name: value for part in parts for name, value in part.items()}
-        return self._events.evaluated(self._timed(rows))
+        return self._measure(rows, "eval_")
 
-    def _timed(self, rows: Any) -> dict[str, Any]:
-        """The metrics of held-out data, and how long they took."""
-        begun = time.monotonic()
-        metrics = dict(self._evaluate(rows))
-        seconds = max(time.monotonic() - begun, 1e-9)
-        speed = {"samples_per_second": len(rows) / seconds} if hasattr(rows, "__len__") else {}
-        return metrics | {"runtime": seconds} | speed
+    def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
+        self._events.begin_evaluation()
+        return self._events.evaluated(self._evaluate(rows), rows, prefix)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
@@ -189,7 +185,7 @@ class BaseTrainer(Attributes, ABC):
         )
 
     def _report(self, result: Mapping[str, Any], evaluation: Any) -> None:
-        self._events.evaluated(result["metrics"])
+        self._events.evaluated(result["metrics"], self.eval_dataset)
 
     def _evaluate_several(self) -> None:
         measured = self.evaluate()
@@ -311,11 +307,12 @@ class BaseTrainer(Attributes, ABC):
         return max(1, round(steps * self._total) if steps < 1 else math.ceil(steps / self.updates))
 
     def _trainer(self, source: Any, options: Mapping[str, Any]) -> ObservedTrainer:
-        args, every = self.args, self._every("save")
+        args, every, algorithm = self.args, self._every("save"), self._algorithm()
+        algorithm.further_metrics = entries_of(algorithm, getattr(args, "loss_type", None))
         trainer = ObservedTrainer(
             self.actor,
             reward=source,
-            algorithm=self._algorithm(),
+            algorithm=algorithm,
             n=getattr(args, "num_generations", None),
             checkpoint_dir=None if every is None else self._output(),
             save_every=every,

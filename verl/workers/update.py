@@ -177,6 +177,7 @@ def loss_needs(objective: RoleObjective, temperature: float = 1.0) -> LossNeeds:
         columns=objective.loss_columns,
         temperature=temperature,
         entropy=objective.needs_entropy,
+        statistics=objective.needs_statistics,
         coupled=objective.coupled,
         no_gradient_at_zero=objective.no_gradient_at_zero,
     )
