@@ -3,6 +3,6 @@
 Reading order: `run`, `jail`, `code_tests`, `run_tests`, `values`, `pytest_stub`.
 """
 
-from verl.sandbox.run import Limits, Run, require, run_python
+from verl.sandbox.run import Limits, Run, command_job, jailed, require, run_python
 
-__all__ = ["Limits", "Run", "require", "run_python"]
+__all__ = ["Limits", "Run", "command_job", "jailed", "require", "run_python"]

@@ -149,6 +149,7 @@ class ActorWorker(TrainedWorker):
         if self._packed is not None and self._packed.tensor_group is not None:
             self._packed.measure_heads()
         self._rollout_engine: RolloutEngine | None = None
+        self._start_engine: RolloutEngine | None = None
         self._sync = SyncCheck()
 
     @contextmanager
@@ -188,6 +189,11 @@ class ActorWorker(TrainedWorker):
         is_same = self._meta_model is None or len({spec.dtype for spec in self.engine.specs().values()}) == 1
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
+    @dispatch("rollout")
+    def keep_start(self, engine: RolloutEngine) -> None:
+        """Have episodes ask the weights that training began with, too, by an engine of this process."""
+        self._start_engine = engine
+
     @dispatch("rollout", split="rows", collect="batches")
     def generate(self, prompts: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
@@ -219,7 +225,8 @@ class ActorWorker(TrainedWorker):
         else:
             from verl.rollout.episode import outcomes
 
-            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, self.eos_token_ids)
+            ends, start = self.eos_token_ids, self._start_engine
+            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, ends, start)
         with closing(ended):  # cancels unfinished requests before the engine is used again
             version = None if episode is None else engine.policy_version
             for group in _finished_groups(ended, prompts, version, precision):
