@@ -80,7 +80,7 @@ docs: ## build the documentation as a site, in an environment of its own
 look: docs $(INSTALLED) ## open each page of that site in Chromium, wide and narrow: overflow, links, pictures, sizes of text
 	$(BIN)/python scripts/look_at_site.py $(ARGS)
 
-environments: $(INSTALLED) ## install and try it with Python 3.10 to 3.13, lower bounds, no compiler, a read-only home, TRL
+environments: $(INSTALLED) ## install and try it with Python 3.10 to 3.13, lower bounds, no compiler, a read-only home, TRL, agents' packages
 	$(BIN)/python scripts/environments.py --torch-args='$(TORCH_ARGS)' $(ARGS)
 
 gpu: $(INSTALLED) ## the tests and benchmarks that want an accelerator, and a page of results; fails where there is none

@@ -31,7 +31,7 @@ BUDGET_SECONDS = 2700.0
 SLOW_MACHINE_SECONDS = 500.0
 #: By turn: what is tried in an environment of its own (scripts/environments.py).
 ENVIRONMENTS = (
-    ("python3.10", "no-compiler"), ("python3.11", "read-only-home"), ("python3.12", "wheel"), ("python3.13",),
+    ("python3.10", "no-compiler"), ("python3.11", "read-only-home"), ("python3.12", "wheel"), ("python3.13", "agents"),
     ("lower-bounds",), ("trl",),
 )  # fmt: skip
 #: Exit status of a job whose environment cannot be made on this machine.

@@ -7,8 +7,8 @@ is named), lower-bounds (each dependency of pyproject.toml as old as it says), n
 in the environment that runs this script), wheel (an empty environment with the wheel, built from an sdist of tracked
 files, and links to the core dependencies of the one that runs this script; no compiler). Each runs the README's quick
 start, `verl init` with two steps of `verl train`, and `verl doctor`, on a tiny model of random weights, offline. trl is
-the environment of that peer, and runs the tests that compare with it. The exit code is 1 if one failed, 77 if one that
-was named cannot be made here.
+the environment of that peer, and runs the tests that compare with it; agents has what agents are written with, and runs
+the tests that need it. The exit code is 1 if one failed, 77 if one that was named cannot be made here.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+#: The tests that need what the environment of a peer has (benchmarks/peer_env.sh), and which of them.
+PEERS = {
+    "trl": ("peer", ["tests/trl"]),
+    "agents": ("peer or not slow", [
+        "tests/rollout/test_gateway_agents.py", "tests/rollout/test_gateway_clients.py", "tests/test_example_agent.py",
+        "tests/test_docs.py::test_the_agent_of_the_tutorial_is_trained",
+    ]),
+}  # fmt: skip
 #: That even a model of random weights can learn from.
 _REWARD = "def letters(responses):\n    return [float(len(set(response))) for response in responses]\n"
 
@@ -92,7 +100,7 @@ def environments(scratch: Path) -> dict[str, Environment]:
         "no-compiler": Environment(env=no_compiler),
         "wheel": Environment(env={**no_compiler, "PYTHONPATH": None}, is_wheel=True),
         "read-only-home": Environment(before=weaker, env={"HOME": str(home), "XDG_CACHE_HOME": None, "HF_HOME": None}),
-        "trl": Environment(peer="trl"),
+        **{peer: Environment(peer=peer) for peer in PEERS},
     }
 
 
@@ -215,16 +223,16 @@ def make(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str] | N
 
 
 def compare_with_peer(peer: str, torch_args: Sequence[str]) -> None:
-    """The tests marked `peer`, with its environment there.
+    """The tests that need the environment of a peer, with that there.
 
     Raises:
         UnavailableError: there is no registry.
         FailedError: it cannot be installed, or a test failed.
     """
-    env = {**os.environ, "TORCH_ARGS": " ".join(torch_args)}
+    env = {"PYTHON": sys.executable, **os.environ, "TORCH_ARGS": " ".join(torch_args)}
     make([ROOT / "benchmarks" / "peer_env.sh", peer], cwd=ROOT, env=env)
-    tests = ROOT / "tests" / peer
-    print(run([sys.executable, "-m", "pytest", "-m", "peer", "-rA", tests], cwd=ROOT), flush=True)
+    marks, tests = PEERS[peer]
+    print(run([sys.executable, "-m", "pytest", "-m", marks, "-rA", *tests], cwd=ROOT), flush=True)
 
 
 def attempt(environment: Environment, python: str, model: Path, folder: Path) -> None:

@@ -49,12 +49,14 @@ ALLOWED = {
     ("cluster/ray/rank.py", "join", "TCPStore"): "a client of that store",
     ("cli/doctor.py", "_free_port", "bind"): "a port number for torchrun; it never listens",
     ("rollout/gateway/server.py", "start", "create_server"): "agents, on loopback, while they run, each with a key",
+    ("rollout/gateway/server.py", "serving", "create_server"): "the same, on the socket of a sandbox's own network",
     ("rollout/environments.py", "_makes_environments", "bind"): "the arguments of a signature",
     ("rollout/tools.py", "call", "bind"): "the arguments of a signature",
     ("sandbox/run_tests.py", "run_program", "builtins.exec"): "a program, in a process of the sandbox",
     ("sandbox/run_tests.py", "run_text", "builtins.exec"): "its tests, in a process of a sandbox",
     ("sandbox/run_tests.py", "entry_point", "builtins.eval"): "the name of what they are of, as above",
     ("sandbox/run_tests.py", "judge", "builtins.exec"): "our stand-in for pytest, as above",
+    ("sandbox/jail.py", "open_network", "create_server"): "that socket, in a network that has the sandbox alone",
     ("sandbox/jail.py", "run", "builtins.exec"): "a program, in a process of the sandbox",
 }
 

@@ -92,7 +92,7 @@ SCHEMA: dict[str, pa.DataType] = {
 #: Columns of episodes, see `verl.rollout.rows`; a row is one of an episode's trajectories.
 EPISODE = frozenset((
     "episode", "episode_error", "episode_reward", "left_out", "truncated", "calls_left_out", "rejected", "trajectory",
-    "trajectory_reward", "call_rewards", "conversation", "trajectories", "token_versions",
+    "trajectory_reward", "call_rewards", "conversation", "trajectories", "token_versions", "other_calls",
 ))  # fmt: skip
 
 #: Further columns that the system writes; rows of a data set come without them.

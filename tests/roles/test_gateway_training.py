@@ -12,7 +12,7 @@ import pytest
 
 import verl
 from verl.config import load_config
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, ModelError, RolloutError
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.turns import Turns
 from verl.run.check import check_settings
@@ -105,6 +105,58 @@ def test_an_episode_that_gives_no_reward_needs_one_beside_it(tiny: Path) -> None
     actor = verl.Actor.from_pretrained(str(tiny), episode=silent)
     with pytest.raises(ConfigError, match="needs a reward"):
         verl.Trainer(actor, algorithm="grpo", log_dir=False)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["whole", "adapters"])
+def test_the_starting_weights_stay_as_they_were(tiny: Path, lora: Any) -> None:
+    """Beside a policy that is trained: the same question has the same answer of theirs, which is that of the model."""
+    if lora is not None:
+        pytest.importorskip("peft")
+    said: list[tuple[str, list[float]]] = []
+
+    def judged(base_url: str, api_key: str, row: Any) -> float:
+        body = {"messages": [{"role": "user", "content": "Judge."}], "temperature": 0, "logprobs": True}
+        with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+            for model in ("judge", "policy"):
+                answer = client.post(f"{base_url}/chat/completions", json={"model": model, **body}).raise_for_status()
+                choice = answer.json()["choices"][0]
+                if model == "judge":
+                    tokens = choice["logprobs"]["content"]
+                    said.append((choice["message"]["content"], [token["logprob"] for token in tokens]))
+        return float(sum(map(ord, choice["message"]["content"])) % 7)
+
+    episode = Gateway(judged, chat_template="hermes", models={"judge": "start"})
+    options: Any = {"dtype": "float64", "optim": {"lr": 3e-2}, "sampling": {"max_new_tokens": 8}, "lora": lora}
+    actor = verl.Actor.from_pretrained(str(tiny), episode=episode, **options)
+    first = verl.Actor.from_pretrained(str(tiny), dtype="float64")
+    trainer = verl.Trainer(actor, algorithm="grpo", n=4, log_dir=False)
+    assert (actor.reference_model is None) == (lora is not None)  # a copy, or the model without its adapters
+    logs = [trainer.step(["Once"]) for _ in range(3)]
+    assert all(log["updated"] and log["calls/other/judge"] == 4 for log in logs) and len(said) == 12
+    prompt = f"<|im_start|>user\nJudge.{actor.tokenizer.eos_token}\n<|im_start|>assistant\n"
+    expected = first.generate_sequences([prompt], temperature=0.0, max_new_tokens=8)
+    for text, numbers in said:
+        assert text == expected["response"][0]
+        assert numbers == pytest.approx(expected["rollout_log_probs"][0], abs=1e-9)
+    moved = actor.compute_log_probs(expected.drop(["policy_id", "policy_version"]))["log_probs"][0]
+    assert moved != pytest.approx(expected["rollout_log_probs"][0], abs=1e-3)  # as the policy has
+
+
+def test_starting_weights_that_cannot_be_had_are_refused_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def actor() -> verl.Actor:
+        episode = Gateway(agent, chat_template="hermes", models={"judge": "start"})
+        return verl.Actor.from_pretrained(str(tiny), episode=episode, sampling={"max_new_tokens": 4})
+
+    late, other, apart = actor(), actor(), actor()
+    late.policy_version = 1
+    with pytest.raises(ModelError, match=r"call make_reference\(\) before the first update"):
+        late.generate_sequences(["Once"])
+    other.make_reference(str(tiny))
+    with pytest.raises(ConfigError, match="'start' is the reference policy, which is another model here"):
+        other.generate_sequences(["Once"])
+    monkeypatch.setattr(apart.controller, "is_local", False)
+    with pytest.raises(ConfigError, match=r"'start' is for an actor in one process.*give its address"):
+        apart.generate_sequences(["Once"])
 
 
 def test_a_forced_call_is_a_call_and_only_its_choices_are_trained(tiny: Path) -> None:

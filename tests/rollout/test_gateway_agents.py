@@ -44,6 +44,14 @@ def test_an_episode_is_one_trajectory(kind: str) -> None:
     assert (sum(turns.response_mask) < sum(len(call.sample.tokens) for call in run.record.calls)) == is_strict
 
 
+@pytest.mark.parametrize("kind", ["openai", "openai stream", "anthropic", "openai-agents", "langgraph"])
+def test_an_agent_in_the_sandbox(kind: str) -> None:
+    run = play(kind, [CALL, "It is 4.<|im_end|>"], sandbox=True)
+    (turns,) = run.outcome.responses or [None]
+    assert turns is not None, run.outcome.error
+    assert turns.reward == 1.0 and len(run.record.trajectories[0].calls) == 2
+
+
 def test_smolagents_rewrites_its_history() -> None:
     run = play("smolagents", [CALL, FINAL])
     assert len(run.records) == 1, run.outcome.error

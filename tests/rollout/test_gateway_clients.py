@@ -131,6 +131,18 @@ def are_siblings(answer: Any, calls: Sequence[Any], requests: Sequence[Request])
     return texts == ["One.", "Two."] and numbers == [call.sample.log_probs for call in calls]
 
 
+def have_top(answer: Any, calls: Sequence[Any], requests: Sequence[Request]) -> bool:
+    """The two likeliest tokens come with each, whole or streamed."""
+    events = answer if isinstance(answer, list) else [answer]
+    shown = [choice["logprobs"]["content"] for event in events for choice in event.get("choices", ())
+             if choice["logprobs"]]  # fmt: skip
+    bodies = [event.get("response", event) for event in events]
+    items = [item for body in bodies for item in body.get("output") or () if item["type"] == "message"]
+    shown += [item["content"][0]["logprobs"] for item in items]
+    tops = [[top["logprob"] for top in token["top_logprobs"]] for token in shown[-1]]
+    return tops == [[-0.5, -1.5]] * len(calls[0].sample.tokens) and requests[0].top_log_probs == 2
+
+
 def is_sampled_as_the_run(answer: Any, calls: Sequence[Any], requests: Sequence[Request]) -> bool:
     return requests[0].params == PARAMS or requests[0].params.max_new_tokens == 100
 
@@ -173,6 +185,8 @@ ANSWERED: list[tuple[str, dict[str, Any], list[str], Check]] = [
     ("chat", {"max_completion_tokens": 2, "max_tokens": 9}, SAID, is_cut),
     ("chat", {"stop": ["###"]}, STOPPED, is_stopped),
     ("chat", {"n": 2, "logprobs": True}, ["One.<|im_end|>", "Two.<|im_end|>"], are_siblings),
+    ("chat", {"logprobs": True, "top_logprobs": 2}, SAID, have_top),
+    ("chat", {"logprobs": True, "top_logprobs": 2, "stream": True}, SAID, have_top),
     ("chat", {"stream": True, "stream_options": {"include_usage": True}}, SAID, chat_stream),
     ("chat", SAMPLING, SAID, is_sampled_as_the_run),
     ("responses", {"model": "gpt-4o", "input": ITEMS, "instructions": "Help."}, SAID,
@@ -181,6 +195,8 @@ ANSWERED: list[tuple[str, dict[str, Any], list[str], Check]] = [
     ("responses", {"tools": [FLAT_TOOL], "tool_choice": "required"}, [CALL], is_called_and_held),
     ("responses", {"text": FLAT_FORM}, NUMBERS, is_held),
     ("responses", {"max_output_tokens": 2}, SAID, is_cut),
+    ("responses", {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}, SAID, have_top),
+    ("responses", {"top_logprobs": 2, "stream": True}, SAID, have_top),
     ("responses", {"stream": True}, SAID, stream),
     ("responses", {**SAMPLING, "store": False, "background": False}, SAID, is_sampled_as_the_run),
     ("anthropic", {"model": "claude-sonnet-4-5", "messages": BLOCKS, "system": [{"type": "text", "text": "Help."}]},
@@ -377,6 +393,30 @@ def test_faults(dialect: str, fault: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert len(asked) == 1
 
 
+@peer
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_client_that_is_told_not_to_retry_asks_once(
+    dialect: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """By `x-should-retry: false`, of a status that both packages try again by themselves."""
+
+    async def late(request: Any) -> bytes:
+        raise RequestError(408, "the body did not arrive", code="timeout")
+
+    real = server.Listener._json
+
+    def without_headers(self: Any, body: Any, status: int = 200, headers: Any = None) -> Any:
+        return real(self, body, status)
+
+    monkeypatch.setattr(server, "_body", late)
+    if not is_told:
+        monkeypatch.setattr(server.Listener, "_json", without_headers)
+    _, seen = play(tmp_path, [ask(dialect, {}, max_retries=2)])
+    check_error(seen[0], CLIENT[dialect], *FAULTS["late"])
+    assert len(asked) == (1 if is_told else 3)
+
+
 async def with_an_ended_key(dialect: str, folder: Path) -> Any:
     """An episode whose agent uses the key of an earlier one."""
     keys: list[str] = []
@@ -475,7 +515,7 @@ ROWS = {
         "chat": "max_tokens max_completion_tokens", "responses": "max_output_tokens", "anthropic": "max_tokens",
     },
     "`stop`": {"chat": "stop", "anthropic": "stop_sequences"},
-    "`n`, `logprobs`": {"chat": "n logprobs top_logprobs"},
+    "`n`, `logprobs`, `top_logprobs`": {"chat": "n logprobs top_logprobs", "responses": "top_logprobs include"},
     "`stream`": {"chat": "stream stream_options", "responses": "stream", "anthropic": "stream"},
     "what is stored (`previous_response_id`, `store`), images, files, hosted tools": {
         "chat": "store image_url file input_audio web_search audio",

@@ -241,6 +241,42 @@ def test_siblings_and_log_probs() -> None:
     assert [choice["logprobs"]["content"] for choice in choices] == [[token]] * 2
 
 
+TOKENS = (Token("H", -0.5, (("H", -0.5), ("ä", -1.5))), Token("i", -2.0, (("o", -0.25), ("e", -1.75))))
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses"])
+def test_the_likeliest_tokens_come_whole_and_streamed(dialect: str) -> None:
+    form = DIALECTS[dialect]
+    fields = {"logprobs": True, "top_logprobs": 2} if dialect == "chat" else {"top_logprobs": 2}
+    request = form.read({**ASK[dialect], **fields, "stream": True})
+    assert request.log_probs and request.top_log_probs == 2
+    result = answer(Message("assistant", "Hi", CALLS, "Hm." if dialect == "responses" else ""), tokens=TOKENS)
+    body: Any = form.answer(request, result)
+    events = sse(events_of(form, request, result, 1))
+    if dialect == "chat":
+        whole = body["choices"][0]["logprobs"]["content"]
+        parts = [choice["logprobs"] for _, data in events if data != "[DONE]" for choice in data["choices"]]
+        (streamed_,) = [part["content"] for part in parts if part is not None]
+    else:
+        whole = body["output"][1]["content"][0]["logprobs"]
+        by_name = dict(events)
+        streamed_ = by_name["response.output_text.done"]["logprobs"]
+        assert by_name["response.completed"]["response"] == body
+        assert [data["logprobs"] for name, data in events if name == "response.output_text.delta"] == [[], []]
+        (done,) = [data["item"] for name, data in events if name.endswith("item.done") and "role" in data["item"]]
+        assert done == body["output"][1]
+    assert whole == streamed_
+    assert [(token["token"], token["logprob"]) for token in whole] == [("H", -0.5), ("i", -2.0)]
+    tops = [[(top["token"], top["logprob"], bytes(top["bytes"])) for top in token["top_logprobs"]] for token in whole]
+    assert tops == [[(text, number, text.encode()) for text, number in token.top] for token in TOKENS]
+
+
+def test_log_probs_of_the_responses() -> None:
+    assert not RESPONSES.read(ASK["responses"]).log_probs
+    request = RESPONSES.read({**ASK["responses"], "include": ["message.output_text.logprobs"]})
+    assert (request.log_probs, request.top_log_probs) == (True, 0)
+
+
 SAMPLING = {"temperature": 0.3, "top_p": 0.5, "top_k": 3, "presence_penalty": 1, "frequency_penalty": 1, "seed": 3,
             "logit_bias": {"3": 1}}  # fmt: skip
 
@@ -265,6 +301,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"store": True}, "'store'.*send false"),
     ("responses", {"background": True}, "'background'.*stream it"),
     ("responses", {"include": ["x"]}, "'include' is not supported"),
+    ("responses", {"top_logprobs": -1}, "'top_logprobs' is from 0 to 20"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].*'item_reference'"),
     ("responses", {"tools": [{"type": "web_search"}]}, "'web_search' is run by no one"),
     ("responses", {"input": []}, "'input' is empty"),
@@ -280,7 +317,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "'input_audio'.*models of text"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "'file'.*models of text"),
     ("chat", {"web_search_options": {}}, "'web_search_options' is not supported here: leave it out"),
-    ("chat", {"top_logprobs": 3}, "'top_logprobs'.*logprobs without it"),
+    ("chat", {"top_logprobs": 3}, "'top_logprobs' needs logprobs: true"),
+    ("chat", {"logprobs": True, "top_logprobs": 21}, "'top_logprobs' is from 0 to 20"),
+    ("chat", {"logprobs": True, "top_logprobs": True}, "'top_logprobs' is not of the type int"),
     ("chat", {"parallel_tool_calls": False}, "'parallel_tool_calls' is not supported"),
     ("chat", {"reasoning_effort": "high"}, "'reasoning_effort' is not supported"),
     ("chat", {"messages": []}, "'messages' is empty"),

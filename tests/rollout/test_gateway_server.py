@@ -68,11 +68,13 @@ class Run:
         params: SamplingParams = PARAMS,
         max_length: int | None = None,
         row: Mapping[str, Any] | None = None,
+        start: Scripted | None = None,
         **options: Any,
     ) -> None:
         tokenizer = TOOL_FAMILIES["qwen2.5"].make()
         self.engine = engine(tokenizer, list(turns))
         self.engine.max_length = max_length  # type: ignore[attr-defined]
+        self.start = start
         self.gateway, self.records = Gateway(agent, **options), list[EpisodeRecord]()
         real = self.gateway.run
 
@@ -85,7 +87,7 @@ class Run:
 
     async def _play(self, tokenizer: Any, params: SamplingParams, row: Any) -> Outcome:
         rows = [{"id": "a", "prompt_tokens": [1], **(row or {})}]
-        episodes = run_episodes(self.engine, rows, params, self.gateway, tokenizer=tokenizer)
+        episodes = run_episodes(self.engine, rows, params, self.gateway, tokenizer=tokenizer, start=self.start)
         (outcome,) = [outcome async for outcome in episodes]
         assert not server._listeners
         return outcome

@@ -33,6 +33,7 @@ class Scripted:
     """An engine that says what it is told to, turn by turn, within what the request allows."""
 
     policy_version = 3
+    tells_top = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> None:
         self.tokenizer, self.turns = tokenizer, list(turns)
@@ -54,7 +55,9 @@ class Scripted:
             tokens = self.tokenizer(self.turns.pop(0), add_special_tokens=False)["input_ids"]
             kept = tokens[: request.params.max_new_tokens]
             finish = "stop" if kept == tokens else "length"
-            samples.append(Sample(request.id, kept, [-0.5] * len(kept), finish, self.policy_version))  # type: ignore[arg-type]
+            tops = [[(token, -0.5), (0, -1.5), (1, -2.5)][: request.top_log_probs] for token in kept]
+            numbers: Any = ([-0.5] * len(kept), finish, self.policy_version)
+            samples.append(Sample(request.id, kept, *numbers, top_log_probs=tops if request.top_log_probs else []))
         return samples
 
     def abort(self, ids: Iterable[str]) -> None: ...

@@ -101,6 +101,7 @@ def _show(episode: CheckedEpisode) -> None:
     trained = sum(part["tokens"] for parts in episode.conversations for part in parts if part["trained"])
     typer.echo(f"reward {episode.reward}, {trained} tokens trained")
     if episode.calls is not None:
-        typer.echo(f"calls {episode.calls}, left out: {episode.calls_left_out or 'none'}")
+        others = f", of other models: {episode.other_calls}" if episode.other_calls else ""
+        typer.echo(f"calls {episode.calls}, left out: {episode.calls_left_out or 'none'}{others}")
     for warning in episode.warnings:
         typer.secho(visible(f"warning: {warning}"), fg="yellow")

@@ -28,14 +28,21 @@ def episode_metrics(batch: Batch) -> dict[str, float]:
         return {}
     ended = by_episode(batch)
     reasons = left_out_reasons(batch)
-    calls: Counter[str] = sum((Counter(json.loads(counts)) for counts in ended["calls_left_out"]), Counter())
+    calls, others = _sums(ended, "calls_left_out"), _sums(ended, "other_calls")
     return {
         "episodes/trajectories": len(batch) / max(len(ended), 1),
         "episodes/truncated": sum(ended["truncated"]),
         "episodes/left_out": sum(reasons.values()),
         **{f"episodes/left_out/{reason}": count for reason, count in sorted(reasons.items())},
         **{f"calls/left_out/{reason}": count for reason, count in sorted(calls.items())},
+        **{f"calls/other/{model}": count for model, count in sorted(others.items())},
     }
+
+
+def _sums(batch: Batch, column: str) -> Counter[str]:
+    """Of counts by name, as JSON."""
+    texts = [text for text in batch[column] if text is not None] if column in batch else []
+    return sum((Counter(json.loads(text)) for text in texts), Counter[str]())
 
 
 def left_out_words(batch: Batch) -> list[str | None]:

@@ -39,7 +39,7 @@ from verl.roles.columns import add_rewards, aligned, as_sequences, expand
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads
 from verl.roles.settings import as_name, sampler_options, with_engine
-from verl.rollout.base import SamplingParams, as_sampling
+from verl.rollout.base import RolloutEngine, SamplingParams, as_sampling
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
 from verl.weights.shard import Shard, checksum
@@ -150,6 +150,7 @@ class Actor(ModelHandle[ActorWorker]):
         self._read_episode()
         self.reference_model: PreTrainedModel | None = None
         self._reference_files: ModelFiles | None = None
+        self._reference_is_other = self._keeps_start = False
         first = [Shard.whole(*item) for item in self._first.items()]
         self._reference_digest: str | None = checksum(first) if first else None
         #: Updates so far.
@@ -311,9 +312,39 @@ class Actor(ModelHandle[ActorWorker]):
                 wanted = params.max_new_tokens
                 end = f"responses to prompts of up to {longest} tokens end before max_new_tokens={wanted}"
                 logger.warning("%s: the model has %d positions%s", end, positions, reason)
+        if not self._keeps_start and self.asks_start:
+            self.group.call(ActorWorker.keep_start, self._starting_engine())
+            self._keeps_start = True
         for chunk in self.group.call(ActorWorker.generate, rows, params, task):
             samples = self.stamped(chunk)
             yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
+
+    @property
+    def asks_start(self) -> bool:
+        """Whether an episode asks the weights that training began with."""
+        options = self.rollout_options
+        return any(getattr(load_episode(e), "asks_start", False) for e in (options.episode, *options.episodes.values()))
+
+    def _starting_engine(self) -> RolloutEngine:
+        """An engine of the weights that training began with: those of the reference policy.
+
+        Raises:
+            ConfigError: they are not in this process, or the reference is another model.
+            ModelError: the actor has been updated without a reference.
+        """
+        from verl.rollout.hf import StartingEngine
+
+        remedy = "start a server of the starting weights, and give its address in the place of 'start'"
+        if not self.controller.is_local:
+            raise ConfigError(f"models: 'start' is for an actor in one process, and this one has several: {remedy}")
+        self.make_reference()
+        if self._reference_is_other:
+            raise ConfigError(f"models: 'start' is the reference policy, which is another model here: {remedy}")
+        model, options = self.reference_model or self.modules, self.rollout_options
+        return StartingEngine(
+            model, self._first, tokenizer=self.tokenizer, eos_token_ids=self.ends, seed=options.seed,
+            max_batch=options.max_num_seqs,
+        )  # fmt: skip
 
     def _position_limits(self) -> Iterator[tuple[int, str]]:
         """The longest prompts and responses together, and why."""
@@ -399,7 +430,7 @@ class Actor(ModelHandle[ActorWorker]):
         if not self.controller.is_local and dtype != "int4":
             files = ModelFiles(model, "causal", dtype or "auto") if isinstance(model, str) else None  # type: ignore[arg-type]
             files = self.unchanged_files if model is None else files
-        self._reference_files = files
+        self._reference_files, self._reference_is_other = files, model is not None
         if files is not None:
             self.reference_model = files.on_meta()
         elif isinstance(model, str):

@@ -77,7 +77,7 @@ class Updater:
             handle.read_with(actor.tokenizer)
         for model in (actor, *self.critics.values()):  # an optimizer would refuse it once samples have been paid for
             check(model.train_options.asked())
-        if "reference" in self.algorithm.roles:
+        if "reference" in self.algorithm.roles or actor.asks_start:  # which are there now, and not at a resume
             actor.make_reference()
         self.reads = reads(self.algorithm, actor, self.critics)
 

@@ -94,7 +94,8 @@ class Request:
     grammar is complete, and a response that a stop string or a guard ends earlier has `finish="length"`. A grammar and
     a `guard` need an engine with a tokenizer. `on_token` is called with each token, in the thread that steps the
     engine, by the engines embedded and hf; others tell no tokens before the sample. Of a request that `is_turn` of an
-    episode, later prompts may begin with its prompt and response, so an engine may keep their keys and values.
+    episode, later prompts may begin with its prompt and response, so an engine may keep their keys and values. With
+    each token come the log-probs of the `top_log_probs` likeliest ones, by engines that `tells_top`; others refuse it.
 
     Raises:
         RolloutError: the prompt is not a sequence of whole numbers.
@@ -108,6 +109,7 @@ class Request:
     grammar: Grammar | None = None
     on_token: Callable[[int], None] | None = None
     is_turn: bool = False
+    top_log_probs: int = 0
 
     def __post_init__(self) -> None:
         try:
@@ -131,7 +133,8 @@ class Sample:
     `tokens` include the end-of-sequence token, stop token or stop string that ended it; `log_probs` are aligned with
     them. `policy_version` is that of the weights that sampled the first token. `text` is set for requests with stop
     strings or a guard: the response as rewards read it, up to the stop string that ended it. `temperature` is that of
-    the request, for episodes.
+    the request, for episodes. `top_log_probs` are, at each token, those that the request asked for: tokens of the same
+    distribution and their log-probs, the likeliest first.
     """
 
     id: str
@@ -141,6 +144,7 @@ class Sample:
     policy_version: int
     text: str | None = None
     temperature: float | None = None
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 def sampled_columns(samples: Sequence[Sample], is_double: bool = False) -> dict[str, Any]:
@@ -166,7 +170,8 @@ class RolloutEngine(Protocol):
     computes its own, measures the mismatch and corrects for it. One that computes with the very model that it was made
     with has `is_live = True`: it gets that model's own tensors as shards, and the model has its weights from `wake` to
     `sleep`. Any other gets the weights of a plain model, with adapters merged into them. It may drop them in its
-    sleep: then it has `lacks_weights = True`, and takes no requests until `load_shards`.
+    sleep: then it has `lacks_weights = True`, and takes no requests until `load_shards`. One with `tells_top = True`
+    gives log-probs of other tokens than the sampled ones (`Request.top_log_probs`).
     """
 
     policy_version: int

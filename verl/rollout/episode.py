@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 #: Seconds for an episode that has no deadline of its own.
 DEADLINE = 600.0
+#: Why log-probs of the likeliest tokens are refused.
+NO_TOP = "this rollout engine gives log-probs of sampled tokens alone: use the engine embedded or hf"
 #: Seconds that a cancelled episode has to close what it has open.
 _GRACE = 2.0
 
@@ -72,12 +74,21 @@ class Client:
         params: sampling parameters of the row.
         tokenizer: the policy's.
         text: tokens of a response -> their text, as rewards read it; None where there is no tokenizer.
+        start: a client of the weights that training began with; None: the run keeps none.
     """
 
-    def __init__(self, pump: _Pump, row_id: str, params: SamplingParams, text: ResponseText | None) -> None:
+    def __init__(
+        self,
+        pump: _Pump,
+        row_id: str,
+        params: SamplingParams,
+        text: ResponseText | None,
+        start: _Pump | None = None,
+    ) -> None:
         self.params = params
         self.tokenizer: PreTrainedTokenizerBase | None = None if text is None else text.tokenizer
         self.text = text
+        self.start = None if start is None else Client(start, f"{row_id}@start", params, text)
         self._pump = pump
         self._row_id = row_id
         self._asked = 0
@@ -86,6 +97,11 @@ class Client:
     def max_length(self) -> int | None:
         """How many tokens prompt and response may have together; None: the engine does not say."""
         return self._pump.max_length
+
+    @property
+    def tells_top(self) -> bool:
+        """Whether the engine gives log-probs of other tokens than the sampled ones."""
+        return self._pump.tells_top
 
     async def generate(
         self,
@@ -96,6 +112,7 @@ class Client:
         guard: Guard | None = None,
         grammar: Grammar | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
+        top_log_probs: int = 0,
     ) -> Sample:
         """A sample that continues these tokens, by `self.params` unless `params` are given; see `Request`.
 
@@ -111,7 +128,9 @@ class Client:
         self._pump.name_limit(len(prompt_tokens), params.max_new_tokens)
         tokens: list[int] = []
         on_token = None if on_tokens is None else tokens.append
-        request = Request(name, prompt_tokens, params, processors, guard, grammar, on_token, is_turn=True)
+        if top_log_probs and not self.tells_top:
+            raise RolloutError(f"request '{name}': {NO_TOP}")
+        request = Request(name, prompt_tokens, params, processors, guard, grammar, on_token, True, top_log_probs)
         sample = await self._pump.ask(request, on_tokens and (lambda: on_tokens(tokens)))
         sample.temperature = params.temperature
         if self.text is not None and (params.stop or guard is not None):
@@ -120,7 +139,7 @@ class Client:
 
 
 class _Pump:
-    """Steps the engine in one thread while there are requests."""
+    """Steps an engine in one thread while there are requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -136,6 +155,10 @@ class _Pump:
     def max_length(self) -> int | None:
         limit: int | None = getattr(self._engine, "max_length", None)
         return limit
+
+    @property
+    def tells_top(self) -> bool:
+        return bool(getattr(self._engine, "tells_top", False))
 
     def name_limit(self, prompt: int, wanted: int) -> None:
         """Say, before the first response that it cuts short, how many tokens the engine takes."""
@@ -164,26 +187,25 @@ class _Pump:
         finally:
             self._after_step.pop(request.id, None)
 
-    async def run(self) -> None:
-        """Serve requests until cancelled; if the engine fails, all of them fail."""
+    async def run(self, thread: ThreadPoolExecutor) -> None:
+        """Serve requests in this thread until cancelled; if the engine fails, all of them fail."""
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, thread_name_prefix="rollout") as thread:
-            while True:
-                if not (self._new or self._dropped or self._engine.unfinished):
-                    self._asked.clear()
-                    await self._asked.wait()
-                new, self._new, dropped, self._dropped = self._new, [], self._dropped, []
-                try:
-                    samples, refused = await loop.run_in_executor(thread, self._step, new, dropped)
-                except Exception as error:
-                    self._fail(error)
-                    raise
-                for tell in self._after_step.values():
-                    tell()
-                for name, refusal in refused.items():
-                    self._answer(name, refusal)
-                for sample in samples:
-                    self._answer(sample.id, sample)
+        while True:
+            if not (self._new or self._dropped or self._engine.unfinished):
+                self._asked.clear()
+                await self._asked.wait()
+            new, self._new, dropped, self._dropped = self._new, [], self._dropped, []
+            try:
+                samples, refused = await loop.run_in_executor(thread, self._step, new, dropped)
+            except Exception as error:
+                self._fail(error)
+                raise
+            for tell in self._after_step.values():
+                tell()
+            for name, refusal in refused.items():
+                self._answer(name, refusal)
+            for sample in samples:
+                self._answer(sample.id, sample)
 
     def drain(self) -> None:
         """Abort the remaining requests, so that the engine returns none of them later."""
@@ -264,6 +286,7 @@ async def run_episodes(
     tokenizer: PreTrainedTokenizerBase | None = None,
     ends: Sequence[int] | None = None,
     deadline: float | None = None,
+    start: RolloutEngine | None = None,
 ) -> AsyncGenerator[Outcome, None]:
     """Run one episode per row and yield the outcomes in the order in which they finish.
 
@@ -273,13 +296,15 @@ async def run_episodes(
         ends: tokens that end a response; None: those of the tokenizer.
         deadline: seconds for an episode; None: its own, or 600. If it raises or exceeds them, its outcome has an error
             and its requests are aborted; the others continue.
+        start: an engine of the weights that training began with, for `Client.start`; both compute in one thread.
 
     Raises:
         RolloutError: the engine failed, or an episode ends the run.
         ConfigError: a response was sampled at another temperature than its row's.
     """
-    pump = _Pump(engine)
-    pumping = asyncio.create_task(pump.run())
+    pumps = [_Pump(each) for each in (engine, start) if each is not None]
+    thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+    pumping = [asyncio.create_task(pump.run(thread)) for pump in pumps]
     seconds = float(getattr(episode, "deadline", DEADLINE)) if deadline is None else deadline
     if tokenizer is not None and ends is None:
         ends = ChatTokenizer(tokenizer).ends
@@ -290,7 +315,7 @@ async def run_episodes(
         if isinstance(row.get("messages"), str):  # as rows keep them
             row = {**row, "messages": json.loads(row["messages"])}
         sampling = params if isinstance(params, SamplingParams) else params[index]
-        client = Client(pump, str(row["id"]), sampling, text)
+        client = Client(pumps[0], str(row["id"]), sampling, text, *pumps[1:])
         try:
             responses: Any = await with_deadline(episode(client, row), seconds)  # of a user
         except EndOfRunError:
@@ -313,16 +338,18 @@ async def run_episodes(
     try:
         for done in asyncio.as_completed(tasks):
             outcome = await done
-            if pumping.done():
-                pumping.result()
+            for ended in filter(asyncio.Task.done, pumping):
+                ended.result()
             yield outcome
     finally:
-        for task in [*tasks, pumping]:
+        for task in [*tasks, *pumping]:
             task.cancel()
-        await asyncio.wait([*tasks, pumping])
-        failed = not pumping.cancelled() and pumping.exception() is not None
-        with suppress(Exception) if failed else nullcontext():  # the engine has failed already
-            pump.drain()
+        await asyncio.wait([*tasks, *pumping])
+        thread.shutdown()  # behind a step that still runs
+        for pump, ended in zip(pumps, pumping, strict=True):
+            failed = not ended.cancelled() and ended.exception() is not None
+            with suppress(Exception) if failed else nullcontext():  # the engine has failed already
+                pump.drain()
 
 
 def _check_temperatures(responses: Sequence[Turns], params: SamplingParams, row_id: str) -> None:
@@ -342,13 +369,15 @@ def outcomes(
     episode: Episode,
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
+    start: RolloutEngine | None = None,
 ) -> Generator[Outcome, None, None]:
     """`run_episodes` for synchronous code, whether or not an event loop runs in this thread."""
     done: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 
     async def collect() -> None:
-        async with aclosing(run_episodes(engine, rows, params, episode, tokenizer=tokenizer, ends=ends)) as episodes:
+        options: Any = {"tokenizer": tokenizer, "ends": ends, "start": start}
+        async with aclosing(run_episodes(engine, rows, params, episode, **options)) as episodes:
             async for outcome in episodes:
                 done.put(outcome)
 

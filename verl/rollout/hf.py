@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from verl.errors import ConfigError, ModelError
 from verl.kernels.compiled import kernels
+from verl.models.lora import adapters_off
 from verl.models.packed import evaluating
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, SamplingParams, check_new
@@ -62,7 +63,7 @@ class HFEngine:
         ModelError: a row of the model's logits depends on the rows beside it or on tokens after it.
     """
 
-    is_live = True
+    is_live = tells_top = True
 
     def __init__(
         self,
@@ -319,3 +320,22 @@ class HFEngine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
         )
+
+
+class StartingEngine(HFEngine):
+    """The weights that training began with, beside the engine of the policy, whose thread it is stepped in.
+
+    Args:
+        model: a copy of these weights; or the model that is trained, if only adapters of it are.
+        first: what else of it is trained, as it was, see `verl.models.lora.reference_weights`.
+        **options: of `HFEngine`.
+    """
+
+    def __init__(self, model: PreTrainedModel, first: Mapping[str, Tensor], **options: Any) -> None:
+        self._first = first
+        super().__init__(model, **options)
+
+    @torch.no_grad()
+    def step(self) -> list[Sample]:
+        with adapters_off(self.model, self._first):
+            return super().step()

@@ -75,8 +75,9 @@ class RemoteEngine:
             RolloutError: it is invalid, its id is in use, or it has parts that cannot be sent.
         """
         check_new(request, self._asked)
-        if request.processors or request.guard is not None:
-            raise RolloutError(f"request '{request.id}' has logits processors or a guard, which cannot be sent")
+        if request.processors or request.guard is not None or request.top_log_probs:
+            parts = "logits processors, a guard or log-probs of other tokens"
+            raise RolloutError(f"request '{request.id}' has {parts}, which cannot be sent")
         if request.grammar is not None:
             raise RolloutError(
                 f"request '{request.id}' has a grammar: its log-probs would be those of the masked model, not the "

@@ -30,6 +30,7 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
         trajectory, trajectory_reward    its name and its own reward, or null
         conversation      its messages as JSON, or null
         call_rewards      [float] rewards of single turns, each at its last token
+        other_calls       JSON: how many requests of its episode other models answered, by name, or null
         token_versions    [int64] where weights changed between its turns: the version that wrote each token; -1: none
 
     Args:
@@ -70,6 +71,9 @@ def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
     if any(turn.messages for turn in turns):
         chats = [json.dumps(turn.messages) if turn.messages else None for turn in turns]
         columns["conversation"] = pa.array(chats, pa.string())
+    if any(turn.other_calls for turn in turns):
+        counts = [json.dumps(turn.other_calls) if turn.other_calls else None for turn in turns]
+        columns["other_calls"] = pa.array(counts, pa.string())
     if any(turn.call_rewards for turn in turns):
         at_calls = [[turn.call_rewards.get(i, 0.0) for i in range(len(turn.response_tokens))] for turn in turns]
         columns["call_rewards"] = pa.array(at_calls, pa.large_list(pa.float64() if is_double else pa.float32()))

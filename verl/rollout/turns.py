@@ -25,6 +25,7 @@ class Turns:
         reward: of the episode, where it says one itself; the same in all of its trajectories, or in one.
         truncated: whether the episode was cut short, by a bound or by the model's context; so in one of them.
         calls_left_out: how many turns of the episode are in none of its trajectories, by reason; in one of them.
+        other_calls: how many requests of the episode other models answered, by their names; in one of them.
         token_versions: of each token, that of the weights which began the turn that sampled it; -1: it was read.
     """
 
@@ -43,6 +44,7 @@ class Turns:
     reward: float | None = None
     truncated: bool = False
     calls_left_out: Mapping[str, int] = field(default_factory=dict)
+    other_calls: Mapping[str, int] = field(default_factory=dict)
     token_versions: list[int] = field(default_factory=list)
 
     def wrote(self, sample: Sample, reward: float | None = None) -> Turns:

@@ -36,6 +36,7 @@ class CheckedEpisode:
         reward: what the agent or the environment says; None: nothing.
         left_out: why the whole episode would be; None: it would not.
         calls, calls_left_out: of an agent: how many were answered, and how many of these are not trained, by reason.
+        other_calls: how many requests other models answered, by name.
         warnings: what somebody should look at.
     """
 
@@ -45,6 +46,7 @@ class CheckedEpisode:
     left_out: str | None = None
     calls: int | None = None
     calls_left_out: dict[str, int] = field(default_factory=dict)
+    other_calls: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -98,6 +100,7 @@ class _Watch:
         self._episode = episode
         self.schemas = getattr(episode, "schemas", ())
         self.deadline = getattr(episode, "deadline", 600.0)
+        self.asks_start = getattr(episode, "asks_start", False)
         self._records: dict[str, EpisodeRecord] = {}
         self._turns: dict[str, list[Turns]] = {}
 
@@ -120,7 +123,7 @@ class _Watch:
             whole = [(t.prompt_tokens, t.response_tokens, t.response_mask) for t in record.trajectories]
             parts = [spans(*tokens, decode) for tokens in whole]
             done = CheckedEpisode(row_id, parts, record.verdict.reward, None, len(record.calls), {**record.left_out})
-            done.warnings += _of_calls(record)
+            done.other_calls, done.warnings = {**record.others}, _of_calls(record)
         else:
             turns = self._turns[row_id]
             prompt = sample["prompt_tokens"][0]

@@ -108,6 +108,8 @@ def main() -> None:
             os.close(fd)
         die_with_parent()
         furnish(job)
+        if "port" in job:
+            open_network(job["port"], job["fd"])
         report(report_fd, {"began": True})
         program = os.fork()
         if program:
@@ -145,7 +147,10 @@ def furnish(job: dict[str, Any]) -> None:
     os.mkdir(new + "/tmp")
     os.chmod(new + "/tmp", 0o1777)
     for path in job["paths"]:
-        os.makedirs(new + path, exist_ok=True)
+        is_folder = os.path.isdir(path)
+        os.makedirs(new + (path if is_folder else os.path.dirname(path)), exist_ok=True)
+        if not is_folder:
+            write(new + path, "")
         mount(path, new + path, flags=MS_BIND | MS_REC)
         # struct mount_attr: set, clear, propagation, userns_fd; read-only, nosuid, nodev.
         attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)
@@ -161,6 +166,18 @@ def furnish(job: dict[str, Any]) -> None:
     check(libc.umount2(b"/old", MNT_DETACH), "umount")
     os.rmdir("/old")
     os.chdir("/tmp")
+
+
+def open_network(port: int, fd: int) -> None:
+    """Hand out, over a socket, one that listens in the network of this sandbox, which has no other host."""
+    import fcntl
+    import socket
+
+    with socket.socket(fileno=fd) as link, socket.socket() as inside:
+        # SIOCSIFFLAGS: the loopback device goes up and runs, which gives it its address.
+        fcntl.ioctl(inside, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
+        with socket.create_server(("127.0.0.1", port), backlog=512) as server:
+            socket.send_fds(link, [b"."], [server.fileno()])
 
 
 def oversee(program: int, seconds: float) -> dict[str, Any]:
@@ -205,13 +222,14 @@ def confine(job: dict[str, Any]) -> None:
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    filter_calls()
+    filter_calls((1, 2) if "port" in job else (1,))
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
 
-def filter_calls() -> None:
+def filter_calls(families: tuple[int, ...]) -> None:
+    """Deny system calls, and sockets of other families than these."""
     machine = platform.machine()
     if machine not in MACHINES:
         raise RefusedError(f"seccomp: no table of system calls for {machine}")
@@ -226,9 +244,10 @@ def filter_calls() -> None:
     namespaces = sum(CLONE_NEW.values()) | 0x2000000
     program += [(equal, 0, 4, CLONE), (load, 0, 0, 16), (bits, 0, 1, namespaces), (answer, 0, 0, deny),
                 (answer, 0, 0, allow)]  # fmt: skip
-    # Sockets between the program's own processes alone: some families know no network namespace.
-    program += [(equal, 0, 4, SOCKET), (load, 0, 0, 16), (equal, 1, 0, 1), (answer, 0, 0, deny),
-                (answer, 0, 0, allow)]  # fmt: skip
+    # Sockets between the program's own processes alone, or within its network: some families know no namespace of it.
+    count = len(families)
+    allowed = [(equal, count - index, 0, family) for index, family in enumerate(families)]
+    program += [(equal, 0, 3 + count, SOCKET), (load, 0, 0, 16), *allowed, (answer, 0, 0, deny), (answer, 0, 0, allow)]
     program += [(answer, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
     packed = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
@@ -236,7 +255,10 @@ def filter_calls() -> None:
 
 
 def run(job: dict[str, Any]) -> None:
-    """The program as `__main__`; how it ends is how this process ends."""
+    """The program, a command or Python as `__main__`; how it ends is how this process ends."""
+    if "command" in job:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.execve(job["command"][0], job["command"], job["env"])
     sys.path[:] = [path for path in sys.path if path.startswith("/")] + job["packages"]
     sys.argv[:] = ["<program>"]
     source = job["code"]

@@ -14,22 +14,25 @@ import functools
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from verl.errors import ConfigError, SandboxError
 
 _JAIL = Path(__file__).with_name("jail.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+#: Of the system, what a command may read.
+_SYSTEM = ("/usr", "/bin")
 #: Seconds for a program's processes to start and to be ended.
 _GRACE = 20.0
 
@@ -78,6 +81,76 @@ class Run:
     stderr: str
 
 
+@dataclass
+class Jail:
+    """A sandbox that is to be started.
+
+    Attributes:
+        command, options: of `subprocess.Popen` and its kin.
+    """
+
+    command: list[str]
+    options: dict[str, Any]
+    _report: BinaryIO
+    _theirs: list[int]
+
+    def started(self) -> None:
+        """Close what its processes alone need."""
+        while self._theirs:
+            os.close(self._theirs.pop())
+
+    def exit_code(self, *, is_stopped: bool = False, stderr: str = "") -> int | None:
+        """How its program ended, once all of its processes have; None: its time was over.
+
+        Args:
+            is_stopped: whether it was ended from here, so that it may have nothing to say.
+
+        Raises:
+            SandboxError: this machine does not allow the isolation; nothing ran.
+        """
+        report = {key: value for line in self._report.read().splitlines() for key, value in json.loads(line).items()}
+        if "refused" in report:
+            raise SandboxError(
+                f"generated code is not run here: {report['refused']}. Allow unprivileged user namespaces (in a "
+                "container: its seccomp or AppArmor profile), or run on another machine; there is no weaker mode"
+            )
+        if is_stopped or "late" in report:
+            return None
+        if not report:
+            raise SandboxError(f"the sandbox ended without a report: {stderr[-500:]}")
+        # If init ended after the program began, it ended the program, too: that is the program's failure.
+        return int(report.get("exit", -signal.SIGKILL))
+
+
+@contextmanager
+def jailed(job: Mapping[str, Any], fds: Sequence[int] = ()) -> Iterator[Jail]:
+    """A sandbox for a job (see `jail.py`), which is to be started, and to have ended, inside.
+
+    Args:
+        fds: open file descriptors that it gets, under the same numbers; they are closed here.
+
+    Raises:
+        SandboxError: this is no Linux.
+    """
+    report, report_in = os.pipe()
+    theirs = [report_in, *fds]
+    with os.fdopen(report, "rb") as reader, tempfile.TemporaryFile() as file:
+        command = [sys.executable, "-I", "-S", str(_JAIL), str(file.fileno()), str(report_in)]
+        env, passed = {"LANG": "C.UTF-8", "PYTHONUTF8": "1"}, (file.fileno(), *theirs)
+        options = {"env": env, "cwd": "/", "pass_fds": passed, "start_new_session": True}
+        jail = Jail(command, options, reader, theirs)
+        try:
+            if sys.platform != "linux":
+                raise SandboxError(
+                    f"the sandbox needs Linux namespaces, which {sys.platform} does not have: run it on Linux"
+                )
+            file.write(json.dumps(job).encode())
+            file.seek(0)
+            yield jail
+        finally:
+            jail.started()
+
+
 def run_python(
     code: str,
     *,
@@ -101,35 +174,56 @@ def run_python(
         SandboxError: this machine does not allow the isolation; nothing ran.
     """
     limits = limits or Limits()
-    if sys.platform != "linux":
-        raise SandboxError(f"the sandbox needs Linux namespaces, which {sys.platform} does not have: run it on Linux")
     folders = [str(Path(path).resolve()) for path in packages]
     job = {**asdict(limits), "code": code, "inputs": dict(inputs or {}), "fds": list(fds), "packages": folders}
-    job["paths"] = [*_library_paths(), *folders]
-    report, report_in = os.pipe()
-    with os.fdopen(report, "rb") as reader, tempfile.TemporaryFile() as file:
-        try:
-            file.write(json.dumps(job).encode())
-            file.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_JAIL), str(file.fileno()), str(report_in)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={"LANG": "C.UTF-8", "PYTHONUTF8": "1"},
-                cwd="/",
-                pass_fds=(file.fileno(), report_in, *fds),
-                start_new_session=True,
-            )
-        finally:
-            for fd in (report_in, *fds):
-                os.close(fd)
+    job["paths"], pipe = [*_library_paths(), *folders], subprocess.PIPE
+    with jailed(job, fds) as jail:
+        process = subprocess.Popen(jail.command, stdin=pipe, stdout=pipe, stderr=pipe, **jail.options)
+        jail.started()
         try:
             stopped, stdout, stderr = _converse(process, stdin.encode(), limits)
         finally:
             _end(process)
-        said = reader.read()
-    return _outcome(said, stopped, stdout, stderr)
+        ended = jail.exit_code(is_stopped=stopped is not None, stderr=stderr)
+    if ended is None:
+        return Run(stopped or "time", None, stdout, stderr)
+    return Run("error" if ended else "ok", ended, stdout, stderr)
+
+
+def command_job(
+    words: Sequence[str], env: Mapping[str, str], limits: Limits, readable: Sequence[str], network: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `jailed` takes for a command, which may read the system's programs, its own one (of a Python, all that is
+    installed beside it), files that it names, and no others. It works in `/tmp`.
+
+    Args:
+        env: its environment, besides PATH, HOME and LANG.
+        readable: more files, and folders.
+        network: `port` on which something outside listens for it, and `fd`, a socket over which the listening socket is
+            handed out.
+
+    Raises:
+        ConfigError: there is no such program, or no such file.
+    """
+    if (program := shutil.which(words[0])) is None:
+        raise ConfigError(f"the agent's command cannot be started: there is no program {words[0]!r}")
+    if missing := [path for path in readable if not os.path.exists(path)]:
+        raise ConfigError(f"readable: {missing[0]} does not exist")
+    # Its own name stays, as an environment of Python is known by it.
+    program = os.path.join(os.path.realpath(os.path.dirname(program)), os.path.basename(program))
+    words = [program, *(os.path.abspath(word) if os.path.isfile(word) else word for word in words[1:])]
+    installed = [*_installed(Path(program)), *_installed(Path(program).resolve())]
+    listed = (*_library_paths(), *_SYSTEM, *map(str, installed), *filter(os.path.isfile, words[1:]), *readable)
+    paths = outermost(os.path.abspath(path) for path in listed if os.path.exists(path))
+    usual = {"PATH": f"{os.path.dirname(program)}:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+    return {**asdict(limits), **network, "command": words, "env": {**usual, **env}, "fds": [], "paths": paths}
+
+
+def _installed(program: Path) -> list[Path]:
+    """A program, and, of one in an environment of Python, that environment."""
+    folder = program.parent.parent
+    is_python = (folder / "pyvenv.cfg").exists() or any(folder.glob("lib/python3*/os.py"))
+    return [program, folder] if is_python else [program]
 
 
 @functools.cache
@@ -144,28 +238,17 @@ def require() -> None:
         raise SandboxError(f"the sandbox cannot run an empty program: {run}")
 
 
-def _outcome(said: bytes, stopped: Status | None, stdout: str, stderr: str) -> Run:
-    report = {key: value for line in said.splitlines() for key, value in json.loads(line).items()}
-    if "refused" in report:
-        raise SandboxError(
-            f"generated code is not run here: {report['refused']}. Allow unprivileged user namespaces (in a container: "
-            "its seccomp or AppArmor profile), or run on another machine; there is no weaker mode"
-        )
-    if stopped or "late" in report:
-        return Run(stopped or "time", None, stdout, stderr)
-    if not report:
-        raise SandboxError(f"the sandbox ended without a report: {stderr[-500:]}")
-    # If init ended after the program began, it ended the program, too: that is the program's failure.
-    code = report.get("exit", -signal.SIGKILL)
-    return Run("error" if code else "ok", code, stdout, stderr)
-
-
 @functools.cache
 def _library_paths() -> tuple[str, ...]:
     """Directories of the standard library and of the shared libraries that its modules load."""
     wanted = (sysconfig.get_path("stdlib"), *map(sysconfig.get_config_var, ("DESTSHARED", "LIBDIR")))
-    existing = dict.fromkeys(str(path) for path in (*_LIBRARIES, *wanted) if path and os.path.isdir(path))
-    return tuple(path for path in existing if not any(path.startswith(other + "/") for other in existing))
+    return outermost(path for path in (*_LIBRARIES, *wanted) if path and os.path.isdir(path))
+
+
+def outermost(paths: Iterable[str | Path]) -> tuple[str, ...]:
+    """Paths without those that lie within another one."""
+    known = dict.fromkeys(map(str, paths))
+    return tuple(path for path in known if not any(path.startswith(other + "/") for other in known))
 
 
 def _converse(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> tuple[Status | None, str, str]:

@@ -148,6 +148,7 @@ class ActorWorker(TrainedWorker):
         if self._packed is not None and self._packed.tensor_group is not None:
             self._packed.measure_heads()
         self._rollout_engine: RolloutEngine | None = None
+        self._start_engine: RolloutEngine | None = None
         #: Of an engine that can score what it has sampled.
         self._sync: SyncCheck | None = None
 
@@ -192,6 +193,11 @@ class ActorWorker(TrainedWorker):
         is_same = self._meta_model is None or len({spec.dtype for spec in self.engine.specs().values()}) == 1
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
+    @dispatch("rollout")
+    def keep_start(self, engine: RolloutEngine) -> None:
+        """Have episodes ask the weights that training began with, too, by an engine of this process."""
+        self._start_engine = engine
+
     @dispatch("rollout", split="rows", collect="batches")
     def generate(self, prompts: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
         """Samples as groups finish. Rows carry `id`, `group` and `prompt_tokens`; a row whose column
@@ -225,7 +231,8 @@ class ActorWorker(TrainedWorker):
         else:
             from verl.rollout.episode import outcomes
 
-            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, self.eos_token_ids)
+            ends, start = self.eos_token_ids, self._start_engine
+            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, ends, start)
             groups = _played(engine, prompts, ended, is_double)
         with closing(groups):  # cancels unfinished requests before the engine is used again
             for group in groups:

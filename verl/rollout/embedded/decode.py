@@ -47,8 +47,9 @@ class Decoder:
     def step(self, batch: ScheduledBatch, rows: int, policy_version: int) -> PendingTokens:
         """Draw the next token of each response, given its last one; `rows`: those to compute, with padding."""
         responses = [state.response for state, _ in batch.samples]
-        # Edits are the caller's code, so what they change is sampled outside of the recorded step.
-        is_edited = any(response.edited or response.mask is not None for response in responses)
+        # Edits are the caller's code, so what they change is sampled outside of the recorded step; so is what keeps its
+        # logits.
+        is_edited = any(response.edited or response.mask is not None or response.top for response in responses)
         params, uniforms = draws_of(responses, rows)
         flags = None if is_edited else SamplingFlags.of(params)
         step = self._steps.get((rows, flags))

@@ -63,7 +63,7 @@ class EmbeddedEngine:
 
     #: Its log-probs come from the trainer's own kernels on the live weights.
     exact = True
-    is_live = True
+    is_live = tells_top = True
 
     def __init__(
         self,

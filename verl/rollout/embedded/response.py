@@ -34,7 +34,7 @@ class Response:
 
     Attributes:
         in_flight: tokens that are drawn and not read yet.
-        is_turn: see `Request`.
+        is_turn, top: see `Request`.
 
     Raises:
         RolloutError: the request is invalid.
@@ -86,11 +86,12 @@ class Response:
         if request.grammar is not None and tokenizer is not None:
             self.mask = request.grammar.mask(tokenizer, vocab_size, self.end_tokens)
         self.guard = request.guard
-        self.on_token, self.is_turn = request.on_token, request.is_turn
+        self.on_token, self.is_turn, self.top = request.on_token, request.is_turn, request.top_log_probs
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []
         self.in_flight = 0
         self.log_probs: list[float] = []
+        self.top_log_probs: list[list[tuple[int, float]]] = []
         self.policy_version = 0
         self.finish: Finish | None = None if self.max_new_tokens else "length"
 
@@ -177,6 +178,12 @@ class Response:
         difference = float(logits[chosen].double() - logits[token].double())
         return chosen, log_prob + difference / (temperature or 1.0)
 
+    def likeliest(self, token: int, log_prob: float, logits: Tensor) -> list[tuple[int, float]]:
+        """The `top` likeliest tokens of these logits `[V]` and their log-probs, given a token and its log-prob."""
+        values, tokens = logits.double().topk(min(self.top, len(logits)))
+        log_probs = log_prob + (values - logits[token].double()) / (self.params.temperature or 1.0)
+        return list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
+
     @property
     def guard_due(self) -> bool:
         """Whether its guard checks it now."""
@@ -189,7 +196,8 @@ class Response:
     def sample(self, policy_version: int) -> Sample:
         """The finished sample; one without tokens gets the current version."""
         version = self.policy_version if self.tokens else policy_version
-        return Sample(self.id, self.tokens, self.log_probs, self.finish or "abort", version, self.text())
+        end, tops = self.finish or "abort", self.top_log_probs
+        return Sample(self.id, self.tokens, self.log_probs, end, version, self.text(), top_log_probs=tops)
 
 
 def draw(
@@ -216,12 +224,13 @@ def draw(
         edits |= {row: responses[row].edit for row in masks}
         masks = []
     kept = {row: logits[row].clone() for row in masks}
+    tops = {row: logits[row].clone() for row, response in enumerate(responses) if response.top}
     params, numbers = draws_of(responses, len(logits))
     table, uniforms_ = SamplingTable.of(params, edits, logits.device), torch.from_numpy(numbers)
     if not logits.is_cpu:
         uniforms_ = to_device(uniforms_, logits.device)
     drawn = sample(logits, uniforms_, table, kernels)
-    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, kept, is_read_later)
+    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, kept, is_read_later, tops)
 
 
 def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
@@ -253,11 +262,12 @@ class PendingTokens:
         edited: Container[int] = (),
         kept: Mapping[int, Tensor] | None = None,
         is_read_later: bool = True,
+        tops: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.responses, self.tokens, self.log_probs = responses, tokens, log_probs
         self._copy = HostCopy(tokens, log_probs) if is_read_later else None
         self._version, self._dtype = policy_version, dtype
-        self._edited, self._kept = edited, kept or {}
+        self._edited, self._kept, self._tops = edited, kept or {}, tops or {}
         for response in responses:
             response.in_flight += 1
 
@@ -282,6 +292,8 @@ class PendingTokens:
             if chosen is None or log_prob == -math.inf:
                 response.finish = "reject"
             else:
+                if row in self._tops:
+                    response.top_log_probs.append(response.likeliest(*chosen, self._tops[row]))
                 response.append(*chosen, self._version)
         if guarded := [response for _, response, *_ in going_on if response.guard is not None]:
             _check_guards(guarded)

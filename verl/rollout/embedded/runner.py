@@ -223,7 +223,8 @@ class ModelRunner:
         if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
             # torch would take MKL, which copies the whole head into blocks for the few rows of a decode step; oneDNN,
             # as in bf16, reads it where it lies: at 32 rows in half of the time.
-            return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+            logits: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+            return logits
         if len(self._logit_space) < len(states):
             self._logit_space = states.new_empty(self.filled(self._max_batch), len(weight))
         out = self._logit_space[: len(states)]

@@ -10,9 +10,10 @@ import math
 import os
 import shlex
 import signal
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -22,6 +23,8 @@ import httpx
 from verl.data.forms import plain
 from verl.errors import ConfigError
 from verl.rollout.episode import EndOfRunError
+from verl.rollout.gateway.server import listening
+from verl.sandbox import Limits, command_job, jailed
 from verl.user_code import describe
 
 #: Functions that are left behind, as they cannot be stopped, before the run ends.
@@ -30,6 +33,9 @@ MAX_LEFT = 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
 #: Bytes of a command's output that are kept, from its end.
 _OUTPUT = 65_536
+#: Of a command in a sandbox: bytes of address space of a process, processes and threads, bytes of files, and the
+#: seconds by which its own deadline is behind the episode's.
+_MEMORY, _PROCESSES, _DISK, _SPARE = 4 << 30, 128, 256 << 20, 10.0
 Row = Mapping[str, Any]
 
 
@@ -83,12 +89,27 @@ def verdict_of(value: Any) -> Verdict:
     return Verdict(None if reward is None else float(reward), **parts)
 
 
-def agent_of(agent: Any, environment: Mapping[str, str] | None = None) -> Agent:
+@dataclass(frozen=True)
+class Sandbox:
+    """That a command runs in one.
+
+    Attributes:
+        readable: files and folders that it may read besides its program and the files that it names.
+        seconds: that it may run.
+    """
+
+    readable: tuple[str, ...] = ()
+    seconds: float = 600.0
+
+
+def agent_of(agent: Any, environment: Mapping[str, str] | None = None, sandbox: Sandbox | None = None) -> Agent:
     """A function, a command (a text or its words), or an address `http://127.0.0.1:...`.
 
     Raises:
-        ConfigError: it is none, or an address of another machine.
+        ConfigError: it is none, or an address of another machine; or no command, and there is a sandbox for one.
     """
+    if sandbox is not None and (callable(agent) or str(agent).startswith(("http://", "https://"))):
+        raise ConfigError("sandbox=True is for a command: a function runs in this process, an address somewhere else")
     if callable(agent):
         return _Function(agent)
     if isinstance(agent, str) and agent.startswith(("http://", "https://")):
@@ -99,7 +120,16 @@ def agent_of(agent: Any, environment: Mapping[str, str] | None = None) -> Agent:
     is_list = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
     if not is_list or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"an agent is a function (base_url, api_key, row), a command or an address, not {agent!r}")
-    return _Command(words, environment or {})
+    return _Command(words, environment or {}) if sandbox is None else _Sandboxed(words, environment or {}, sandbox)
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address is one of this machine."""
+    host = ""
+    with suppress(ValueError):  # no address at all, or no number
+        host = urlsplit(url).hostname or ""
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class _Function:
@@ -160,32 +190,28 @@ class _Command:
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
-        keys["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
-        pipe = asyncio.subprocess.PIPE
+        env = {**kept, **self._variables(base_url, api_key)}
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
-                env={**kept, **self._environment, **keys},
-            )  # fmt: skip
+            process = await _started(self._words, env=env, start_new_session=True)
         except OSError as error:
             raise ConfigError(f"the agent's command cannot be started: {error}") from error
-        try:
-            return await self._finished(process, row)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with all that it started
-            process._transport.close()  # type: ignore[attr-defined]  # its pipes, or waiting would be for their end
-            await process.wait()
+        async with _killed_at_last(process):
+            return await self._finished(process, row, process.wait)
 
-    async def _finished(self, process: asyncio.subprocess.Process, row: Row) -> Any:
+    def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
+        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
+        return {**self._environment, **keys, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
+
+    async def _finished(
+        self, process: asyncio.subprocess.Process, row: Row, status_of: Callable[[], Awaitable[int]]
+    ) -> Any:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with suppress(ConnectionError):
             process.stdin.write(json.dumps(plain(row), default=str).encode() + b"\n")
             await process.stdin.drain()
         process.stdin.close()
         said, faults = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr))
-        status = await process.wait()
+        status = await status_of()
         if status < 0:
             raise KilledError(f"the agent was killed by signal {-status}")
         if status:
@@ -196,6 +222,63 @@ class _Command:
         with suppress(ValueError, RecursionError):
             value = json.loads(line)
         return value if isinstance(value, dict | int | float) and not isinstance(value, bool) else None
+
+
+class _Sandboxed(_Command):
+    """The same in a sandbox. Its network has one address, the gateway's, whose listening socket it hands out to us."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], sandbox: Sandbox) -> None:
+        super().__init__(words, environment)
+        self._sandbox, self._limits = sandbox, Limits(sandbox.seconds + _SPARE, _MEMORY, _PROCESSES, disk=_DISK)
+        self._job("http://127.0.0.1:1/v1", "", 0)  # which refuses a command that is not here
+
+    async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
+        ours, theirs = socket.socketpair()
+        with ours, jailed(self._job(base_url, api_key, theirs.fileno()), [theirs.detach()]) as jail:
+            process = await _started(jail.command, **jail.options)
+            jail.started()
+
+            async def status_of() -> int:
+                await process.wait()
+                if (status := jail.exit_code()) is None:
+                    raise KilledError(f"the agent took longer than {self._limits.seconds:g} s")
+                return status
+
+            async with _killed_at_last(process), _served(ours):
+                return await self._finished(process, row, status_of)
+
+    def _job(self, base_url: str, api_key: str, fd: int) -> dict[str, Any]:
+        network = {"port": urlsplit(base_url).port, "fd": fd}
+        return command_job(
+            self._words, self._variables(base_url, api_key), self._limits, self._sandbox.readable, network
+        )
+
+
+@asynccontextmanager
+async def _served(link: socket.socket) -> AsyncIterator[None]:
+    """The gateway answers meanwhile on the listening socket that comes over a link; if none comes, nothing runs."""
+    fds = (await asyncio.to_thread(socket.recv_fds, link, 1, 1))[1]
+    async with AsyncExitStack() as stack:
+        if fds:
+            listener = await stack.enter_async_context(listening())
+            await stack.enter_async_context(listener.serving(socket.socket(fileno=fds[0])))
+        yield
+
+
+async def _started(words: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, **options)
+
+
+@asynccontextmanager
+async def _killed_at_last(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+        process._transport.close()  # type: ignore[attr-defined]  # its pipes, or waiting would be for their end
+        await process.wait()
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:
@@ -210,12 +293,8 @@ class _Address:
     """Posts `{base_url, api_key, row}` to an agent that runs on this machine."""
 
     def __init__(self, url: str) -> None:
-        host = ""
-        with suppress(ValueError):  # no address at all, or no number
-            host = urlsplit(url).hostname or ""
-            host = "localhost" if ipaddress.ip_address(host).is_loopback else host
-        if host != "localhost":
-            raise ConfigError(f"an agent's address is one of this machine (http://127.0.0.1:PORT), not of '{host}'")
+        if not is_loopback(url):
+            raise ConfigError(f"an agent's address is one of this machine (http://127.0.0.1:PORT), not {url!r:.100}")
         self._url = url
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:

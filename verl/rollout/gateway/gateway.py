@@ -11,22 +11,34 @@ def agent(base_url, api_key, row):
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.checked import checked
 from verl.data.chat import template_inputs
-from verl.errors import ConfigError
+from verl.errors import ConfigError, nearest
+from verl.http_servers import check_key
 from verl.record import Count, Portion, Seconds
-from verl.rollout.episode import Client, LateError, LeftOutError, with_deadline
-from verl.rollout.gateway.agents import AgentError, KilledError, Verdict, agent_of, verdict_of
+from verl.rollout.episode import Client, EndOfRunError, LateError, LeftOutError, with_deadline
+from verl.rollout.gateway.agents import (
+    AgentError,
+    KilledError,
+    Sandbox,
+    Verdict,
+    agent_of,
+    is_loopback,
+    verdict_of,
+)
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
-from verl.rollout.gateway.session import Bounds, Rules, Session, left_out
+from verl.rollout.gateway.session import START, Bounds, Rules, Session, left_out
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Turns
+from verl.sandbox import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +55,7 @@ class EpisodeRecord:
         verdict: what the agent said of it.
         calls: all that were answered, with the reason of those that are left out.
         left_out: how many calls of each reason.
+        others: how many requests other models have answered, by name; these are no calls.
         truncated: whether a bound, or the model's context, was used up.
     """
 
@@ -51,6 +64,7 @@ class EpisodeRecord:
     calls: list[Call]
     left_out: Mapping[str, int]
     truncated: bool
+    others: Mapping[str, int] = field(default_factory=dict)
 
 
 class Gateway:
@@ -71,12 +85,17 @@ class Gateway:
         train: whether a call is trained, in place of the rules for those that were answered.
         environment: more variables for a command.
         max_left_out: share of a step's episodes; where more count for nothing, the run ends.
-        models: names of other models, with the address of their server (`http://.../v1`), or None where there is none.
-            Any other name is the policy. What others say is not trained.
+        models: names of other models: with the address of their server (`http://.../v1`), "start" for the weights that
+            training began with, or None where there is none. Any other name is the policy. What others say is not
+            trained.
+        model_keys: of these, variables of the environment that hold the keys of their servers.
+        model_deadline: seconds for an answer of such a server.
+        sandbox: a command runs in the sandbox of `verl.sandbox`, with no network but the gateway.
+        readable: files and folders that it may read there besides its program and the files that it names.
         sampling: "agent": where rows are greedy, as in evaluation, requests say how they are sampled.
 
     Raises:
-        ConfigError: this is no agent, or no address.
+        ConfigError: this is no agent, no address or no key, or nothing that runs in a sandbox.
     """
 
     #: A trainer needs no reward beside it.
@@ -95,15 +114,23 @@ class Gateway:
         train: Callable[[Call], bool] | None = None,
         environment: Mapping[str, str] | None = None,
         models: Mapping[str, str | None] | None = None,
+        model_keys: Mapping[str, str] | None = None,
+        model_deadline: Seconds = 600.0,
+        sandbox: bool = False,
+        readable: Sequence[str | Path] = (),
         sampling: Literal["run", "agent"] = "run",
         max_left_out: Portion = 0.5,
     ) -> None:
-        self.agent = agent_of(agent, environment)
+        paths = tuple(os.path.abspath(path) for path in readable)
+        self.sandbox = Sandbox(paths, deadline) if sandbox else None
+        self.agent = agent_of(agent, environment, self.sandbox)
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
-        for name, url in (models or {}).items():
-            if url is not None and not url.startswith(("http://", "https://")):
-                raise ConfigError(f"models: '{name}' is the address of a server that speaks as OpenAI's, not {url!r}")
-        self.rules = Rules(Bounds(max_calls, max_tokens), dict(models or {}), sampling == "agent")
+        others, keys = dict(models or {}), dict(model_keys or {})
+        _check_models(others, keys)
+        bounds = Bounds(max_calls, max_tokens)
+        self.rules = Rules(bounds, others, keys, model_deadline, sampling == "agent")
+        #: Whether the weights that training began with must be there.
+        self.asks_start = START in others.values()
         self.seconds, self.max_left_out = deadline, max_left_out
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
@@ -111,7 +138,12 @@ class Gateway:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template does not show what an agent needs."""
-        logger.warning("nothing contains what the agent executes: it runs as you, with your files and your network")
+        if self.sandbox is None:
+            logger.warning("nothing contains what the agent executes: it runs as you, with your files and your network")
+        else:
+            require()
+            logger.info("the agent runs in the sandbox: no network but the gateway, and of your files only %s",
+                        ", ".join(self.sandbox.readable) or "its own")  # fmt: skip
         for what in ChatTemplate(tokenizer, self.chat_template).check():
             logger.warning("the chat template drops %s: each call behind one is a conversation of its own", what)
 
@@ -122,7 +154,7 @@ class Gateway:
         turns = [_turns(trajectory, record.verdict) for trajectory in ended]
         turns = turns or [Turns(policy_version=record.calls[-1].sample.policy_version)]  # nothing of it is trained
         turns[-1].reward, turns[-1].truncated = record.verdict.reward, record.truncated
-        turns[-1].calls_left_out = record.left_out
+        turns[-1].calls_left_out, turns[-1].other_calls = record.left_out, record.others
         return turns
 
     async def run(self, client: Client, row: Mapping[str, Any]) -> EpisodeRecord:
@@ -130,8 +162,14 @@ class Gateway:
 
         Raises:
             LeftOutError: the agent raised, made no call, or twice did not come to its end.
+            EndOfRunError: a model is the weights that training began with, and they are not here.
         """
         assert client.tokenizer is not None
+        if self.asks_start and client.start is None:
+            raise EndOfRunError(
+                "models: 'start' is for synchronous training in one process: what generates here has no starting "
+                "weights; start a server of them, and give its address"
+            )
         template = self._templates.get(id(client.tokenizer))
         if template is None:
             ends = () if client.text is None else tuple(client.text.ends)
@@ -147,9 +185,9 @@ class Gateway:
                     fault = str(error) or f"the agent took longer than {self.seconds:g} s"
                     reason = "late" if isinstance(error, LateError) else "killed"
                     continue
-                if session.fault is None:
+                if (failure := session.failure) is None:
                     return self._record(session, verdict)
-                fault, reason = str(session.fault), "fault"
+                fault, reason = str(failure), "fault"
         raise LeftOutError(f"twice: {fault}", reason)
 
     async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> Verdict:
@@ -159,7 +197,7 @@ class Gateway:
                 work = self.agent(f"{listener.url}/v1", session.key, row)
                 return verdict_of(await with_deadline(work, self.seconds))
         except AgentError as error:
-            if session.fault is not None:  # which the agent only passes on
+            if session.failure is not None:  # which the agent only passes on
                 return Verdict()
             if self.on_agent_error is None:
                 text = str(error).replace(session.key, "(its key)")
@@ -174,7 +212,25 @@ class Gateway:
         reasons = Counter(call.left_out for call in session.calls if call.left_out)
         reasons += session.lost
         kept: Sequence[Trajectory] = trajectories(session.calls)
-        return EpisodeRecord(list(kept), verdict, session.calls, +reasons, session.truncated)
+        return EpisodeRecord(list(kept), verdict, session.calls, +reasons, session.truncated, +session.others)
+
+
+def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> None:
+    """Raises ConfigError for what is no address, a key that is not there, and one that would be sent in the clear."""
+    for name, url in models.items():
+        if url is not None and url != START and not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"models: '{name}' is 'start' or the address of a server that speaks as OpenAI's, not {url!r}"
+            )
+    for name, variable in keys.items():
+        url = models.get(name)
+        if url is None or url == START:
+            raise ConfigError(f"model_keys: '{name}' is no server of models: {nearest(name, models)}")
+        if not os.environ.get(variable):
+            raise ConfigError(f"model_keys: '{name}' has its key in the variable {variable}, which is not set")
+        check_key(os.environ[variable], f"model_keys: '{name}'")
+        if url.startswith("http://") and not is_loopback(url):
+            raise ConfigError(f"models: '{name}' has a key, which http would show on its way to {url}: use https")
 
 
 def _check_names(calls: Sequence[Call], verdict: Verdict) -> None:

@@ -12,13 +12,14 @@ import hmac
 import itertools
 import json
 import logging
+import os
 import resource
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -28,7 +29,7 @@ from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
 from verl.rollout.gateway.dialects.chat import CHAT
 from verl.rollout.gateway.dialects.form import Body, ChatAnswer, Dialect, Events, Part, RequestError
 from verl.rollout.gateway.dialects.responses import RESPONSES
-from verl.rollout.gateway.session import LARGE, Delivery, Headers, Session, ended
+from verl.rollout.gateway.session import LARGE, START, Delivery, Headers, Rules, Session, ended
 
 logger = logging.getLogger(__name__)
 #: Bytes of a body, and how deep its JSON may be nested.
@@ -39,8 +40,6 @@ BODY_SECONDS, TAKE_SECONDS = 60.0, 60.0
 HEAD_SECONDS = 60.0
 #: Seconds for which what is left of a refused body is read, so that its client sees the answer.
 _LINGER_SECONDS = 2.0
-#: Seconds that another model may be silent.
-OTHER_SECONDS = 600.0
 #: Seconds between two signs that a stream is alive.
 ALIVE_SECONDS = 10.0
 #: Of aiohttp, which would log heads that are no HTTP, with the key in them.
@@ -87,6 +86,7 @@ class Listener:
         self._sessions: dict[str, Session] = {}  # of those that run
         self._unasked: set[Any] = set()  # connections without a request so far
         self._runner: Any = None
+        self._connection: Any = None  # makes what answers one
 
     @property
     def url(self) -> str:
@@ -113,9 +113,19 @@ class Listener:
             loop.call_later(seconds, self._end_unasked, handler)
             return handler
 
+        self._connection = connection
         listening_socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self._server = await loop.create_server(connection, sock=listening_socket)
         self.port = listening_socket.getsockname()[1]
+
+    @asynccontextmanager
+    async def serving(self, listening_socket: socket.socket) -> AsyncIterator[None]:
+        """Answer on another socket, too, meanwhile: that of a sandbox's own network, under the same address."""
+        server = await asyncio.get_running_loop().create_server(self._connection, sock=listening_socket)
+        try:
+            yield
+        finally:
+            server.close()
 
     def _end_unasked(self, handler: Any) -> None:
         if handler in self._unasked:
@@ -124,8 +134,8 @@ class Listener:
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
-        """For other models; it has no key of ours."""
-        return httpx.AsyncClient(timeout=OTHER_SECONDS, trust_env=False, limits=httpx.Limits())
+        """For other models; it has no key of ours, and each request has a deadline."""
+        return httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits())
 
     async def close(self) -> None:
         if "_client" in vars(self):
@@ -203,12 +213,20 @@ class Listener:
         if path == _COUNT:
             count = {"input_tokens": await session.count(dialect.read(body))}
             return await self._sent(request, self._json(count))
-        if (model := str(body.get("model"))) in session.rules.models:
-            other = session.during(self._other_model(request, model, session.rules.models[model], content))
+        if (model := str(body.get("model"))) not in session.rules.models:
+            return await self._replied(request, session, dialect, body, content)
+        if session.rules.models[model] == START and session.start is not None:
+            response = await self._replied(request, session.start, dialect, body, content)
+        else:
+            other = session.during(self._other_model(request, session.rules, model, content))
             try:
-                return await other
+                response = await other
             finally:
                 other.cancel()
+        session.others[model] += response.status < 400
+        return response
+
+    async def _replied(self, request: Any, session: Session, dialect: Dialect, body: Body, content: bytes) -> Any:
         asked = dialect.read(body)
         news: News = asyncio.Queue()
         tell = news.put_nowait if asked.stream else None
@@ -223,13 +241,16 @@ class Listener:
         finally:
             answering.cancel()  # where the client went away
 
-    async def _other_model(self, request: Any, name: str, url: str | None, content: bytes) -> Any:
+    async def _other_model(self, request: Any, rules: Rules, name: str, content: bytes) -> Any:
         """What another server answers to this body, as it comes. Nothing of it is trained."""
+        url = rules.models[name]
         if url is None:
             raise RequestError(404, f"there is no model '{name}' here", "model", "model_not_found")
-        address, sent = url.rstrip("/") + request.path.removeprefix("/v1"), {"Content-Type": "application/json"}
-        response = None
-        try:
+        address, response = url.rstrip("/") + request.path.removeprefix("/v1"), cast(Any, None)
+
+        async def pass_on() -> None:
+            nonlocal response
+            sent = _headers_of(request, rules.keys.get(name))
             async with self._client.stream("POST", address, content=content, headers=sent) as answer:
                 kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
                 response = self._web.StreamResponse(status=answer.status_code, headers=kind)
@@ -238,10 +259,14 @@ class Listener:
                 async for part in answer.aiter_bytes():
                     with _taking(request):
                         await response.write(part)
-        except httpx.HTTPError as error:
+
+        try:
+            await asyncio.wait_for(pass_on(), rules.model_deadline)
+        except (httpx.HTTPError, asyncio.TimeoutError) as error:
             if response is not None:  # it has begun, so that it can only be cut off
                 raise ConnectionResetError from error
-            raise RequestError(502, f"the model '{name}' cannot be asked: {error!r}", code="model_failed") from error
+            why = repr(error) if isinstance(error, httpx.HTTPError) else f"no answer in {rules.model_deadline:g} s"
+            raise RequestError(502, f"the model '{name}' cannot be asked: {why}", code="model_failed") from error
         with _taking(request):
             await response.write_eof()
         return response
@@ -350,6 +375,28 @@ def _headers(headers: Mapping[str, str]) -> Headers:
         excluded=headers.get("X-Verl-Train") == "0",
         is_retry=retries.isdigit() and int(retries) > 0,
     )
+
+
+def _headers_of(request: Any, variable: str | None) -> dict[str, str]:
+    """Of what another server is asked.
+
+    Args:
+        variable: of the environment, with the key of that server.
+
+    Raises:
+        RequestError: there is no such variable.
+    """
+    sent = {"Content-Type": "application/json"}
+    if "anthropic-version" in request.headers:
+        sent["anthropic-version"] = request.headers["anthropic-version"]
+    if variable is not None:
+        is_anthropic = _DIALECTS.get(request.path) is ANTHROPIC
+        try:
+            key = os.environ[variable]
+        except KeyError:
+            raise RequestError(502, f"the variable {variable} has no key here", code="model_failed") from None
+        sent |= {"x-api-key": key} if is_anthropic else {"Authorization": f"Bearer {key}"}
+    return sent
 
 
 async def _body(request: Any) -> bytes:

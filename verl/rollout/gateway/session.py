@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.rollout.base import LongPromptError, Sample, SamplingParams, as_sampling
-from verl.rollout.episode import Client
+from verl.rollout.episode import NO_TOP, Client
 from verl.rollout.gateway.dialects.form import (
     ChatAnswer,
     ChatRequest,
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 #: Characters of a conversation, and bytes of a body, from which on they are worked on in a thread.
 LARGE = 65_536
+#: In the place of a model's address: the weights that training began with.
+START = "start"
 #: Takes the answer as it is before its replies begin, then what is new of them.
 Tell = Callable[[ChatAnswer | Part], None]
 _said: set[str] = set()
@@ -66,12 +68,16 @@ class Rules:
     """What a gateway says of all its episodes.
 
     Attributes:
-        models: addresses of other models by name; None: there is no such model.
+        models: addresses of other models by name, or `START`; None: there is no such model.
+        keys: of these, variables of the environment that hold the keys of their servers.
+        model_deadline: seconds for an answer of such a server.
         agent_samples: whether requests say how rows are sampled that are greedy, which are never trained.
     """
 
     bounds: Bounds = Bounds()
     models: Mapping[str, str | None] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    model_deadline: float = 600.0
     agent_samples: bool = False
 
 
@@ -113,9 +119,13 @@ class Session:
     Args:
         key: that the agent sends with each.
         inputs: of the chat template, besides messages and tools.
+        is_policy: whether the policy answers; else the weights that training began with do, sampled as requests say.
 
     Attributes:
         rules: of its gateway.
+        start: the requests that go to the weights that training began with: as they are the policy's, but in no
+            trajectory, and within bounds of their own. None: there are no such weights.
+        others: how many requests other models have answered, by the name of the model.
         refused: how many requests were refused, by status.
         lost: how many requests ended without a sample: "aborted", as their connection closed, or "late".
         truncated: whether a bound, or the model's context, was used up.
@@ -130,9 +140,14 @@ class Session:
         template: ChatTemplate,
         inputs: Mapping[str, Any] | None = None,
         rules: Rules | None = None,
+        *,
+        is_policy: bool = True,
     ) -> None:
-        self.key, self.rules = key, rules or Rules()
-        self.bounds = self.rules.bounds
+        self.key, self.rules, self.is_policy = key, rules or Rules(), is_policy
+        self.bounds, self.others = self.rules.bounds, Counter[str]()
+        self.start: Session | None = None
+        if client.start is not None:
+            self.start = Session(key, client.start, template, inputs, rules, is_policy=False)
         self.conversations = Conversations(template, inputs)
         self.refused: Counter[int] = Counter()
         self.lost: Counter[str] = Counter()
@@ -148,6 +163,11 @@ class Session:
     @property
     def calls(self) -> list[Call]:
         return self.conversations.calls
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the gateway itself failed, in these requests or in those to the starting weights."""
+        return self.fault or (None if self.start is None else self.start.fault)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -171,6 +191,8 @@ class Session:
         self.ended = True
         for task in self._answering:
             task.cancel()
+        if self.start is not None:
+            self.start.end()
 
     def during(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work as a task that ends with the episode.
@@ -195,8 +217,11 @@ class Session:
         Raises:
             RequestError: the request cannot be answered.
         """
-        self._note_sampling(request.sampling)
-        digest = hashlib.sha256(body).digest()
+        if request.top_log_probs and not self._client.tells_top:
+            raise RequestError(400, f"'top_logprobs': {NO_TOP}", "top_logprobs", "unsupported_parameter")
+        if self.is_policy:
+            self._note_sampling(request.sampling)
+        digest = hashlib.blake2b(body, digest_size=16).digest()
         if headers.is_retry:
             self._retried(digest)
         try:
@@ -211,10 +236,11 @@ class Session:
         ids = [self.conversations.new_id() for _ in range(request.n)]
         streams = self._streams(request, prompt, params, tell)
         if tell is not None:
-            empty = tuple(Reply(id, Message("assistant"), "stop") for id in ids)
+            empty = tuple(Reply(self._shown_id(id), Message("assistant"), "stop") for id in ids)
             tell(ChatAnswer(request.model, int(time.time()), empty, Usage(len(tokens), prompt.cached)))
         try:
-            samples = await asyncio.gather(*(self._sample(tokens, params, grammar, stream) for stream in streams))
+            asked = (self._sample(request, tokens, params, grammar, stream) for stream in streams)
+            samples = await asyncio.gather(*asked)
         except asyncio.CancelledError:
             self.lost["late" if self.ended else "aborted"] += 1
             raise
@@ -281,13 +307,14 @@ class Session:
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:
-        """The run's; of greedy rows, which are never trained, the agent's if that is wanted.
+        """The run's; of what is never trained (greedy rows, if that is wanted, and other weights) the agent's.
 
         Raises:
             RequestError: it cannot be had.
         """
-        params, wanted = self._client.params, {name: value for name, value in request.sampling.items() if value}
-        if not self.rules.agent_samples or params.temperature or not wanted:
+        params, sampling = self._client.params, request.sampling
+        wanted = {name: value for name, value in sampling.items() if value or name == "temperature"}
+        if self.is_policy and (params.temperature or not self.rules.agent_samples):
             return params
         try:
             return as_sampling(wanted, params)
@@ -308,13 +335,19 @@ class Session:
         return [ReplyStream(self._template, params, prompt.text, tools, telling(index)) for index in range(request.n)]
 
     async def _sample(
-        self, tokens: list[int], params: SamplingParams, grammar: Grammar | None, stream: ReplyStream | None
+        self,
+        request: ChatRequest,
+        tokens: list[int],
+        params: SamplingParams,
+        grammar: Grammar | None,
+        stream: ReplyStream | None,
     ) -> Sample:
         self._tokens += params.max_new_tokens  # reserved, until it is known how many there are
         sample = None
         try:
             read = None if stream is None else stream.read
-            sample = await self._client.generate(tokens, params, grammar=grammar, on_tokens=read)
+            top = request.top_log_probs
+            sample = await self._client.generate(tokens, params, grammar=grammar, on_tokens=read, top_log_probs=top)
             return sample
         except LongPromptError as error:
             self.truncated = True
@@ -354,11 +387,18 @@ class Session:
             stopped_by = next((stop for stop in request.stop if rest.startswith(stop)), None)
         finish = "length" if call.sample.finish == "length" else "tool_calls" if call.reply.calls else "stop"
         shown = self._tokens_of(call.sample) if request.log_probs else ()
-        return Reply(call.id, call.reply, finish, stopped_by, shown)  # type: ignore[arg-type]
+        return Reply(self._shown_id(call.id), call.reply, finish, stopped_by, shown)  # type: ignore[arg-type]
+
+    def _shown_id(self, id: str) -> str:
+        """Of a reply; the agent gives rewards by those of the policy's."""
+        return id if self.is_policy else f"{START}{id}"
 
     def _tokens_of(self, sample: Sample) -> tuple[Token, ...]:
         spell = self._template.spelled
-        return tuple(Token(spell([token]), p) for token, p in zip(sample.tokens, sample.log_probs, strict=True))
+        tokens = [Token(spell([token]), p) for token, p in zip(sample.tokens, sample.log_probs, strict=True)]
+        for index, top in enumerate(sample.top_log_probs):
+            tokens[index] = tokens[index]._replace(top=tuple((spell([token]), p) for token, p in top))
+        return tuple(tokens)
 
     @staticmethod
     def _note_sampling(fields: Mapping[str, Any]) -> None:

@@ -34,11 +34,11 @@ HERMES = (
     "{{ '\\n<tool_response>\\n' + m['content'] + '\\n</tool_response>' }}"
     "{%- if (loop.nextitem or {})['role'] != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
     "{%- elif not (m['role'] == 'system' and tools and loop.first) %}"
-    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{%- if 'tool_calls' in m %}"
     "{%- for call in m['tool_calls'] or [] %}{{ '\\n' if m['content'] or not loop.first else '' }}"
     "{{ '<tool_call>\\n{\"name\": ' }}{{ call['function']['name'] | tojson }}"
     "{{ ', \"arguments\": ' }}{{ call['function']['arguments'] }}{{ '}\\n</tool_call>' }}"
-    "{%- endfor %}{{ eos_token + '\\n' }}{%- endif %}{%- endfor %}"
+    "{%- endfor %}{%- endif %}{{ eos_token + '\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 OURS = {"hermes": HERMES}

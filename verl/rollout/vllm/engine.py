@@ -142,10 +142,9 @@ class VLLMEngine:
         version = self._version()
         check_new(request, self._versions)
         check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
-        if request.processors or request.guard is not None:
-            raise RolloutError(
-                f"request '{request.id}': vLLM has no logits processors or guards: use the engine embedded or hf"
-            )
+        if request.processors or request.guard is not None or request.top_log_probs:
+            lacks = "logits processors, guards or log-probs of other tokens"
+            raise RolloutError(f"request '{request.id}': vLLM has no {lacks}: use the engine embedded or hf")
         prompt = list(request.prompt_tokens)
         check_prompt(request.id, prompt, self._vocab_size, self.max_length)
         if request.params.temperature not in (0, 1) and request.grammar is not None:

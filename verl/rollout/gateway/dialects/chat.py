@@ -26,7 +26,9 @@ from verl.rollout.gateway.dialects.form import (
     limit_of,
     mappings,
     sampling_of,
+    shown_tokens,
     stop_strings,
+    top_log_probs,
     typed,
 )
 from verl.rollout.gateway.messages import Message, ToolCall
@@ -34,19 +36,17 @@ from verl.rollout.gateway.replies import THOUGHTS
 
 _READ = frozenset((
     "model", "messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens", "stop", "n",
-    "logprobs", "stream", "stream_options",
+    "logprobs", "top_logprobs", "stream", "stream_options",
 ))  # fmt: skip
 _DEFAULTS: Defaults = {
     "parallel_tool_calls": (True,),
     "store": (False,),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "metadata": ({},),
 }
 _REFUSED = {
     "store": "nothing is stored",
-    "top_logprobs": "only sampled tokens have log-probs: logprobs without it",
     "functions": "send them as tools",
     "function_call": "send tool_choice",
     "audio": "models of text are trained here",
@@ -63,6 +63,9 @@ def read(body: Body) -> ChatRequest:
     n = typed(body, "n", int, 1)
     if n < 1:
         raise RequestError(400, "'n' must be at least 1", "n", "invalid_value")
+    log_probs, top = typed(body, "logprobs", bool, False), top_log_probs(body)
+    if top and not log_probs:
+        raise RequestError(400, "'top_logprobs' needs logprobs: true", "top_logprobs", "invalid_value")
     return ChatRequest(
         typed(body, "model", str, ""),
         conversation(mappings(body.get("messages"), "messages")),
@@ -73,10 +76,11 @@ def read(body: Body) -> ChatRequest:
         limit_of(body, "max_tokens", "max_completion_tokens"),
         stop_strings(body.get("stop"), "stop"),
         n,
-        typed(body, "logprobs", bool, False),
+        log_probs,
         typed(body, "stream", bool, False),
         bool(options.get("include_usage")),
         sampling_of(body),
+        top,
     )
 
 
@@ -157,11 +161,7 @@ def _written(call: ToolCall) -> dict[str, Any]:
 def _log_probs(request: ChatRequest, reply: Reply) -> Body | None:
     if not request.log_probs:
         return None
-    tokens = [
-        {"token": text, "bytes": list(text.encode()), "logprob": log_prob, "top_logprobs": []}
-        for text, log_prob in reply.tokens
-    ]
-    return {"content": tokens, "refusal": None}
+    return {"content": shown_tokens(reply.tokens), "refusal": None}
 
 
 def _usage(usage: Usage) -> Body:

@@ -18,6 +18,8 @@ SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed",
 ))  # fmt: skip
+#: Most of the likeliest tokens that a request may ask for at each token, as OpenAI has it.
+MAX_TOP = 20
 #: How many characters of a call's arguments a chunk of a stream has.
 _CHUNK = 64
 
@@ -56,6 +58,7 @@ class ChatRequest:
         choice: "auto", "none", "required", or the name of the one tool to call.
         schema: JSON schema of the reply.
         sampling: fields of `SAMPLING` that were set.
+        top_log_probs: how many of the likeliest tokens are shown beside each.
     """
 
     model: str
@@ -71,11 +74,15 @@ class ChatRequest:
     stream: bool = False
     stream_usage: bool = False
     sampling: Body = field(default_factory=dict)
+    top_log_probs: int = 0
 
 
 class Token(NamedTuple):
+    """One that was sampled; `top` are the likeliest ones at its place."""
+
     text: str
     log_prob: float
+    top: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -267,6 +274,23 @@ def hosted(kind: Any) -> RequestError:
         400, f"a tool of type '{kind}' is run by no one here: give functions, which the agent runs", "tools",
         "unsupported_parameter",
     )  # fmt: skip
+
+
+def top_log_probs(body: Body) -> int:
+    """Raises RequestError for a number that OpenAI's clients may not send."""
+    count = typed(body, "top_logprobs", int, 0)
+    if not 0 <= count <= MAX_TOP:
+        raise RequestError(400, f"'top_logprobs' is from 0 to {MAX_TOP}, not {count}", "top_logprobs", "invalid_value")
+    return count
+
+
+def shown_tokens(tokens: Sequence[Token]) -> list[Body]:
+    """Tokens with their log-probs, as OpenAI's dialects have them."""
+
+    def entry(text: str, log_prob: float) -> dict[str, Any]:
+        return {"token": text, "bytes": list(text.encode()), "logprob": log_prob}
+
+    return [{**entry(text, p), "top_logprobs": [entry(*other) for other in top]} for text, p, top in tokens]
 
 
 def sampling_of(body: Body) -> dict[str, Any]:

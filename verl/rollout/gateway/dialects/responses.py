@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,19 +25,22 @@ from verl.rollout.gateway.dialects.form import (
     limit_of,
     mappings,
     sampling_of,
+    shown_tokens,
+    top_log_probs,
     typed,
 )
 from verl.rollout.gateway.messages import Message, ToolCall
 
 _READ = frozenset((
-    "model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "stream",
+    "model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "stream", "top_logprobs",
 ))  # fmt: skip
+#: What `include` may ask for.
+_LOG_PROBS = "message.output_text.logprobs"
 _DEFAULTS: Defaults = {
     "parallel_tool_calls": (True,),
     "store": (False,),
     "background": (False,),
-    "include": ([],),
-    "top_logprobs": (0,),
+    "include": ([], [_LOG_PROBS]),
     "truncation": ("disabled",),
     "service_tier": ("auto", "default"),
     "metadata": ({},),
@@ -58,7 +61,7 @@ _THOUGHTS = {"reasoning_text": "text", "summary_text": "text"}
 def read(body: Body) -> ChatRequest:
     check_fields(body, _READ, _DEFAULTS, _REFUSED)
     tools = tuple(map(_tool, mappings(body.get("tools") or [], "tools")))
-    choice = body.get("tool_choice") or "auto"
+    choice, top = body.get("tool_choice") or "auto", top_log_probs(body)
     return ChatRequest(
         typed(body, "model", str, ""),
         _conversation(body),
@@ -67,8 +70,10 @@ def read(body: Body) -> ChatRequest:
         chosen(str(choice.get("name", "")) if isinstance(choice, dict) else str(choice), tools),
         _schema(typed(body, "text", dict, {})),
         limit_of(body, "max_output_tokens"),
+        log_probs=top > 0 or bool(body.get("include")),
         stream=typed(body, "stream", bool, False),
         sampling=sampling_of(body),
+        top_log_probs=top,
     )
 
 
@@ -189,19 +194,19 @@ def _output(result: ChatAnswer) -> list[dict[str, Any]]:
     if message.reasoning:
         items.append(_text_item("reasoning", reply.id, message.reasoning))
     if message.content or not (message.calls or message.reasoning):
-        items.append(_text_item("message", reply.id, message.content))
+        items.append(_text_item("message", reply.id, message.content, shown_tokens(reply.tokens)))
     for call in message.calls:
         named = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
         items.append({**named, "arguments": call.arguments, "status": "completed"})
     return items
 
 
-def _text_item(kind: str, id: str, text: str) -> dict[str, Any]:
-    """A thought or a message."""
+def _text_item(kind: str, id: str, text: str, log_probs: Sequence[Body] = ()) -> dict[str, Any]:
+    """A thought or a message, which has the log-probs of all tokens of the reply."""
     if kind == "reasoning":
         thought = {"type": "reasoning_text", "text": text}
         return {"type": kind, "id": f"rs_{id}", "summary": [], "content": [thought]}
-    said = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    said = {"type": "output_text", "text": text, "annotations": [], "logprobs": [*log_probs]}
     return {"type": kind, "id": f"msg_{id}", "role": "assistant", "status": "completed", "content": [said]}
 
 
@@ -212,6 +217,7 @@ class ResponsesEvents:
         self._request = request
         self._id = self._kind = self._text = ""
         self._number, self._index = 0, -1
+        self._log_probs: list[Body] = []  # known at the end
 
     def begin(self, answer: ChatAnswer) -> Iterator[str]:
         self._id = answer.replies[0].id
@@ -227,7 +233,7 @@ class ResponsesEvents:
                 yield self._text_event("delta", delta=text)
 
     def end(self, result: ChatAnswer) -> Iterator[str]:
-        whole = answer(self._request, result)
+        whole, self._log_probs = answer(self._request, result), shown_tokens(result.replies[0].tokens)
         yield from self._leave()
         for item in whole["output"][self._index + 1 :]:
             if item["type"] == "function_call":
@@ -259,7 +265,7 @@ class ResponsesEvents:
 
     def _leave(self) -> Iterator[str]:
         if self._kind:
-            item = _text_item(self._kind, self._id, self._text)
+            item = _text_item(self._kind, self._id, self._text, self._log_probs)
             yield self._text_event("done", text=self._text)
             yield self._part_event("done", item)
             yield self._event("output_item.done", output_index=self._index, item=item)
@@ -267,7 +273,7 @@ class ResponsesEvents:
 
     def _text_event(self, name: str, /, **data: Any) -> str:
         item = _text_item(self._kind, self._id, "")
-        more: Body = {"logprobs": []} if self._kind == "message" else {}
+        more: Body = {"logprobs": self._log_probs} if self._kind == "message" else {}
         where = {"output_index": self._index, "item_id": item["id"], "content_index": 0}
         return self._event(f"{item['content'][0]['type']}.{name}", **where, **data, **more)
 
