@@ -38,7 +38,7 @@ class Lookers(Pool):
     gpus = 1
 
     def _begin(self, worker: Worker) -> None:
-        self._call(worker, "look", "look")
+        self._call(worker, "look", Looker.look)
 
 
 class Accelerators:

@@ -66,9 +66,7 @@ def test_values_and_gradients(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (2.0, 3.0)])
-def test_statistics_are_beside_the_log_probs_and_move_none(
-    dtype: torch.dtype, scale: float, cap: float | None
-) -> None:
+def test_statistics_are_beside_the_log_probs_and_move_none(dtype: torch.dtype, scale: float, cap: float | None) -> None:
     hidden, weight, bias, targets = inputs(dtype)
     options = {"bias": bias, "scale": scale, "softcap": cap, "temperature": 0.7, "chunk": 5}
     with torch.no_grad():

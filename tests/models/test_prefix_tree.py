@@ -15,8 +15,8 @@ from tests.models.conftest import make_model
 from tests.models.test_packed import difference, gradients, log_probs
 from tests.properties import examples
 from tests.varlen import varlen_attn
-from verl.attention import prefix_tree as trees
 from verl.attention import flash, segments
+from verl.attention import prefix_tree as trees
 from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.attention.segments import Packed, Row, pack_rows
 from verl.models.packed import PackedModel

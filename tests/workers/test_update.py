@@ -36,7 +36,7 @@ def test_every_seed_and_round_has_an_order_of_its_own() -> None:
 class Objective:
     """`policy_loss`, except that the loss of some mini-batches is not finite."""
 
-    coupled = needs_entropy = no_gradient_at_zero = False
+    coupled = needs_entropy = needs_statistics = no_gradient_at_zero = False
     by_token = True
     loss_columns = ("advantages", "reward")
 

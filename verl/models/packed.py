@@ -57,18 +57,14 @@ _HARMLESS = frozenset(
 )
 
 
-if TYPE_CHECKING:
+class AttentionContext(Protocol):
+    """Knows, for one forward, what each flat token attends to."""
 
-    class AttentionContext(Protocol):
-        """Knows, for one forward, what each flat token attends to."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """query `[T, H, D]`, key and value `[T, K, D]` of this forward's flat tokens; returns `[T, H, D]`.
 
-        def attend(
-            self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-        ) -> Tensor:
-            """query `[T, H, D]`, key and value `[T, K, D]` of this forward's flat tokens; returns `[T, H, D]`.
-
-            `window`: a token sees itself and the `window - 1` before it; None: all before it.
-            """
+        `window`: a token sees itself and the `window - 1` before it; None: all before it.
+        """
 
 
 class _UnsupportedError(ModelError):
@@ -197,9 +193,7 @@ class PackedModel:
     def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         """`token_log_probs` of `targets` `[N]` under this model's head, given hidden states `[N, d]`."""
         weight, bias = head_of(self.model)
-        return token_log_probs(
-            hidden, weight, targets, bias=bias, scale=self._scale, softcap=self._softcap, **options
-        )
+        return token_log_probs(hidden, weight, targets, bias=bias, scale=self._scale, softcap=self._softcap, **options)
 
     def packed_hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """`hidden` by the model's own code."""

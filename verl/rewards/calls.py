@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from verl.rewards.scores import Score, call_async, call_plain, failure
 
@@ -56,26 +56,24 @@ class Slots:
                     turn.set_result(None)
 
 
-if TYPE_CHECKING:
+class Caller(Protocol):
+    """Makes at most `width` calls at a time, each in one of its `slots`.
 
-    class Caller(Protocol):
-        """Makes at most `width` calls at a time, each in one of its `slots`.
+    After `max_late` late calls, a `score` makes no further ones.
+    """
 
-        After `max_late` late calls, a `score` makes no further ones.
-        """
+    slots: Slots
+    width: int
+    max_late: float
 
-        slots: Slots
-        width: int
-        max_late: float
+    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
+        """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
 
-        async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-            """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
+    def take_counts(self) -> dict[str, int]:
+        """The number of its processes ("workers"), and of those that died since the last call ("deaths")."""
 
-        def take_counts(self) -> dict[str, int]:
-            """The number of its processes ("workers"), and of those that died since the last call ("deaths")."""
-
-        def close(self) -> None:
-            """End what it has started; the next call starts it again."""
+    def close(self) -> None:
+        """End what it has started; the next call starts it again."""
 
 
 class Host:

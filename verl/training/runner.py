@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -56,16 +56,14 @@ class MicroBatch(NamedTuple):
     tree: PrefixTree | None = None
 
 
-if TYPE_CHECKING:
+class Schedule(Protocol):
+    """How this rank runs the micro-batches of its rows. Results come in their order."""
 
-    class Schedule(Protocol):
-        """How this rank runs the micro-batches of its rows. Results come in their order."""
+    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        """What `finish` returns for each; nothing on a rank without the model's head."""
 
-        def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
-            """What `finish` returns for each; nothing on a rank without the model's head."""
-
-        def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
-            """The losses, detached, after the backward pass of each times `loss_scale`."""
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        """The losses, detached, after the backward pass of each times `loss_scale`."""
 
 
 class OneStage:
