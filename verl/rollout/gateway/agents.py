@@ -234,6 +234,7 @@ class _Sandboxed(_Command):
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
         ours, theirs = socket.socketpair()
+        ours.settimeout(self._limits.seconds)  # by which what is in the sandbox has ended
         with ours, jailed(self._job(base_url, api_key, theirs.fileno()), [theirs.detach()]) as jail:
             process = await _started(jail.command, **jail.options)
             jail.started()
