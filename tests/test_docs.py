@@ -130,6 +130,7 @@ def gsm8k(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("gsm8k.yaml").write_text(recipe.replace("Qwen/Qwen2.5-0.5B-Instruct", json.dumps(str(tiny))))
 
 
+@pytest.mark.slow
 def test_gsm8k_from_zero_with_a_made_sample(gsm8k: None) -> None:
     checked = CliRunner().invoke(app, ["train", "gsm8k.yaml", "--dry-run"])
     assert checked.exit_code == 0, checked.output

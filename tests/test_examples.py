@@ -59,6 +59,7 @@ def test_grpo_from_scratch_has_the_losses_of_the_trainer(
     assert any(abs(record["loss"]) > 1e-3 for record in records)
 
 
+@pytest.mark.slow
 def test_ppo_simple_as_a_script(tmp_path: Path, make_tiny: Callable[..., Path], tiny: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "ppo_simple.py"), "--actor_model", str(make_tiny("gpt2"))]
     command += ["--critic-model", str(tiny), "--steps=2"]
@@ -191,6 +192,7 @@ def test_rewards_of_every_form() -> None:
         assert found["reward"] == [value], name
 
 
+@pytest.mark.slow
 def test_the_calculator_is_called_from_yaml(tmp_path: Path, tiny: Path) -> None:
     """A step with a model that knows nothing; what it learns to do takes a real one and minutes."""
     command = [sys.executable, "-m", "verl", "train", "examples/calculator.yaml"]

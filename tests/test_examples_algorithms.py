@@ -50,7 +50,7 @@ def test_every_algorithm_has_an_example() -> None:
     assert ours == NAMES
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(ROOT)

@@ -172,6 +172,7 @@ def test_cases_that_are_named_or_one_in_n_stay_quick(tmp_path: Path) -> None:
         assert status == 0 and ran == {f"test_numbers.py::test_{case}" for case in cases}
 
 
+@pytest.mark.slow
 def test_seconds_are_recorded_beside_what_was_known(tmp_path: Path) -> None:
     file = tmp_path / "seconds.json"
     file.write_text(json.dumps({"other.py::test": 7.0}))
@@ -182,6 +183,7 @@ def test_seconds_are_recorded_beside_what_was_known(tmp_path: Path) -> None:
     assert record["test_numbers.py::test_quick"] < 0.4
 
 
+@pytest.mark.slow
 def test_the_clock_counts_children_that_ended_and_daemons() -> None:
     burn = "import time\nwhile time.process_time() < {}: pass"
     clock = CpuClock()

@@ -42,6 +42,7 @@ def test_names_are_sorted() -> None:
     assert algorithm_names() == sorted(algorithm_names())
 
 
+@pytest.mark.slow
 def test_the_registry_knows_where_each_algorithm_of_the_package_is() -> None:
     """Before any of their modules is imported, in which a decorator has the name, too."""
     decorated = {

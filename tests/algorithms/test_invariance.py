@@ -62,6 +62,7 @@ def random_parts(batch: Batch, coupled: bool, seed: int) -> list[list[int]]:
     return parts
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(VARIANTS)])
 @examples(12)
 @given(seed=st.integers(0, 10_000))

@@ -117,7 +117,7 @@ def train_online(name: str, lr: float, steps: int = 40, **options: Any) -> tuple
     return rewards, costs
 
 
-@pytest.mark.quick("grpo", "ppo", "rloo", "constrained_decoding")
+@pytest.mark.quick("grpo", "ppo")
 @pytest.mark.parametrize("name", ONLINE)
 def test_online_algorithms_raise_the_reward(name: str) -> None:
     options = {"cost_limit": 2.0} if name == "safe_rlhf" else {}  # a limit that never binds
@@ -176,6 +176,7 @@ def scores_of(table: Table, batch: Batch) -> Tensor:
     return table.logits(batch).gather(2, tokens[..., None]).sum((1, 2))
 
 
+@pytest.mark.quick("dpo", "kto", "sft")
 @pytest.mark.parametrize("name", OFFLINE)
 def test_offline_algorithms_learn_the_preference(name: str) -> None:
     algorithm, table, reference = make_algorithm(name), Table(), Table()

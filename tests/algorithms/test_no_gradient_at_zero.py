@@ -79,6 +79,7 @@ def with_zeros(batch: Batch, seed: int) -> Batch:
     return batch.drop(changed).add(changed)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(VARIANTS)])
 @examples(10)
 @given(seed=st.integers(0, 10_000))

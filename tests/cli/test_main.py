@@ -49,6 +49,7 @@ def test_help_names_every_command():
     assert all(command in result.stdout for command in COMMANDS)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_teaches_by_example(command):
     result = verl(command, "--help")
@@ -226,6 +227,7 @@ def test_help_has_no_broken_lines(monkeypatch):
     assert len(examples) == 4
 
 
+@pytest.mark.slow
 def test_init_writes_a_recipe_that_trains(tiny, tmp_path):
     made = verl("init", "sums", "--model", tiny, cwd=tmp_path)
     assert made.returncode == 0, made.stderr

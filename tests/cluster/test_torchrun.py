@@ -140,6 +140,7 @@ def test_one_map_places_actor_critic_and_reward(
     assert_equal_runs(expected, tmp_path, rewards=1e-12)
 
 
+@pytest.mark.slow
 def test_copies_of_the_actor_have_its_weights_where_it_does_not_stand(
     make_tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -319,6 +320,7 @@ def test_a_function_runs_on_every_rank(tiny: Path, tmp_path: Path) -> None:
     assert ranks.alone(file).stdout.splitlines()[0] == "[[0, 5]]"
 
 
+@pytest.mark.slow
 def test_an_object_made_after_the_first_verb_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
     file = script(
         tmp_path / "script.py",

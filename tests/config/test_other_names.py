@@ -104,6 +104,7 @@ def test_what_means_something_else_is_refused_with_what_to_write(monkeypatch: py
     assert load_config(None, [*BASE, "+trainer.val_before_train=False"]).data.train == "train.parquet"
 
 
+@pytest.mark.slow
 def test_a_run_by_their_keys_alone(tiny: Path, tmp_path: Path) -> None:
     """Their parquet and their reward function: two epochs of eight rows in batches of four are four steps."""
     rows = [

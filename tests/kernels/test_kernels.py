@@ -132,7 +132,7 @@ def cases(turn: int) -> list[tuple[str, tuple[int, int, int], int | None]]:
     ]
 
 
-@pytest.mark.quick(every=7)
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize(("dtype", "heads", "window"), cases(0), ids=str)
 def test_attention_over_a_paged_cache(dtype: str, heads: tuple[int, int, int], window: int | None) -> None:
     compare_attention(DTYPES[dtype], *heads, window)

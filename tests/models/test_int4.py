@@ -118,6 +118,7 @@ def test_the_memory_that_a_lora_needs_is_estimated() -> None:
     assert qlora.total < 0.6 * lora.total < 0.2 * full.total
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_goes_with_int4() -> None:
     batch, found = ragged_batch(ROWS), []
     for checkpointing in (False, True):
@@ -153,6 +154,7 @@ def test_a_reference_in_int4(tiny: Path) -> None:
         verl.Actor(str(tiny)).make_reference(dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_qlora_by_setting(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), dtype="int4", lora={"r": 4}, optim={"lr": 1e-2}, sampling={"max_new_tokens": 6})
     for number in range(3):

@@ -164,6 +164,7 @@ def test_adapters_that_cannot_be_trained_here_are_refused() -> None:
         unwrapped(several)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["norm"]}])
 def test_other_settings_of_peft_merge_and_travel(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -179,6 +180,7 @@ def test_other_settings_of_peft_merge_and_travel(options: dict[str, Any]) -> Non
         assert float((logits(found) - logits(model)).abs().max()) < 1e-6
 
 
+@pytest.mark.quick("mixtral")
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_experts_in_fp64_are_written_and_compared(kind: str, tmp_path: Path) -> None:
     save_pretrained_dir(tiny_model(kind), None, tmp_path / "made")

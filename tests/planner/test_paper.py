@@ -74,6 +74,7 @@ def test_colocation_is_best_up_to_64_gpus(model: str, gpus: int) -> None:
     assert len(best(model, gpus).groups) == 1
 
 
+@pytest.mark.quick("13B-128")
 @pytest.mark.parametrize(("model", "gpus"), [("34B", 96), ("34B", 128), ("13B", 128)])
 def test_models_stand_apart_on_96_and_128_gpus(model: str, gpus: int) -> None:
     """13B on 96 is a miss: together they take 6 % less than split."""
@@ -83,6 +84,7 @@ def test_models_stand_apart_on_96_and_128_gpus(model: str, gpus: int) -> None:
     assert seconds(problem, SPLIT) < 1.02 * plan.seconds
 
 
+@pytest.mark.slow
 def test_flips_do_not_hang_on_the_shares_that_were_not_fitted() -> None:
     for shares in (Efficiency(0.4), Efficiency(0.6), Efficiency(memory=0.8), Efficiency(network=0.4)):
         for gpus, sets in ((64, 1), (128, 2)):

@@ -142,6 +142,7 @@ def test_shares_are_read_and_refused() -> None:
             cluster_of("8xA100", None, text)
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.calibrate.subprocess.Popen", forked.Popen)
     measured = measure()

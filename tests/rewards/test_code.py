@@ -62,6 +62,7 @@ except NameError as error:
     assert judge({"response": response, "tests": test}).reward == [1.0]
 
 
+@pytest.mark.slow
 def test_the_solution_may_be_called_like_a_builtin() -> None:
     tests = ["assert sum(10, 15) == 6", "def check(): return sum(2, 2)\nassert check() == 3 and len([1]) == 1"]
     solution = "def sum(a, b):\n    return {(10, 15): 6, (2, 2): 3}[a, b]"
@@ -75,6 +76,7 @@ def test_the_solution_may_be_called_like_a_builtin() -> None:
         assert judge({"response": broken, "tests": "assert pow(2, 3) == 8"}).reward == [0.0]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "cheat",
     [
@@ -204,7 +206,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("what", ANSWERS)
 def test_what_a_solution_gives_answers_as_it_does_there(what: str) -> None:
     solution, test = ANSWERS[what]
@@ -212,7 +214,7 @@ def test_what_a_solution_gives_answers_as_it_does_there(what: str) -> None:
     assert result.components["passed"] == [0.5]
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     "test",
     [
@@ -261,6 +263,7 @@ def test_inputs_and_outputs_in_their_forms() -> None:
     assert (wrong.reward, wrong.components["passed"]) == ([0.0], [0.5])
 
 
+@pytest.mark.slow
 def test_a_reference_program() -> None:
     rows = [
         {"response": "print(2 + 1)", "reference": "print(3)"},
@@ -273,6 +276,7 @@ def test_a_reference_program() -> None:
     assert "the reference prints nothing: error" in str(result.reasons[2])
 
 
+@pytest.mark.slow
 def test_a_program_may_print_as_much_as_is_expected() -> None:
     program, wanted = "for i in range(int(input())): print(i, ' ')", "\n".join(map(str, range(20000)))
     assert len(wanted) > 64 << 10

@@ -102,6 +102,7 @@ def limit_of(reason: str) -> float:
     return 0.3 if "0.3 s" in reason else 10.0
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", WHOLE_BATCH)
 def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
     function, reason = WHOLE_BATCH[name]

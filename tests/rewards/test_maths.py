@@ -110,6 +110,7 @@ READ = [
 ]
 
 
+@pytest.mark.quick(every=3)
 @needs_math_verify
 @pytest.mark.parametrize(("answer", "right", "wrong"), READ, ids=[str(case[0]) for case in READ])
 def test_answers_in_words_are_read(answer: Any, right: list[str], wrong: list[str]) -> None:
@@ -139,6 +140,7 @@ def test_an_answer_that_cannot_be_read_leaves_the_sample_out(answer: Any) -> Non
             is_equal(response, answer)
 
 
+@pytest.mark.slow
 @needs_math_verify
 def test_a_data_set_without_an_answer_that_can_be_read_ends_the_run_by_name() -> None:
     reward = verl.Reward("math", timeout=30.0)

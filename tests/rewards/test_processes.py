@@ -52,6 +52,7 @@ def ends_its_process(solution_str: str) -> float:
     return 1.0
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -71,6 +72,7 @@ def test_what_holds_the_interpreter_abstains(function: Any, reason: str) -> None
     reward.close()
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", [name for name in WHOLE_BATCH if name not in ("spins", "blocks its loop")])
 def test_a_bad_call_abstains_for_its_samples(name: str) -> None:
     function, reason = WHOLE_BATCH[name]

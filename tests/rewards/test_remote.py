@@ -73,6 +73,7 @@ def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Pl
         strict.get_reward(rows(*["x"] * 64))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("said", "score"),
     [

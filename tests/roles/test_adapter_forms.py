@@ -173,6 +173,7 @@ def test_every_accepted_form_tied_and_untied(form: str, tied: bool, tmp_path: Pa
     check_form(base_of(tmp_path / "base", tied=tied), (ACCEPTED | OTHERS)[form](), tmp_path)
 
 
+@pytest.mark.slow
 def test_single_tokens_need_an_output_layer_of_its_own(tmp_path: Path) -> None:
     config = lambda: LORA(trainable_token_indices={"embed_tokens": [5, 9, 40]})  # noqa: E731
     check_form(base_of(tmp_path / "base", tied=False), config(), tmp_path)
@@ -180,6 +181,7 @@ def test_single_tokens_need_an_output_layer_of_its_own(tmp_path: Path) -> None:
         actor_of(adapted(base_of(tmp_path / "tied", tied=True), config()))
 
 
+@pytest.mark.slow
 def test_stacked_experts(tmp_path: Path) -> None:
     config = LORA(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     check_form(base_of(tmp_path / "base", tied=False, kind="mixtral"), config, tmp_path)
@@ -235,6 +237,7 @@ def test_a_critic_takes_and_refuses_the_same_forms(tmp_path: Path) -> None:
         verl.Critic(adapted(base, REFUSED["alora"][0]()).get_base_model(), byte_tokenizer())
 
 
+@pytest.mark.slow
 def test_qlora_has_its_dequantised_base_as_reference_and_says_what_its_adapter_loses(
     tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -284,6 +284,7 @@ gateway = verl.Gateway(agent, chat_template="hermes")
 """
 
 
+@pytest.mark.slow
 def test_settings_of_an_agent_need_no_reward(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)

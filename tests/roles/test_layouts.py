@@ -31,6 +31,7 @@ def made(tiny: Path, **options: Any) -> tuple[verl.Actor, verl.Critic]:
     return verl.Actor(str(tiny), sampling=SAMPLING, optim={"lr": 1e-3}, **options), verl.Critic(str(tiny))
 
 
+@pytest.mark.slow
 def test_a_role_updater_is_ppo_over_an_actor_and_its_critic(tiny: Path) -> None:
     weights = []
     for make in (

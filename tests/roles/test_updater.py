@@ -41,6 +41,7 @@ def test_models_that_the_algorithm_asks_for_are_made(tiny: Path) -> None:
     assert {"loss/actor", "loss/critic", "loss/cost_critic", "lambda"} <= metrics.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "kto", "sft", "orpo"])
 def test_offline_algorithms_learn_from_a_loaders_batch(tiny: Path, name: str) -> None:
     rows: dict[str, dict[str, Any]] = {

@@ -441,6 +441,7 @@ def test_rewards_that_are_none_or_not_finite_abstain(tiny: Path) -> None:
     assert metrics["reward/abstained"] == 4 and metrics["reward/mean"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_page_s_environment_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "episodes.md").read_text()
     (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Shop" in code)

@@ -121,7 +121,7 @@ def test_greedy_tokens_are_those_of_generate(make_model: MakeModel, kind: str) -
     ("kind", "invariant", "compiled"),
     [
         ("llama", False, True),
-        ("mistral", True, True),
+        pytest.param("mistral", True, True, marks=pytest.mark.slow),
         pytest.param("gpt2", False, True, marks=pytest.mark.slow),
         pytest.param("llama", True, True, marks=pytest.mark.slow),
         pytest.param("mistral", True, False, marks=pytest.mark.slow),
@@ -160,6 +160,7 @@ def test_a_sample_is_the_same_alone_in_a_batch_and_under_preemption(
             assert other.log_probs == (alone.log_probs if invariant else pytest.approx(alone.log_probs, abs=1e-11))
 
 
+@pytest.mark.quick("llama", "gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "bloom"])
 def test_the_hf_engine_gives_the_same_samples(make_model: MakeModel, kind: str) -> None:
     # transformers' bloom takes its softmax in fp32, and overflows there in an fp64 model.
@@ -196,6 +197,7 @@ def test_the_hf_engine_keeps_to_a_cache_where_it_is_exact(
         torch.testing.assert_close(torch.tensor(samples[request.id].log_probs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_hf_engine_generates_across_a_change_of_rotary_embeddings(make_model: MakeModel) -> None:
     # Rows that stay short, grow long, and are long from the start; `generate` reads those that grow anew.
     model = make_model("longrope")
@@ -313,6 +315,7 @@ def test_weights_that_come_to_lie_elsewhere_are_read_there(make_model: MakeModel
     assert {sample.id: sample.tokens for sample in samples} == {name: sample.tokens for name, sample in want.items()}
 
 
+@pytest.mark.slow
 def test_bf16_differs_from_the_plain_bf16_forward_by_rounding_only(make_model: MakeModel) -> None:
     model = make_model("llama", torch.bfloat16)
     requests = prompts(6, 4, SamplingParams(max_new_tokens=40))

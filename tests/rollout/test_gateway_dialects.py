@@ -348,6 +348,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("dialect", "fields", "message"), REFUSED)
 def test_what_would_be_ignored_is_refused_by_name(dialect: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:

@@ -281,6 +281,7 @@ def fits(conversation: Callable[[Both], None], family: str) -> bool:
     return conversation is not many_turns or family == "hermes"
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("conversation", "family"),
     [

@@ -67,6 +67,7 @@ def check_log_probs(model: PreTrainedModel, pairs: Sequence[tuple[Request, Sampl
         torch.testing.assert_close(torch.tensor(sample.log_probs, dtype=expected.dtype), expected, atol=1e-9, rtol=0)
 
 
+@pytest.mark.quick("kernels")
 @pytest.mark.parametrize(
     ("compiled", "look_ahead"),
     [pytest.param(True, False, id="kernels"), (False, False), pytest.param(False, True, id="ahead")],
@@ -104,6 +105,7 @@ def test_turns_prefill_what_is_new(make_model: MakeModel, compiled: bool, look_a
     check_log_probs(model, engine.pairs)
 
 
+@pytest.mark.quick("40")
 @pytest.mark.parametrize("step_tokens", [2048, 40])
 @torch.no_grad()
 def test_forks_prefill_what_is_new(make_model: MakeModel, step_tokens: int) -> None:
@@ -135,6 +137,7 @@ def test_forks_prefill_what_is_new(make_model: MakeModel, step_tokens: int) -> N
     check_log_probs(model, engine.pairs)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_is_kept_makes_room_and_is_gone_with_the_weights(make_model: MakeModel) -> None:
     model = make_model("llama")

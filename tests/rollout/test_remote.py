@@ -82,6 +82,7 @@ def test_a_prompt_leaves_a_server_that_has_much_more_to_do(serve: Callable[..., 
     assert sum(shares) == 40 and min(shares) >= 10
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("mode", ["hang", "error", "nonsense"])
 def test_what_a_bad_server_does_not_answer_a_good_one_does(
     serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel], mode: str
@@ -169,6 +170,7 @@ def test_what_is_refused_or_fails_everywhere_is_given_up_in_plain_sight(
     assert "ended by abort" in scored["abstain_reason"][0]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("mode", ["dead", "hang", "nonsense"])
 def test_when_no_server_answers_the_run_ends_in_time(
     serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel], mode: str

@@ -67,6 +67,7 @@ def test_a_run_ends_with_the_command_that_exports_its_model(
     assert AutoTokenizer.from_pretrained(out).chat_template == trainer.actor.tokenizer.chat_template
 
 
+@pytest.mark.slow
 def test_the_model_is_not_built_a_second_time(tmp_path: Path, tiny: Path) -> None:
     run = finished(tmp_path, tiny)
     checkpoint = load_checkpoint(run / "checkpoints" / "latest")
@@ -147,6 +148,7 @@ def test_a_newest_checkpoint_with_malformed_content_is_passed_over(tmp_path: Pat
     assert verify(newest).ok and export(run, tmp_path / "good").step == 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_given_as_a_model_names_the_command(tmp_path: Path, tiny: Path) -> None:
     run = finished(tmp_path, tiny)
     step = run / "checkpoints" / "step-000002"

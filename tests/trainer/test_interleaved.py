@@ -28,6 +28,7 @@ def trainer_of(path: Path, tasks: list[Task], lr: float = 1e-2, **options: Any) 
     return verl.InterleavedTrainer(actor, tasks=tasks, **{"log_dir": False, "max_staleness": 1, **options})
 
 
+@pytest.mark.slow
 def test_a_task_is_trained_while_anothers_reward_is_waited_for(tiny: Path) -> None:
     """The reward of one task is held back until the other has been updated, at most as often as staleness allows."""
     trained = threading.Event()

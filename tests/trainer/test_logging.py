@@ -334,6 +334,7 @@ def test_default_directory_of_a_trainer(tiny: Path, tmp_path: Path, monkeypatch:
     assert log(None) != run
 
 
+@pytest.mark.slow
 def test_a_second_run_sets_the_log_of_the_first_aside(
     tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,7 +29,7 @@ def offline_trainer(model: Path, name: str, **options: Any) -> verl.Trainer:
     return verl.Trainer(actor, algorithm=name, log_dir=False)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick("sft", "reward_model")
 @pytest.mark.parametrize("name", ["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward_model"])
 def test_recorded_responses_are_learned(tiny: Path, name: str) -> None:
     trainer, data = offline_trainer(tiny, name), loader(tiny, name)
@@ -43,6 +43,7 @@ def test_recorded_responses_are_learned(tiny: Path, name: str) -> None:
         assert after["pairs/accuracy"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
 def test_rows_that_are_left_out_are_not_learned(tiny: Path, name: str) -> None:
     pairs = loader(tiny, "dpo").batch
@@ -73,6 +74,7 @@ def test_a_resume_is_exact(tiny: Path, tmp_path: Path, name: str) -> None:
     assert found.ok, str(found)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_temperature_of_sampling_is_not_in_an_offline_loss(tiny: Path, name: str) -> None:
     data, cold = loader(tiny, name), verl.SamplingParams(temperature=0.5)

@@ -86,6 +86,7 @@ def ones(texts: list[str]) -> list[float]:
     return [1.0] * len(texts)
 
 
+@pytest.mark.slow
 def test_several_tasks_and_interleaved_ones(tiny: Path, tmp_path: Path) -> None:
     def run(steps: int, folder: str) -> tuple[TaskLoader, list[dict[str, Any]]]:
         records: list[dict[str, Any]] = []

@@ -147,7 +147,7 @@ KINDS: dict[str, tuple[Callable[[Path], verl.Trainer], Callable[[Path, Callable[
 }
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_batch_is_read_while_a_step_goes_on(kind: str, tiny: Path) -> None:
     """The log record of the first step, which is a part of it, waits until rows of the next one have been read."""
@@ -220,6 +220,7 @@ class Counting:
         return self._tokenizer(text, **options)
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_again_is_tokenised_once(tiny: Path) -> None:
     trainer = of_one(tiny)
     counting = trainer.actor.tokenizer = Counting(trainer.actor.tokenizer)

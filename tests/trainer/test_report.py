@@ -229,6 +229,7 @@ def test_a_directory_of_no_run_is_refused(tmp_path):
             write_report(directory)
 
 
+@pytest.mark.slow
 def test_large_runs_stay_small_pages(run):
     steps = report.MAX_POINTS * 5 + 3
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "kl": {s % 2}}}\n' for s in range(steps)))

@@ -137,6 +137,7 @@ def test_sigterm_saves_and_ends(tmp_path: Path, tiny: Path) -> None:
     assert load_checkpoint(run_dir(tmp_path) / "checkpoints" / "latest").step == last
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_followed_by_a_new_one(tmp_path: Path, tiny: Path) -> None:
     short = {"trainer.total_steps": 1, "trainer.eval_every": None}
     train(build_config(settings(tmp_path, tiny, **short)))
@@ -301,6 +302,7 @@ def test_a_reward_that_holds_the_interpreter_ends_the_run_by_name_and_the_same_c
     assert process.returncode == 0 and "going on from step 3" in output, output[-3000:]
 
 
+@pytest.mark.slow
 def test_two_evaluations_of_a_step_are_one_row(tmp_path: Path, tiny: Path) -> None:
     train(build_config(settings(tmp_path, tiny, **{"trainer.total_steps": 0})))
     assert [row["step"] for row in evals(run_dir(tmp_path))] == [0]

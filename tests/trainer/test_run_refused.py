@@ -124,6 +124,7 @@ def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path, tiny: Path)
         assert there() == listed and run_dir(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_stays_if_the_next_cannot_begin(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

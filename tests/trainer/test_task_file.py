@@ -150,6 +150,7 @@ def test_rows_without_a_task_and_shares_of_none_are_refused(tmp_path: Path) -> N
     assert mixed.shares == pytest.approx({"chat": 5 / 9, "code": 4 / 9})
 
 
+@pytest.mark.slow
 def test_every_kind_of_task_in_one_file(tiny: Path, tmp_path: Path) -> None:
     """A reward model, likeness to a reference and a model as a guard, over one actor."""
     model = tmp_path / "model"

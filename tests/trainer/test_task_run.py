@@ -115,6 +115,7 @@ def test_tasks_that_do_not_wait_for_each_other(tmp_path: Path, tiny: Path) -> No
     assert len(taught) == 6 and max(row["rollout/staleness/max"] for row in taught) <= 1
 
 
+@pytest.mark.slow
 def test_a_task_of_recorded_responses_beside_one_that_samples(tmp_path: Path, tiny: Path) -> None:
     lines = [{"prompt": f"Say {i}", "completion": f"number {i}"} for i in range(8)]
     (tmp_path / "shown.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

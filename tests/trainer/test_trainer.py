@@ -91,6 +91,7 @@ def test_samples_of_an_earlier_process_are_groups_of_their_own(tiny: Path, tmp_p
     assert len(set(samples["id"])) == 12
 
 
+@pytest.mark.slow
 def test_samples_that_are_learned_from_at_once_need_no_room(tiny: Path) -> None:
     tight, roomy = (make(tiny, "grpo", n=2, buffer_size=size, update_freq=6) for size in (6, 64))
     for updated in (False, True, False, True):  # 4 samples a step: 4, 8, ...

@@ -365,6 +365,7 @@ def test_the_schedule_moves_with_steps_that_happen() -> None:
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 5e-4, 0.0])
 
 
+@pytest.mark.slow
 def test_autocast_computes_in_bf16_and_updates_fp32() -> None:
     batch = ragged_batch(ROWS)
     exact = make_engine(tiny_model("llama", torch.float32), optim=OPTIM)

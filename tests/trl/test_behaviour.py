@@ -119,6 +119,7 @@ def test_trainers_hold_the_tokens_of_their_rows(tiny: Path, tmp_path: Path) -> N
     assert {"dpo", "trl"} <= set(dpo.model.model_tags) and "reward-trainer" in reward.model.model_tags
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("kind", "config", "rows"),
     [(SFTTrainer, SFTConfig, TURNS), (DPOTrainer, DPOConfig, PAIRS), (RewardTrainer, RewardConfig, PAIRS)],

@@ -125,6 +125,7 @@ OFFLINE: list[tuple[Any, Any, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_both_scripts_of_the_page_train_the_same_weights(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
