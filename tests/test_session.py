@@ -35,8 +35,9 @@ assert SPEC is not None and SPEC.loader is not None
 ci = sys.modules["ci"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(ci)
 
-#: Of 2,700 s, half is in reserve; the fast tests, the documentation and the installations take the rest of the other.
-SHARE_SECONDS = 820.0
+#: Of CPU, for two tests at a time. Of 2,700 s, half is in reserve; the fast tests, the documentation and the
+#: installations take the rest of the other.
+SHARE_SECONDS = 1000.0
 CONFTEST = """
 import pathlib, tests.session
 from tests.session import *

@@ -95,7 +95,7 @@ def third(responses, prompts):
 
 def half(responses, prompts):
     """The samples of one of two prompts score alike."""
-    return [float(sum(map(ord, r)) % 7) if len(prompts[0]) % 2 else 1.0 for r in responses]
+    return [float(sum(map(ord, r)) % 7) if len(p) % 2 else 1.0 for r, p in zip(responses, prompts)]
 
 
 def policy(module):
