@@ -3,6 +3,9 @@
 Rows are compared within a family: samples of a prompt, trajectories of a group. A piece is shared from `LEAST` tokens
 on, counted from the fork before it; the whole prompt of a row is shared whatever its length. So samples whose responses
 begin alike by chance are computed as ever, and a node always saves more than a further row of attention costs.
+
+Families stay together when rows are dealt to ranks and micro-batches; they are `joined` where they came to one
+micro-batch, by a system prompt, tools or examples that their prompts have in common.
 """
 
 from __future__ import annotations
@@ -103,6 +106,15 @@ def prefix_tree(
             bounds = [first, *(n for n in range(first + 1, end) if common[n] == alike), end]
             todo += [(a, b, cut, path) for a, b in pairwise(bounds)]
     return PrefixTree(lengths, paths)
+
+
+def joined(tree: PrefixTree, rows: Sequence[Indices]) -> PrefixTree:
+    """The same trees of the same rows, with what their roots have in common, `LEAST` tokens or more, once."""
+    roots = {path[0]: row[: tree.lengths[path[0]]] for path, row in zip(tree.paths, rows, strict=True)}
+    above = prefix_tree([*roots.values()], [0] * len(roots), [0] * len(roots))
+    root_paths, below = dict(zip(roots, above.paths, strict=True)), len(above.lengths)
+    paths = [(*root_paths[path[0]], *[below + node for node in path[1:]]) for path in tree.paths]
+    return PrefixTree([*above.lengths, *tree.lengths], paths)
 
 
 def _cut(start: int, alike: int, prompts: Sequence[int], past_prompts: bool) -> int:
