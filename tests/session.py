@@ -18,6 +18,8 @@ TURNS = 6
 RECORD = Path(__file__).with_name("slow_seconds.json")
 #: What a test counts as of which no case has a record.
 UNKNOWN_SECONDS = 20.0
+#: Until a slow test is taken for one that hangs: its processes may wait long for a busy machine.
+SLOW_TIMEOUT = 900.0
 SLOW = pytest.StashKey[list[str]]()
 #: With the quick cases of tests of which others are slow.
 MAY_BE_SLOW = pytest.StashKey[list[str]]()
@@ -131,6 +133,9 @@ def thin(items: Iterable[pytest.Item]) -> list[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[UNKNOWN_CASES] = thin(items)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
     config.stash[SLOW] = [item.nodeid for item in items if is_slow(item)]
     config.stash[MAY_BE_SLOW] = [item.nodeid for item in items if is_slow(item) or item.get_closest_marker("quick")]
     if (turn := config.getoption("--turn")) is None:

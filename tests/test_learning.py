@@ -12,8 +12,7 @@ from types import ModuleType
 
 import pytest
 
-# A model is pre-trained for 20 s; tests/algorithms/test_learning.py is quick.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow  # a model is pre-trained for 20 s; tests/algorithms/test_learning.py is quick
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "learning.py"
 
 

@@ -305,7 +305,7 @@ def test_what_a_function_started_does_not_outlive_a_driver_that_is_killed(tmp_pa
     script += "(verl.Batch.from_rows([{'response': sys.argv[2]}]))"
     driver = subprocess.Popen([sys.executable, "-c", script, f"{tmp_path / 'child.py'}:f", str(told)])
     try:
-        wait_until(lambda: told.exists() and told.read_text().endswith("\n"), 60)
+        wait_until(lambda: told.exists() and told.read_text().endswith("\n"), 240)
     finally:
         driver.kill()
         driver.wait()

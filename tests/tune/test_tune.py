@@ -89,7 +89,7 @@ def until(condition: Callable[[], object], seconds: float = 120) -> None:
 def test_a_trial_that_dies_costs_itself_alone(recipe: Path) -> None:
     rewards = ",".join(f"{recipe.parent / 'reward.py'}:{name}" for name in ("half", "dies", "low"))
     searched = ("reward.process=false", "--search", f"reward.path={rewards}")
-    done = forked.run(command(recipe, *searched), env=ENV, timeout=280)
+    done = forked.run(command(recipe, *searched), env=ENV, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     study = recipe.parent / "study"
     assert "killed by SIGKILL (out of memory?)" in done.stdout
