@@ -32,7 +32,7 @@ VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 #: The one that has wheels of every lower bound.
 _OLDEST = "3.11"
 _COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|c89|c99)(-[\d.]+)?")
-_INSTALL_SECONDS, _TRIAL_SECONDS = 900, 600
+_INSTALL_SECONDS, _TRIAL_SECONDS, _PEER_SECONDS = 900, 600, 1800
 #: What an installation says that this machine, not the package, is to blame for.
 _UNAVAILABLE = re.compile(
     r"connection broken|Could not fetch URL|\(from versions: none\)|No matching distribution found for torch\b"
@@ -232,7 +232,9 @@ def compare_with_peer(peer: str, torch_args: Sequence[str]) -> None:
     env = {"PYTHON": sys.executable, **os.environ, "TORCH_ARGS": " ".join(torch_args)}
     make([ROOT / "benchmarks" / "peer_env.sh", peer], cwd=ROOT, env=env)
     marks, tests = PEERS[peer]
-    print(run([sys.executable, "-m", "pytest", "-m", marks, "-rA", *tests], cwd=ROOT), flush=True)
+    # Two files at a time: their tests wait for processes of their own.
+    command = [sys.executable, "-m", "pytest", "-m", marks, "-rA", "-n", "2", "--dist", "loadfile", *tests]
+    print(run(command, cwd=ROOT, seconds=_PEER_SECONDS), flush=True)
 
 
 def attempt(environment: Environment, python: str, model: Path, folder: Path) -> None:

@@ -77,7 +77,7 @@ cp -r "$(readlink -f runs/latest)" runs/shop
 """
 )
 SHAPE = "python benchmarks/made_model.py qwen2.5-7b Qwen/Qwen2.5-7B-Instruct --config-only\n"
-MODEL = "mkdir -p models && ln -s ../TINY models/SmolLM2-135M-Instruct\n"
+MODEL = "mkdir -p models && ln -s TINY models/SmolLM2-135M-Instruct\n"
 QUESTIONS = "".join(json.dumps({"input": f"{i} + {i}?", "label": str(2 * i)}) + "\n" for i in range(8))
 #: Blocks that run as they are pasted, and what a reader has done before. `TINY` is a model.
 RUNS = {

@@ -179,6 +179,22 @@ def test_a_step_of_which_nothing_is_left_changes_nothing(tiny: Path) -> None:
         assert checksum(actor.shards()) == before
 
 
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_a_step_whose_samples_the_algorithm_all_rejects_changes_nothing(tiny: Path, tasks: int) -> None:
+    def alike(texts: list[str]) -> list[float]:
+        return [1.0] * len(texts)
+
+    actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
+    if tasks == 1:
+        trainer = verl.Trainer(actor, reward_fn=alike, algorithm="dapo", n=2, log_dir=False, max_resamples=1)
+    else:
+        several = [verl.Task(name, "dapo", {"reward": alike}, n=2) for name in ("one", "other")]
+        trainer = verl.Trainer(actor, tasks=several, log_dir=False, max_resamples=1)
+    before = checksum(actor.shards())
+    assert trainer.step(PROMPTS if tasks == 1 else {"one": PROMPTS, "other": PROMPTS})["updated"] is False
+    assert checksum(actor.shards()) == before
+
+
 def test_a_step_of_which_every_token_is_rejected_changes_nothing(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), optim={"lr": 1e-2}, sampling=SHORT)
     options: dict[str, Any] = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.5, "n": 2}

@@ -164,12 +164,9 @@ class AsyncTrainer(Trainer):
         samples = self.runner.wait(self.collector.collect_drawn(scored, f"s{self.steps}"))
         record = self._record({self.task.name: samples})
         self._add(record, {**self._rollout_record(samples.draws[0].batch), "time/wait": waited})
-        if len(samples.rows):
-            with self._receiving():
-                learned = self._learn({self.task.name: samples.rows})
-            self._add(record, learned)
-        else:
-            record |= {"update/empty": 1.0, "updated": False}
+        with self._receiving():
+            learned = self._learn({self.task.name: samples.rows})
+        self._add(record, learned)
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)

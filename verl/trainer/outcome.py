@@ -21,8 +21,8 @@ def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
 
     Raises:
         RewardError, RolloutError: see `Trainer.check_failures`.
-        TrainingError: there were updates, and none has changed the policy. One alone whose gradient is 0 may be chance,
-            and is warned of.
+        TrainingError: there were updates, and none has changed the policy. Of one alone whose samples have no gradient,
+            or are all rejected, a warning tells: it may be chance.
     """
     trainer.check_failures()
     last = None if trainer.held_out is None else trainer.held_out.last
@@ -37,14 +37,15 @@ def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
     elif record.get("grad_norm/actor") == 0 and "update/empty" not in record:
         cause = "no token had a gradient other than 0"
         cause += f": reward {names} gave the samples of a prompt one number" if names else ""
-        if trainer.idle == 1:  # samples of one update may score alike by chance
-            logger.warning("the only update did not change the policy: %s", cause)
-            return
     elif trainer.skipped:
         cause = "the loss or its gradient was not finite: lower the learning rate, or train in float32"
     else:
         names = ", ".join(f"'{task.algorithm.name}'" for task in trainer.tasks.values())
         cause = f"algorithm {names} found no sample to learn from"
+    # Samples of one update may score alike by chance.
+    if trainer.idle == 1 and not trainer.skipped and not math.isnan(record.get("reward", 0.0)):
+        logger.warning("the only update did not change the policy: %s", cause)
+        return
     raise TrainingError(f"nothing was learned, none of {trainer.idle} updates changed the policy: {cause}")
 
 

@@ -50,6 +50,8 @@ class UpdatePhase:
 
     def __call__(self, samples: Mapping[str, Batch], step: int) -> dict[str, Any]:
         """Update every model from the samples of these tasks; the metrics."""
+        if not any(map(len, samples.values())):  # the algorithm rejected them all
+            return {"update/empty": 1.0}
         if self._permute:
             samples = {name: permuted(batch, seed=step) for name, batch in samples.items()}
         self._samples, self._prepared = dict(samples), {}
