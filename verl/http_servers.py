@@ -30,13 +30,13 @@ from verl.record import Retries, Seconds
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_STICKY_SLACK = 8  # so many more calls than the idlest server has do not move a key
+_STICKY_SLACK = 8  # a key leaves its server once that has this many more calls than the idlest one
 _CONNECT_SECONDS = 10.0
 _LONGEST_PAUSE = 60.0
-_REFUSED = (400, 413, 422)
-# Bytes of an answer, which is parsed while every other call waits: what it may have in any case, for each byte that was
-# sent, for each token that was asked for, and at most.
-_FREE_BYTES, _FOR_A_BYTE, _FOR_A_TOKEN, _MAX_BYTES = 1 << 20, 64, 1 << 10, 1 << 26
+_INVALID_REQUEST = (400, 413, 422)
+# The longest answer that is accepted, since all other calls wait while its JSON is parsed: so many bytes in any case,
+# more for each byte that was sent and for each token that was requested, up to the last number.
+_BASE_BYTES, _BYTES_PER_BYTE_SENT, _BYTES_PER_TOKEN, _MAX_BYTES = 1 << 20, 64, 1 << 10, 1 << 26
 _MODEL_PATH = re.compile(r"(/v1(/.*)?|/generate)$")
 
 
@@ -64,7 +64,7 @@ class Server:
         answered: time of its last valid answer.
         absent: paths that it answers with 404.
         weights: policy version that it was given, None if it may have any weights.
-        checked: whether it is known to serve them still: a server that failed may have been restarted.
+        checked: whether it is known to still serve them: a server that failed may have been restarted.
     """
 
     url: str
@@ -77,7 +77,7 @@ class Server:
     checked: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """Send it no new calls for a while; calls that fail together count as one failure."""
         self.checked = False
         self.absent.clear()
@@ -178,7 +178,7 @@ class ServerPool:
             except Exception as error:  # an answer may be wrong in any way
                 faults[server] = f"{type(error).__name__}: {error}"[:300]
                 first_fault = min(first_fault, time.monotonic())
-                server.failed()
+                server.note_failure()
                 logger.warning("%s %s failed (try %d): %s", self.kind, server.url, tries, faults[server])
             else:
                 server.failures, server.answered = 0, time.monotonic()
@@ -186,12 +186,7 @@ class ServerPool:
             finally:
                 server.running -= 1
         reasons = "; ".join(f"{server.url}: {fault}" for server, fault in faults.items())
-        # Calls in progress decide whether the request is at fault or the servers are.
-        while time.monotonic() < end and any(server.running for server in self.servers):
-            if any(server.answered > first_fault for server in self.servers):
-                break
-            await asyncio.sleep(0.05)
-        if all(server.answered < first_fault for server in self.servers):
+        if not await self._answers_since(first_fault, end):
             raise NoServerError(f"no {self.kind} works any more ({reasons}): look at its log and start it again")
         raise RolloutError(f"a request to a {self.kind} failed {tries} times ({reasons})")
 
@@ -203,8 +198,7 @@ class ServerPool:
         """
         async with self._naming:  # calls that begin together ask once
             if self._model is None:
-                read = lambda answer: str(answer["data"][0]["id"])  # noqa: E731
-                self._model = await self.ask({"/v1/models": None}, read, method="GET")
+                self._model = await self.ask({"/v1/models": None}, _first_model, method="GET")
             return self._model
 
     async def send(
@@ -227,12 +221,13 @@ class ServerPool:
         status, content = await asyncio.wait_for(_answer(self._client, request, most), self.timeout)
         if not 200 <= status < 300:
             said = f"{server.url}{path} answers {status}: {content[:300].decode(errors='replace')}"
-            raise RefusedError(said) if status in _REFUSED else StatusError(status, said)
+            raise RefusedError(said) if status in _INVALID_REQUEST else StatusError(status, said)
         return json.loads(content) if content else None
 
     async def _send_first(self, server: Server, bodies: Mapping[str, Any], method: str) -> Any:
         """Send the first body whose path the server has."""
-        *others, last = [path for path in bodies if path not in server.absent] or list(bodies)
+        present = [path for path in bodies if path not in server.absent]
+        *others, last = present or list(bodies)  # if it lacked all of them, it may have been restarted since
         for path in others:
             try:
                 return await self.send(server, path, bodies[path], method=method)
@@ -242,8 +237,17 @@ class ServerPool:
                 server.absent.add(path)
         return await self.send(server, last, bodies[last], method=method)
 
+    async def _answers_since(self, moment: float, end: float) -> bool:
+        """Whether any server has answered any call since then: if so, not the servers are at fault but the request that
+        failed on all of them. Waits for calls in progress, until `end` at most."""
+        while time.monotonic() < end and any(server.running for server in self.servers):
+            if any(server.answered > moment for server in self.servers):
+                break
+            await asyncio.sleep(0.05)
+        return any(server.answered >= moment for server in self.servers)
+
     def _choose(self, key: Any, faults: Collection[Server]) -> Server:
-        """The key's own server; another one if it failed or is far busier."""
+        """The server of the key, or the next one if that failed or is far busier; without a key the idlest."""
         idlest = min(server.running for server in self.servers)
         home = hash(key) if key is not None else self.servers.index(min(self.servers, key=lambda s: s.running))
 
@@ -262,11 +266,15 @@ def check_model_path(url: str) -> None:
         raise ConfigError(f"servers of models are addresses like http://host:8000, .../v1 or .../generate, not '{url}'")
 
 
+def _first_model(answer: Any) -> str:
+    return str(answer["data"][0]["id"])
+
+
 def _most_bytes(body: Any, sent: int) -> int:
-    """How long the answer to a request may be."""
+    """How long the answer to a request of `sent` bytes may be."""
     asked = body if isinstance(body, Mapping) else {}
     tokens = int(asked.get("max_tokens") or 0) * int(asked.get("n") or 1)
-    return min(_MAX_BYTES, _FREE_BYTES + _FOR_A_BYTE * sent + _FOR_A_TOKEN * tokens)
+    return min(_MAX_BYTES, _BASE_BYTES + _BYTES_PER_BYTE_SENT * sent + _BYTES_PER_TOKEN * tokens)
 
 
 async def _answer(client: httpx.AsyncClient, request: httpx.Request, most: int) -> tuple[int, bytes]:

@@ -169,9 +169,9 @@ def test_what_is_added_to_a_batch_travels_alone(job: Any) -> None:
     # After a failure nobody knows what has come along.
     with pytest.raises(ZeroDivisionError):
         group.call(Probe.picky, grown)
-    assert [part.at for part in job.sent(grown).parts()] == [set(), set()]
+    assert [part.sent_to for part in job.sent(grown).parts()] == [set(), set()]
     assert group.call(Probe.total, grown)["total"] == [13, 114, 215, 316, 417]
-    assert [part.at for part in job.sent(grown).parts()] == [{0, 1}, {0, 1}]
+    assert [part.sent_to for part in job.sent(grown).parts()] == [{0, 1}, {0, 1}]
     # There is a bound to what is kept: more than that is sent anew.
     others = [Batch(batch.table.slice(0)) for _ in range(6)]
     for other in [*others, *others]:

@@ -16,7 +16,7 @@ from verl.record import NotNegative
 
 @register_algorithm("gspo")
 class GSPO(DAPO):
-    """GRPO's advantages; the ratio and its clipping are the row's. Clip bounds are the paper's."""
+    """GRPO's advantages, and one ratio for the whole response (row), which is clipped. The bounds are the paper's."""
 
     unread = NO_DUAL_CLIP
     no_gradient_at_zero = True
@@ -27,6 +27,7 @@ class GSPO(DAPO):
     clip_ratio_high: NotNegative | None = 4e-4
 
     def ratio(self, t: PolicyTerms) -> Tensor:
+        """`[R]`: at each token the geometric mean of its row's token ratios."""
         return super().ratio(replace(t, log_ratio=t.row_mean(t.log_ratio)))
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:

@@ -184,7 +184,9 @@ class DataConfig(Record):
         None, "put plain prompts in the chat template (null: a task's questions are, others not)"
     )
     chat_template_kwargs: dict[str, Any] = result(
-        {}, "variables of the chat template, such as {enable_thinking: false}; those of a row go first", added=True
+        {},
+        "variables of the chat template, such as {enable_thinking: false}; those of a row take precedence",
+        added=True,
     )
     batch_size: Count = result(
         32, "prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)"
@@ -192,10 +194,10 @@ class DataConfig(Record):
     shuffle: bool = result(True, "a new order of the prompts each epoch")
     max_prompt_length: Count | None = result(None, "longest prompt, in tokens (null: what the model can take)")
     max_response_length: Count | None = result(
-        None, "recorded responses lose their end after so many tokens (null: never)"
+        None, "recorded responses are cut off after this many tokens (null: never)"
     )
     truncation: Literal["left", "right", "drop", "error"] = result(
-        "error", "what becomes of a longer prompt: cut at that side, dropped, or refused"
+        "error", "what happens to a longer prompt: cut at that side, dropped, or an error"
     )
     pools: PoolOptions | None = result(
         None,
@@ -288,22 +290,22 @@ class CostConfig(RewardPart):
 
 class RewardConfig(CostConfig):
     timeout: Seconds = limit(
-        30.0, "seconds for one call: of a prompt's samples, with workers of one sample, with url of one request"
+        30.0, "seconds for one call: a prompt's samples; with workers one sample, with url one request"
     )
     retries: Retries = limit(1, "further tries after a failure")
     on_failure: Literal["abstain"] | float = result("abstain", "a sample without a score abstains, or gets this number")
     max_failure_rate: Portion = limit(
         0.5,
-        "share of failures that ends the run, of the latest 256 samples once there are 64 (the "
-        "reward's: of failed episodes, too); below 1, a run of which every sample failed ends so, too",
+        "the run ends if more than this share of the latest 256 samples failed, once there are 64; the "
+        "reward's is for failed episodes, too; below 1, a run in which every sample failed also ends so",
     )
     workers: Annotated[int, Field(ge=0, le=1024)] = cost(
-        0, "processes that score, a sample at a time each (0: see process)"
+        0, "processes that score, one sample at a time each (0: see process)"
     )
     process: bool = cost(
         True,
-        "call a function in one process of its own, which is killed when it is late (false, and for what "
-        "reaches a model: in the trainer's, which ends if the function holds the interpreter beyond timeout)",
+        "call a function in a separate process, which is killed when it is late (false, and for a function that "
+        "uses a model: in the trainer's, which ends if the function holds the GIL beyond timeout)",
     )
     max_workers: Processes | None = cost(
         None, "most such processes, when samples queue up (null: always `workers`)", free=True
@@ -344,11 +346,11 @@ class TaskSchedulerConfig(Record):
 
 class TrainerConfig(Record):
     total_steps: Natural = limit(100, "steps; a longer run goes on from a shorter one", free=True)
-    total_epochs: Count | None = limit(None, "passes over data.train, in the place of total_steps", free=True)
+    total_epochs: Count | None = limit(None, "passes over data.train, instead of total_steps", free=True)
     seed: Seed = result(0, "seed of everything random")
     project: str = output("verl", "the project's name in W&B and MLflow", free=True)
     run_name: DirectoryName | None = output(
-        None, "begins the run directory's name (null: algorithm, model and data)", free=True
+        None, "first part of the run directory's name (null: algorithm, model and data)", free=True
     )
     output_dir: Annotated[str, AfterValidator(home)] = output("runs", "where run directories are made", free=True)
     eval_every: Count | None = output(
@@ -366,11 +368,11 @@ class TrainerConfig(Record):
     eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = output(
         (),
         "metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
-        "reference policy, as kl/eval, for which the actor's start (or ref.path) is kept beside it",
+        "reference policy, as kl/eval, for which the initial actor (or ref.path) is kept in memory",
     )
     save_every: Count | None = output(10, "steps between checkpoints (null: only at the end)", free=True)
     keep_checkpoints: Count = output(2, "how many checkpoints to keep", free=True)
-    resume: bool = output(True, "go on with an unfinished run (false: begin anew, as --fresh does)", free=True)
+    resume: bool = output(True, "continue an unfinished run (false: start a new one, as --fresh does)", free=True)
     async_save: bool = cost(False, "write checkpoints while training goes on, from a copy in host memory", free=True)
     loggers: Annotated[tuple[Logger, ...], AsTuple] = output(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl", free=True
@@ -383,12 +385,12 @@ class TrainerConfig(Record):
     )
     log_completions: Natural = output(64, "samples kept of each evaluation, to be read", free=True)
     control: Literal["permute_rewards", "zero_lr"] | None = result(
-        None, "a run that should learn nothing: rewards dealt out at random, or learning rate 0"
+        None, "a run that should learn nothing: shuffled rewards, or learning rate 0"
     )
     leave_out: bool = cost(
         True,
         "rows whose gradient is known to be 0, such as samples of a prompt that all scored alike, are not computed in "
-        "updates; metrics of the update's forward pass are then of the other rows (false: all are computed)",
+        "updates; metrics of the update's forward pass are then means over the other rows (false: all are computed)",
         free=True,
     )
     max_resamples: Natural = limit(4, "further rollouts in one step when an algorithm rejects samples")
@@ -398,8 +400,8 @@ class TrainerConfig(Record):
     )
     task_scheduler: TaskSchedulerConfig | None = result(
         None,
-        "shares of several tasks that follow how far each has come: {initial_weights: {TASK: SHARE}, "
-        "metric_key, patience, min_weight} (null: as set)",
+        "change the shares of several tasks by their progress: {initial_weights: {TASK: SHARE}, "
+        "metric_key, patience, min_weight} (null: fixed shares)",
     )
     deadline: Seconds = limit(1800.0, "seconds after which a phase without progress ends the run", free=True)
     threads: Count | None = cost(None, "CPU threads (null: as torch chooses)")
@@ -424,7 +426,7 @@ class Config(Record):
     reward: RewardConfig = Field(RewardConfig(), description="what is good")
     cost: CostConfig = Field(CostConfig(), description="what is kept below a limit, for algorithms that have a cost")
     tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = result(
-        (), "several tasks that train the one actor, in the place of algorithm, reward and cost"
+        (), "several tasks that train the one actor, instead of algorithm, reward and cost"
     )
     trainer: TrainerConfig = Field(TrainerConfig(), description="length, evaluation, checkpoints, logs")
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
-#: The key that only this trainer has.
-MODEL = "model.partial_pretrain"
-#: Beginnings of its keys, the first that fits; None: read beside others, or of no effect there either.
+#: The key by which its settings are recognised: no other script has it.
+SFT_KEY = "model.partial_pretrain"
+#: Prefixes of its keys, and what replaces them; the first that matches counts. None: the key is read by `_rows` or
+#: `_refused`, or has no effect there either.
 _MOVED: dict[str, str | None] = {
-    MODEL: f"{_MODEL}.path",
+    SFT_KEY: f"{_MODEL}.path",
     "model.strategy": f"{_ACTOR}.strategy",
     "model.fsdp_config.": f"{_ACTOR}.fsdp_config.",
     "model.": f"{_MODEL}.",
@@ -29,8 +30,8 @@ _MOVED: dict[str, str | None] = {
     "data.truncation": None,
     "trainer.checkpoint.": f"{_ACTOR}.checkpoint.",
 }
-#: What a script leaves out.
-_USUAL: dict[str, Any] = {
+#: Its defaults.
+_DEFAULTS: dict[str, Any] = {
     "data.batch_size": 256,
     f"{_ACTOR}.optim.lr": 1e-5,
     f"{_ACTOR}.optim.betas": [0.9, 0.95],
@@ -47,39 +48,40 @@ _USUAL: dict[str, Any] = {
 
 
 def of_sft(values: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Any]], list[str]]:
-    """Settings of that trainer, by their keys.
+    """Translate settings of that trainer, by their keys.
 
     Returns:
-        (key, value) under the names of other scripts by their keys there, what is left out included; and what is
-        refused, in words.
+        The settings and the trainer's defaults, by the names that other scripts use: each as (key of that trainer,
+        value). And a message for each setting that is refused.
     """
     moved: dict[str, tuple[str, Any]] = {}
     for name, value in values.items():
-        beginning = next((part for part in _MOVED if name.startswith(part)), name)
-        target = _MOVED.get(beginning, name)
+        prefix = next((part for part in _MOVED if name.startswith(part)), name)
+        target = _MOVED.get(prefix, name)
         if target is not None and value is not None:
-            moved[target + name.removeprefix(beginning)] = (name, value)
-    usual = {**_USUAL, "algorithm.name": "sft", **_rows(values.get)}
+            moved[target + name.removeprefix(prefix)] = (name, value)
+    defaults = {**_DEFAULTS, "algorithm.name": "sft", **_rows(values.get)}
     if (values.get("ulysses_sequence_parallel_size") or 1) > 1:
-        usual[f"{_ACTOR}.strategy"] = "fsdp"
-    for name, value in usual.items():
-        moved.setdefault(name, ("algorithm.name", value))
+        defaults[f"{_ACTOR}.strategy"] = "fsdp"
+    for name, value in defaults.items():
+        moved.setdefault(name, ("algorithm.name", value))  # a key that its files lack: defaults have no line there
     return moved, [*_refused(values.get)]
 
 
 def _rows(get: Callable[[str], Any]) -> dict[str, Any]:
-    """How its files are read: a chat a row, or a question and an answer, which become one."""
+    """How its files are read: a row is a chat, or a question and an answer, which become a chat."""
     if get("data.multiturn.enable"):
         names = {name: get(f"data.multiturn.{name}_key") for name in ("messages", "tools")}
         return {"data.columns": {name: theirs for name, theirs in names.items() if theirs not in (None, name)}}
     columns = {}
-    for ours, theirs, usual in (("prompt", "prompt", "question"), ("completion", "response", "answer")):
-        name, inner = get(f"data.{theirs}_key") or usual, get(f"data.{theirs}_dict_keys") or []
-        columns[ours] = ".".join([name, *inner])
+    for ours, theirs, default in (("prompt", "prompt", "question"), ("completion", "response", "answer")):
+        name, keys_within = get(f"data.{theirs}_key") or default, get(f"data.{theirs}_dict_keys") or []
+        columns[ours] = ".".join([name, *keys_within])
     return {"data.columns": columns, "data.chat": True}
 
 
 def _refused(get: Callable[[str], Any]) -> list[str]:
+    """Messages for the settings that mean something else there than any setting here."""
     refused = []
     if (cut := get("data.truncation")) not in (None, "error"):
         refused.append(

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config.document import keys
 from verl.config.other_names import ACTOR, NAMES, OWN, Get, RefusedError, is_streamed, is_theirs, usual_strategy
-from verl.config.sft_names import MODEL, of_sft
+from verl.config.sft_names import SFT_KEY, of_sft
 from verl.config.unused_names import reason_of, refusal
 from verl.errors import ConfigError
 
@@ -41,7 +41,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
         ConfigError: a key is given under two names, or has a value that means something else here.
     """
     refusals: list[str] = []
-    if _get(content, MODEL, None) is not None:
+    if _get(content, SFT_KEY, None) is not None:
         moved, refusals = of_sft({name: _get(content, name, None) for name in _leaves(content)})
         content.clear()
         _put_all(content, moved, locations)

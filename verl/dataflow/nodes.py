@@ -29,9 +29,10 @@ from verl.rollout.base import SamplingParams
 #: The models of one process are mutually exclusive.
 SLOT = "model"
 _SAMPLE = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version", "policy_id", "response")
-#: Columns of some rollouts: of episodes, of a prefix before the prompt, of another temperature than the actor's.
+#: Columns of a sample that only some rollouts have: those of episodes, of prompts with a prefix, of a task with a
+#: temperature of its own.
 _OF_SOME = (*(f"{column}?" for column in EPISODE), "prefix_tokens?", "temperature?")
-#: Columns that an algorithm prepares, those of them that its losses read.
+#: Columns that `prepare` may add; a node declares those that its algorithm's losses read.
 _PREPARED = COMPUTED - {"ref_log_probs", "values", "cost_values"}
 _SEQUENCE = ("group", "id", "prompt_tokens", "response_tokens")
 
@@ -78,11 +79,11 @@ class RolloutNode:
 
     def _reads_rows(self) -> bool:
         """Whether an episode, or the algorithm's texts before prompts, may read any column of the data."""
-        of_rows = (
+        has_prefixes = (
             self.algorithm is not None and type(self.algorithm).prompt_prefixes is not BaseAlgorithm.prompt_prefixes
         )
         options = self.actor.rollout_options
-        return of_rows or options.episode is not None or self.task in options.episodes
+        return has_prefixes or options.episode is not None or self.task in options.episodes
 
     def _rollout(self, prompts: Batch) -> Iterator[Batch]:
         prompts = prompts if self.algorithm is None else self.actor.prefixed(prompts, self.algorithm)
@@ -157,24 +158,25 @@ class RewardNode:
         )
 
     async def _scores(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
+        """The scores of each row. Of episodes, the reward is called for those alone that say none themselves."""
         if "episode" not in samples:
             return await self.reward.score_and_count(samples)
-        named, members = {c.removesuffix(OPTIONAL) for c in columns_read(self.reward.source)}, samples.episode_indices()
-        episodes = by_episode(samples)
-        decided: list[float | None] = [None] * len(episodes)
-        if self.column == "reward" and "episode_reward" not in named:
-            decided = episodes["episode_reward"]
-        if "trajectories" in named:
+        read, episodes = {c.removesuffix(OPTIONAL) for c in columns_read(self.reward.source)}, by_episode(samples)
+        if "trajectories" in read:
             episodes = episodes.add({"trajectories": trajectories_of(samples)})
-        asked = [index for index, reward in enumerate(decided) if reward is None]
+        said: list[float | None] = [None] * len(episodes)
+        if self.column == "reward" and "episode_reward" not in read:  # a reward that reads it decides by itself
+            said = episodes["episode_reward"]
+        unscored = [index for index, reward in enumerate(said) if reward is None]
         scores, metrics = RewardResult([]).as_batch(), dict[str, float]()
-        if asked:
-            scores, metrics = await self.reward.score_and_count(episodes.take(asked))
-        scores = scores.among(asked, len(episodes))
-        rewards = [one if said is None else said for said, one in zip(decided, scores["reward"], strict=True)]
+        if unscored:
+            scores, metrics = await self.reward.score_and_count(episodes.take(unscored))
+        scores = scores.among(unscored, len(episodes))
+        rewards = [score if reward is None else reward for reward, score in zip(said, scores["reward"], strict=True)]
         scores = scores.drop(["reward"]).add({"reward": rewards})
-        number = {row: index for index, rows in enumerate(members) for row in rows}
-        return scores.take([number[row] for row in range(len(samples))]), metrics
+        # From one row per episode to one per trajectory.
+        episode_of = {row: index for index, rows in enumerate(samples.episode_indices()) for row in rows}
+        return scores.take([episode_of[row] for row in range(len(samples))]), metrics
 
 
 class UpdateNode:
@@ -194,7 +196,9 @@ class UpdateNode:
 
     def experience(self) -> list[Node]:
         """Reference log-probs and values."""
-        return [_node(read, self.updater.critics.get(read.role, self.updater.actor)) for read in self.updater.reads]
+        return [
+            _read_node(read, self.updater.critics.get(read.role, self.updater.actor)) for read in self.updater.reads
+        ]
 
     def updates(self, name: str) -> list[Node]:
         """Prepare the whole batch, then update every model of the algorithm."""
@@ -235,7 +239,6 @@ class UpdateNode:
                 return None, role_metrics(role, handle.train(prepared, algorithm, role))
             return None, role_metrics(role, handle.train(prepared, algorithm))
 
-        # Nothing to learn from is no failure of the run; a reward that keeps failing ends it by itself.
         return Node(
             name=name,
             run=run,
@@ -246,16 +249,16 @@ class UpdateNode:
             phase="update",
             role=role,
             deadline=deadline_of(handle),
-            skip_empty=True,
+            skip_empty=True,  # a step without samples to learn from is no error: too many failed rewards end the run
         )
 
 
 def log_prob_nodes(actor: Actor) -> list[Node]:
     """Log-probs of the policy as it is now, and of the reference."""
-    return [_node(Read("log_probs", "actor", actor.compute_log_probs), actor), _node(reference(actor), actor)]
+    return [_read_node(Read("log_probs", "actor", actor.compute_log_probs), actor), _read_node(reference(actor), actor)]
 
 
-def _node(read: Read, handle: Actor | Critic) -> Node:
+def _read_node(read: Read, handle: Actor | Critic) -> Node:
     is_values = read.role in VALUES
     return Node(
         name=f"{read.role}_values" if is_values else read.role,
@@ -277,4 +280,5 @@ def deadline_of(handle: Actor | Critic) -> float | None:
 
 
 def _named(scored: str, column: str) -> str:
+    """The name in the batch of a column of scores: of "reward" and "reward/x" `column` and `column`/x."""
     return column + scored.removeprefix("reward") if scored.startswith("reward") else f"{column}/{scored}"

@@ -1,9 +1,9 @@
 """Frozen weights in 4 bits, for models that are only read and for the base of a LoRA (QLoRA; Dettmers et al. 2023,
 arXiv 2305.14314).
 
-Each row of a weight is cut into groups of 64 numbers (32 where that does not divide it). A group has a step and a
-lowest value in the model's dtype, and each number is kept as how many steps, 0 to 15, it lies above the lowest: 4.5
-bits a number in half precision. A product restores its weight for a moment, forward and backward.
+Each row of a weight is quantised in groups of 64 numbers (32 where 64 does not divide its length). A group has a step
+and a lowest value in the model's dtype, and each number is stored as how many steps, 0 to 15, it lies above the lowest:
+4.5 bits per number in half precision. Each matmul dequantises its weight for a moment, forward and backward.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from verl.models.outputs import LENGTH, is_scalar, outputs
 
 logger = logging.getLogger(__name__)
 
+#: Numbers of a group, by preference.
 _GROUPS = (64, 32)
 
 
 class Int4Linear(nn.Linear):
-    """A linear map with a frozen weight in 4 bits. `weight` restores it, a new tensor each time."""
+    """A linear layer with a frozen weight in 4 bits. `weight` dequantises it, to a new tensor each time."""
 
     codes: Tensor
     """uint8 `[out, in / 2]`: numbers 2 i and 2 i + 1 of a row in the low and the high half of byte i."""
@@ -64,18 +65,18 @@ class Int4Linear(nn.Linear):
         return torch.addcmul(self.lowest[..., None], codes.to(self.step.dtype), self.step[..., None]).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Int4Matmul.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def dense(self) -> nn.Linear:
-        """A plain layer with the restored weight."""
+        """A plain layer with the dequantised weight."""
         plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         plain.weight = nn.Parameter(self.weight, requires_grad=False)
         plain.register_parameter("bias", self.bias)
         return plain
 
 
-class _Product(torch.autograd.Function):
-    """A product that restores its weight again in the backward pass: those of all layers would take too much memory."""
+class _Int4Matmul(torch.autograd.Function):
+    """Dequantises its weight again in the backward pass: keeping those of all layers would take too much memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Int4Linear) -> Tensor:
@@ -89,8 +90,9 @@ class _Product(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Int4Error:
-    """What 4 bits cost a model: |differences| of its log-probs (or scores) on a probe, and bytes of all its weights."""
+class Int4Cost:
+    """What 4 bits change of a model: |differences| of its log-probs (or scores) on a probe, and bytes of all its
+    weights before and after."""
 
     mean: float
     max: float
@@ -99,7 +101,7 @@ class Int4Error:
 
 
 def group_of(in_features: int) -> int:
-    """Numbers of a row that share a step; 0: rows of this length are not cut."""
+    """The size of the groups of a row of this length; 0: it cannot be quantised."""
     return next((size for size in _GROUPS if in_features % size == 0), 0)
 
 
@@ -108,12 +110,11 @@ def has_int4(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def to_int4(model: Any) -> Int4Error:
-    """Keep the linear layers of a model in 4 bits from now on, all but its head, and freeze its weights; what this
-    costs is logged.
+def to_int4(model: Any) -> Int4Cost:
+    """Quantise the linear layers of a model, all but its head, and freeze its weights; what this costs is logged.
 
     Raises:
-        ModelError: it has no linear layer with rows that can be cut into groups.
+        ModelError: it has no linear layer that can be quantised.
     """
     expected, before = outputs(model), weight_bytes(model)
     layers = int4_layers(model)
@@ -123,14 +124,14 @@ def to_int4(model: Any) -> Int4Error:
         _replace(model, name, Int4Linear.of(model.get_submodule(name)))
     model.requires_grad_(False)
     gap = (outputs(model) - expected).abs()
-    error = Int4Error(float(gap.mean()), float(gap.max()), before, weight_bytes(model))
+    cost = Int4Cost(float(gap.mean()), float(gap.max()), before, weight_bytes(model))
     logger.info(
         "%s in int4: on a probe of %d tokens %s differ from those in full precision by %.3g on average, %.3g at most; "
         "its weights take %.1f MB, before %.1f",
-        *(type(model).__name__, 2 * LENGTH, "scores" if is_scalar(model) else "log-probs", error.mean, error.max),
-        *(error.after / 1e6, error.before / 1e6),
+        *(type(model).__name__, 2 * LENGTH, "scores" if is_scalar(model) else "log-probs", cost.mean, cost.max),
+        *(cost.after / 1e6, cost.before / 1e6),
     )
-    return error
+    return cost
 
 
 def int4_layers(model: Any) -> list[str]:
@@ -142,8 +143,8 @@ def int4_layers(model: Any) -> list[str]:
     ]
 
 
-def make_int4(model: Any, names: list[str]) -> None:
-    """Give a model empty layers in 4 bits in the place of these; their content is still to come."""
+def insert_empty_int4(model: Any, names: list[str]) -> None:
+    """Replace these layers by empty ones in 4 bits, for a caller that loads quantised weights into them."""
     for name in names:
         layer = model.get_submodule(name)
         empty = Int4Linear(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)

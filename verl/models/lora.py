@@ -119,11 +119,11 @@ def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
     Raises:
         ModelError: they cannot be made on this model.
     """
-    from verl.models.int4 import make_int4
+    from verl.models.int4 import insert_empty_int4
 
     inner = _inner(model)
     try:
-        make_int4(inner, saved["int4"])
+        insert_empty_int4(inner, saved["int4"])
         if saved["adapters"] is not None:
             _restore_adapters(inner, saved["adapters"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:

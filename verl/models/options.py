@@ -22,8 +22,8 @@ Dtype = Annotated[Literal["auto", "float64", "float32", "bfloat16", "float16", "
 class FusedKernelOptions(Record):
     impl_backend: str | None = cost(
         None,
-        "which fused kernels to use: compiled (ours, for CPU); in the place of any other name, such as "
-        "xformers, the nearest that are here, with a warning (null: those that are here)",
+        "which fused kernels to use: compiled (ours, for CPU); any other name, such as xformers, means the "
+        "nearest available, with a warning (null: what is available)",
     )
 
 
@@ -44,17 +44,16 @@ class ModelOptions(Record):
     tokenizer: str | None = result(None, "tokenizer directory or hub name (null: the one beside the model)")
     dtype: Dtype = result(
         "auto",
-        "precision of the live weights (auto: as in the files; float32 on a CPU without bf16; int4: of the "
-        "base of a LoRA)",
+        "precision of the weights (auto: as in the files; float32 on a CPU without bf16; int4: of the base of a LoRA)",
     )
     lora: LoraOptions | None = result(
         None,
-        "train adapters in the place of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
+        "train adapters instead of the weights, by peft: {r: 16, alpha: 32, targets: all-linear}, the "
         "defaults, or lists of layers by name as targets (null: train the weights)",
     )
     max_position_embeddings: Count | None = limit(
         None,
-        "longest prompt and response together, in the place of what the model's config says (null)",
+        "longest prompt and response together (null: what the model's config says)",
         added=True,
     )
     trust_remote_code: bool = limit(False, "run Python code that comes with the model")

@@ -17,8 +17,8 @@ from verl.weights.shards import load_model_shards, model_shards
 
 
 class PortableModel:
-    """Holds a transformers model or a `ValueModel`. In this process it is that very model; where it is unpickled it is
-    a new one, equal in every weight."""
+    """Holds a transformers model or a `ValueModel`: in this process the model itself, where it is unpickled a new one
+    that is equal in every weight."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -36,7 +36,8 @@ class PortableModel:
             "config_class": type(backbone.config),
             "config": backbone.config.to_dict(),
             "dtype": backbone.dtype,
-            "head": ("bias" if model.score.bias is not None else "plain") if is_value else None,
+            # None: a language model; else a value head, with a bias or without.
+            "head": None if not is_value else "plain" if model.score.bias is None else "bias",
             "layers": layer_changes(model),
             "trained": [name for name, weight in model.named_parameters() if weight.requires_grad],
             "weights": {shard.name: shard.tensor.detach().cpu() for shard in model_shards(model)},
@@ -65,9 +66,10 @@ class PortableModel:
 
 
 def empty_copy(model: Any, device: Any) -> Any:
-    """A copy of a model with parameters of its own, on `device` and not filled in; "meta": without memory."""
-    weights = {
+    """A copy of a model with uninitialised parameters on `device`; on "meta" they take no memory."""
+    # As the memo of deepcopy, which takes what stands for an object there instead of copying it.
+    copies = {
         id(weight): torch.nn.Parameter(torch.empty_like(weight, device=device), requires_grad=weight.requires_grad)
         for weight in model.parameters()
     }
-    return copy.deepcopy(model, weights)
+    return copy.deepcopy(model, copies)

@@ -1,4 +1,4 @@
-"""Rewards of users by name."""
+"""The names of rewards: the built-in ones, and those that users register."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from verl.names import give_name
 
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
 _REGISTERED: dict[str, Any] = {}
-#: Names of rewards: the built-in ones, and those of users that are registered.
+#: Names that `Reward` and settings take: the built-in ones, and those that are registered.
 REWARDS = {"task", "code", "code_evaluator", "data_source", "math", "reasoning_gym", "rm_hf"}
 
 
 def register_reward(name: str) -> Callable[[RewardT], RewardT]:
-    """Decorator: `Reward` and settings take the reward by this name. It is a function of any form that `Reward` knows;
-    or a class, made with the options that its constructor has, whose objects are such functions or `RewardSource`s.
-    One of the same name and module replaces its earlier definition (a notebook cell run twice).
+    """Decorator that gives a reward a name, by which `Reward` and settings take it. It is a function of any form that
+    `Reward` knows; or a class, made with the reward's options, whose objects are such functions or
+    `RewardSource`s. A second one of the same name and module replaces the first (a notebook cell run twice).
 
     Raises:
         ConfigError: it cannot be called, or the name belongs to another reward.

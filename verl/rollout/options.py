@@ -56,7 +56,7 @@ class RolloutOptions(Record):
     )
     environment: FunctionPath | None = result(
         None,
-        "a class of TRL's form, whose public methods are tools, as FILE.py:CLASS; in the place of episode",
+        "a class of TRL's form, whose public methods are tools, as FILE.py:CLASS; instead of episode",
         added=True,
     )
     n: Count = result(8, "samples per prompt")
@@ -71,7 +71,7 @@ class RolloutOptions(Record):
         0.0, "drop tokens below this share of the likeliest one (0: off); biases the gradient"
     )
     stop: Strings = result((), "texts that end a response")
-    url: Strings = result((), "addresses of running vLLM servers, which generate in the place of an engine of ours")
+    url: Strings = result((), "addresses of running vLLM servers, which generate instead of an engine in this process")
     max_num_seqs: Count = cost(
         256, "sequences that one worker generates at the same time (also: rollout_per_device_batch_size)"
     )

@@ -219,7 +219,7 @@ class ServerEngine(RemoteEngine):
         results = await asyncio.gather(*map(self._prepare, self.pool.servers), return_exceptions=True)
         for server, result in zip(self.pool.servers, results, strict=True):
             if isinstance(result, BaseException):
-                server.failed()
+                server.note_failure()
                 logger.warning("rollout server %s is not used for now: %s", server.url, result)
 
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
@@ -251,7 +251,7 @@ class ServerEngine(RemoteEngine):
                 try:
                     await self._give(server, update)
                 except Exception as error:  # an answer may be wrong in any way
-                    server.failed()
+                    server.note_failure()
                     return f"{server.url} did not take the weights: {type(error).__name__}: {error}"
             return None
 

@@ -1,4 +1,4 @@
-"""From a run's settings to a problem, and from a plan to settings that are ready to paste."""
+"""From a run's settings to the planner's problem, and from its plan to settings that are ready to paste."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_se
         size = model_size(policy.ref.path or policy.model.path or "", dtype)
         models.append(Model("reference", size, False, trained, follows="actor"))
     scored = [(role, size) for role in ("reward", "cost") for size in _reward_models(getattr(config, role))]
-    if scored:
+    if scored:  # they share their devices, and the largest stands for each of them
         largest = max((size for _, size in scored), key=lambda size: size.parameters)
         first, *others = (role for role, _ in scored)
         models.append(Model(first, largest, False, (ddp(largest.itemsize),), whole=True, beside=tuple(others)))
@@ -77,6 +77,7 @@ def _workload(config: Config) -> Workload:
         micro_tokens=min(update.max_tokens_per_micro_batch or rows * length, rows * length),
         checkpointing=policy.model.enable_gradient_checkpointing,
         max_num_seqs=rollout.max_num_seqs,
+        # A single update on samples of the embedded engine takes them from its own forward pass.
         old_log_probs=updates > 1 or planned_engine(policy.rollout, policy.model).name != "embedded",
     )
 
@@ -108,6 +109,7 @@ def model_size(path: str, dtype: str = "auto") -> ModelSize:
     intermediate, is_gpt2 = count("intermediate_size", "n_inner", default=4 * hidden), raw.get("model_type") == "gpt2"
     embeddings = (1 if first("tie_word_embeddings", default=is_gpt2) else 2) * vocab
     embeddings += count("n_positions") if is_gpt2 else 0
+    # Query, key, value and output; two or three matrices of the MLP; two norms. Biases are left out.
     layer = 2 * hidden * width * (heads + kv_heads) + (2 if is_gpt2 else 3) * hidden * intermediate + 2 * hidden
     name = str(first("dtype", "torch_dtype", default="bfloat16")) if dtype == "auto" else dtype
     return ModelSize(

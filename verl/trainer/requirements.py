@@ -7,7 +7,7 @@ from verl.errors import ConfigError
 
 
 def check_permuted(algorithm: BaseAlgorithm) -> None:
-    """Raises ConfigError where rewards that are dealt out at random would be no control."""
+    """Raises ConfigError where shuffled rewards would be no control."""
     if "reward" not in algorithm.roles:
         raise ConfigError(f"algorithm '{algorithm.name}' has no rewards to permute: use a zero learning rate")
     if (option := algorithm.own_rewards) is not None:

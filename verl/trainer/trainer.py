@@ -108,7 +108,7 @@ class Trainer:
               beside `reward`; a mapping of names to these; or an `EnvironmentEpisode`, which has options
             - `config_path`: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`
             - `dataloader`: what `train` goes over
-            - `permute_rewards`: a control: rewards are dealt out at random among the samples, so nothing can be learned
+            - `permute_rewards`: a control: rewards are shuffled among the samples, so nothing can be learned
             - `leave_out`: rows whose gradient is known to be 0 are not computed in updates (True)
             - options of the algorithm, such as `kl_coef`
 

@@ -35,9 +35,7 @@ class OptimConfig(Record):
     )
     max_grad_norm: float | None = result(1.0, "global norm to clip to; null: none", gt=0)
     warmup_steps: Natural = result(0, "steps of linear warm-up; the first is not zero")
-    warmup_ratio: Share = result(
-        0.0, "share of the run's steps that is warm-up, in the place of warmup_steps", added=True
-    )
+    warmup_ratio: Share = result(0.0, "share of the run's steps that is warm-up, instead of warmup_steps", added=True)
     schedule: Literal["constant", "linear", "cosine"] | Callable[[int], float] = result(
         "constant",
         "course of the learning rate after the warm-up; in Python also a function of the optimizer step, "
@@ -83,10 +81,10 @@ class FSDPConfig(Record):
     """Fully sharded data parallelism, of the strategy 'fsdp'. `wrap_policy_fn` may also be set as an attribute."""
 
     fsdp_size: Literal[-1] | Count = cost(
-        -1, "ranks that a model is cut over, of which there are replicas (-1: all)", free=True
+        -1, "ranks that one copy of a model is sharded over; further ranks hold replicas (-1: all)", free=True
     )
     param_offload: bool = cost(
-        False, "keep this rank's pieces, and step them, in host memory (ranks on CPU have them there anyway)", free=True
+        False, "keep and update this rank's shards in host memory (ranks on CPU have them there anyway)", free=True
     )
     optimizer_offload: bool = cost(
         False, "between updates keep the optimizer's state in host memory, and free the gradient sums", free=True
@@ -95,7 +93,7 @@ class FSDPConfig(Record):
         True, "free gathered parameters after the forward pass, and gather them again for backward", free=True
     )
     forward_prefetch: bool = cost(False, "gather the next unit while the present one computes", free=True)
-    wrap_policy: WrapPolicy = cost(WrapPolicy(), "what is cut and gathered as a unit", free=True)
+    wrap_policy: WrapPolicy = cost(WrapPolicy(), "what is sharded and gathered as a unit", free=True)
     wrap_policy_fn: FunctionPath | Callable[..., Any] | None = cost(
         None,
         "FILE.py:FUNCTION of a module that says whether it is a unit, or a policy of FSDP1 "
@@ -148,7 +146,7 @@ class TrainSettings(Record):
     )
     use_amp: bool = result(False, "fp32 weights are multiplied in bfloat16 (autocast), and stay as they are")
     use_torch_compile: bool = cost(
-        False, "compile each layer by torch.compile, in the place of fused kernels (strategies single and ddp)"
+        False, "compile each layer by torch.compile, instead of fused kernels (strategies single and ddp)"
     )
     strategy: Strategy = cost(
         "ddp",

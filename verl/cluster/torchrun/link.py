@@ -18,7 +18,9 @@ from verl.errors import BrokenCollectiveError, ClusterError
 
 #: Seconds without a message after which the other rank is taken for dead. A process that ends is noticed at once.
 SILENCE = 60.0
+#: Seconds between two heartbeats.
 _BEAT = 5.0
+#: Bytes that are sent at once at most.
 _CHUNK = 64 << 20
 
 
@@ -27,9 +29,10 @@ class Message:
     """What one rank says to another.
 
     Attributes:
-        do: what it is.
+        do: its kind, such as an order, or "beat", "bye" and "gone" of `Link` itself.
         serial: the number of the call that it belongs to.
         answers: of an order: whether what the call returns is sent back.
+        tree, buffers: the value that it carries, as JSON and the tensors that are left out there (see `codec`).
     """
 
     do: str
@@ -54,7 +57,8 @@ def control_group(rank: int, size: int, timeout: float) -> Any:
     script may call `destroy_process_group` at its end.
 
     Args:
-        timeout: of calls, in seconds: a shorter one than `SILENCE` ends a silence, too, after three signs of life.
+        timeout: of calls, in seconds. If it is shorter than `SILENCE`, the other rank may be silent for this long only,
+            though for three heartbeats in any case.
     """
     store = dist.PrefixStore("verl/control", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     silence = timedelta(seconds=min(SILENCE, max(timeout, 3 * _BEAT)))
@@ -63,8 +67,8 @@ def control_group(rank: int, size: int, timeout: float) -> Any:
 
 
 class Link:
-    """This rank's end of the messages to and from `peer`. A thread reads them as they come, another one sends a sign
-    of life every few seconds.
+    """This rank's end of the messages to and from `peer`. A thread reads them as they come, another one sends a
+    heartbeat every few seconds.
 
     Args:
         deliver: called with each message by the reading thread, and with one `Message("gone", ...)` at most, when the
@@ -115,7 +119,7 @@ class Link:
         return buffer
 
     def close(self) -> None:
-        """Stop the signs of life."""
+        """Stop the heartbeat."""
         self._closed.set()
 
     def _read(self) -> None:
