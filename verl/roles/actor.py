@@ -33,6 +33,7 @@ from verl.models.rope import original_length
 from verl.models.save import save_pretrained_dir
 from verl.models.source import ModelFiles, ModelSource
 from verl.models.wrapped import unwrapped
+from verl.names import disjoint
 from verl.ranks import registry
 from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences, expand
@@ -479,7 +480,7 @@ class Actor(ModelHandle[ActorWorker]):
         algorithm = self.algorithm or default_algorithm(batch)
         batch = experience(algorithm, batch, reads(algorithm, self, {}))
         prepared, metrics = prepare(algorithm, self, batch)
-        return {**metrics, **self.train(prepared, algorithm)}
+        return disjoint(f"a metric of algorithm '{algorithm.name}'", metrics, self.train(prepared, algorithm))
 
     def needs_old_log_probs(self, algorithm: BaseAlgorithm, batch: Batch, samples: int | None = None) -> bool:
         """Whether the log-probs before the update must be computed: not for one step on the policy's own samples,
