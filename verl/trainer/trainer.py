@@ -333,13 +333,15 @@ class Trainer:
             logger.info("a checkpoint is saved to %s every %d steps", self.log_dir / "checkpoints", every)
         return self.checkpoints
 
-    def enable_3d_hybrid_engine(self, **options: Any) -> Mesh:
+    def enable_3d_hybrid_engine(
+        self, *, tensor_parallel_size: int | None = None, overlap_comm: bool | None = None
+    ) -> Mesh:
         """Have the actor generate in a layout of its own on the ranks that train it; before the first step.
 
         Returns:
-            The mesh of generation. See `enable_hybrid_engine`, which the options are of.
+            The mesh of generation. See `enable_hybrid_engine`.
         """
-        return enable_hybrid_engine(self.actor, **options)
+        return enable_hybrid_engine(self.actor, tensor_parallel_size=tensor_parallel_size, overlap_comm=overlap_comm)
 
     def step(self, prompts: Any) -> dict[str, Any]:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
