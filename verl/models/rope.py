@@ -1,17 +1,48 @@
-"""Rotary embeddings that change with the length of a row."""
+"""Rotary embeddings that change with the length of a row, or with the positions that a model is said to have."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 # Beyond the original length the frequencies of these depend on the longest position in the batch.
 _BATCH_DEPENDENT = ("dynamic", "longrope")
+# These are computed from `max_position_embeddings`.
+_POSITION_DEPENDENT = (*_BATCH_DEPENDENT, "yarn")
 
 
 def original_length(config: Any) -> int | None:
     """The longest row whose embeddings do not depend on how long it, or a row beside it, is; None: no row's do."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) not in _BATCH_DEPENDENT:
         return None
     original = rope.get("original_max_position_embeddings")
     return original or getattr(config, "original_max_position_embeddings", None)
+
+
+@contextmanager
+def own_positions(config: Any) -> Iterator[None]:
+    """Inside, the configuration of a model that was loaded with other positions has those of its files, for what others
+    read; unless the model's outputs depend on them."""
+    stored = vars(config).pop("stored_max_position_embeddings", None)
+    if stored is None:
+        yield
+        return
+    live = config.max_position_embeddings
+    if not {*_kinds(_rope(config))} & {*_POSITION_DEPENDENT}:
+        config.max_position_embeddings = stored
+    try:
+        yield
+    finally:
+        config.max_position_embeddings, config.stored_max_position_embeddings = live, stored
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _kinds(rope: Mapping[str, Any]) -> Iterator[str | None]:
+    """Of all layers, or of each kind of layer."""
+    yield rope.get("rope_type", rope.get("type"))
+    yield from (of_some.get("rope_type") for of_some in rope.values() if isinstance(of_some, Mapping))
