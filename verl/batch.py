@@ -255,17 +255,22 @@ class Batch:
         return Batch(table, base=self if len(self.columns) else None)
 
     def changed(self, before: Batch) -> list[str]:
-        """Columns of both batches that have other values here than in the same rows of `before`. Rows are the same by
-        `id`, or by position where there are no ids; of rows that cannot be matched so, nothing is said."""
+        """Columns of both batches that have other values here than in the same rows of `before`, whatever their types;
+        NaN is like NaN. Rows are the same by `id`, or by position where there are no ids; of rows that cannot be
+        matched so, nothing is said."""
         both, ids = [name for name in self.columns if name in before], "id" in self and "id" in before
         if ids and not self.arrow("id").equals(before.arrow("id")):
             row_of = {id_: row for row, id_ in enumerate(before["id"])}
             if len(row_of) < len(before) or not row_of.keys() >= set(self["id"]):
                 return []
             before = before.select(both).take([row_of[id_] for id_ in self["id"]])
-        if len(self) != len(before):
-            return []
-        return [name for name in both if not _alike(self.arrow(name), before.arrow(name))]
+        changed: list[str] = []
+        for name in both if len(self) == len(before) else ():
+            one, other = self.arrow(name), before.arrow(name)
+            if not one.equals(other):  # nor are equal values of two types, or NaN
+                values, others = one.to_pylist(), other.to_pylist()
+                changed += [name] if values != others and repr(values) != repr(others) else []
+        return changed
 
     @checked
     def select(self, names: Iterable[str]) -> Batch:
@@ -414,14 +419,6 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks == 1:
         return column.chunk(0)
     return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
-
-
-def _alike(one: pa.Array, other: pa.Array) -> bool:
-    """Whether two columns have the same values, whatever their types; NaN is like NaN."""
-    if one.equals(other):
-        return True
-    values, others = one.to_pylist(), other.to_pylist()
-    return values == others or repr(values) == repr(others)
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from logging.handlers import BufferingHandler
@@ -94,7 +94,8 @@ def load_model(
         model, report = _read(name, auto, kind, options, logged)
         _check_files(name, model, kind, Fit.of_report(report))
         _tie_config(model)
-        _note_positions(name, model, options)
+        if positions is not None:
+            _note_positions(name, model, trust_remote_code)
     if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
         model = model.float()
     model.eval()
@@ -129,7 +130,8 @@ def meta_model(
         _check_files(name, model, kind)
         if is_tied_apart(model, weight_files(name)):
             model = _from_config(name, auto, kind, {**options, "tie_word_embeddings": False}, device)
-        _note_positions(name, model, options)
+        if positions is not None:
+            _note_positions(name, model, trust_remote_code)
         with suppress(OSError):  # it has none
             if kind == "causal":
                 model.generation_config = GenerationConfig.from_pretrained(name)
@@ -216,11 +218,10 @@ def _from_config(name: str, auto: Any, kind: str, options: dict[str, Any], devic
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
 
 
-def _note_positions(name: str, model: Any, options: Mapping[str, Any]) -> None:
-    """What the files say, where the model is to have other positions: see `verl.models.rope.own_positions`."""
-    if "max_position_embeddings" in options:
-        files = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"])
-        model.config.stored_max_position_embeddings = files.max_position_embeddings
+def _note_positions(name: str, model: Any, trust_remote_code: bool) -> None:
+    """What the files say of a model that is to have other positions: see `verl.models.rope.own_positions`."""
+    files = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    model.config.stored_max_position_embeddings = files.max_position_embeddings
 
 
 def _check_files(name: str, model: Any, kind: str, report: Fit | None = None) -> None:

@@ -14,7 +14,7 @@ _POSITION_DEPENDENT = (*_BATCH_DEPENDENT, "yarn")
 
 def original_length(config: Any) -> int | None:
     """The longest row whose embeddings do not depend on how long it, or a row beside it, is; None: no row's do."""
-    rope = _rope(config)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", rope.get("type")) not in _BATCH_DEPENDENT:
         return None
     original = rope.get("original_max_position_embeddings")
@@ -30,7 +30,7 @@ def own_positions(config: Any) -> Iterator[None]:
         yield
         return
     live = config.max_position_embeddings
-    if not {*_kinds(_rope(config))} & {*_POSITION_DEPENDENT}:
+    if _rope_kinds(config).isdisjoint(_POSITION_DEPENDENT):
         config.max_position_embeddings = stored
     try:
         yield
@@ -38,11 +38,8 @@ def own_positions(config: Any) -> Iterator[None]:
         config.max_position_embeddings, config.stored_max_position_embeddings = live, stored
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-
-
-def _kinds(rope: Mapping[str, Any]) -> Iterator[str | None]:
+def _rope_kinds(config: Any) -> set[Any]:
     """Of all layers, or of each kind of layer."""
-    yield rope.get("rope_type", rope.get("type"))
-    yield from (of_some.get("rope_type") for of_some in rope.values() if isinstance(of_some, Mapping))
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    of_some = [part for part in rope.values() if isinstance(part, Mapping)]
+    return {part.get("rope_type", part.get("type")) for part in (rope, *of_some)}
