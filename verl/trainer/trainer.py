@@ -406,14 +406,14 @@ class Trainer:
     def _note(self, samples: Mapping[str, Samples]) -> dict[str, int]:
         """Tell a loader with pools how its prompts scored; their sizes."""
         scores: dict[str, list[float | None]] = {}
-        metrics = {source.pools.options.metric for source in pooled(self._loader).values() if source.pools}
-        for metric in metrics:
+        for metric in {source.pools.options.metric for source in pooled(self._loader).values() if source.pools}:
             for name, drawn in samples.items():
                 scores |= drawn.scores(metric) if self.tasks[name].algorithm.online else {}
         return note_scores(self._loader, scores)
 
     def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
-        self.update_phase.weights.update(self.mixture.weights(samples))
+        if len(self.tasks) > 1:
+            self.update_phase.weights.update(self.mixture.weights(samples))
         metrics = self.learn(samples if len(self.tasks) > 1 else samples[self.task.name])
         return {**metrics, "updated": "update/empty" not in metrics}
 
@@ -611,17 +611,15 @@ class Trainer:
             options = self.held_out
             evaluation = self.evaluate(rows.batch, options.metrics, **options.sampling)
             if options.kl:
-                measured["kl/eval"] = self._kl_to_reference(evaluation.samples, greedy=options.temperature == 0)
+                graph = Graph([*log_prob_nodes(self.actor)], evaluation.samples.columns)
+                samples = self.runner.run(graph, evaluation.samples).batch
+                measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=options.temperature == 0)
         result = self.held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
         if self.guards is not None:
             self.guards.observe(metrics, self.steps)
         return result
-
-    def _kl_to_reference(self, samples: Batch, *, greedy: bool) -> float:
-        graph = Graph([*log_prob_nodes(self.actor)], samples.columns)
-        return kl_to_reference(self.runner.run(graph, samples).batch, "log_probs", greedy=greedy)
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""
