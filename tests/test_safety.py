@@ -79,8 +79,8 @@ def dotted(node: ast.AST, names: dict[str, str]) -> str:
     return names.get(node.id, node.id) if isinstance(node, ast.Name) else "?"
 
 
-def suspects(tree: ast.Module) -> set[tuple[str, str]]:
-    """What a file reads of `EXECUTES` and `LISTENS`, with the function around it."""
+def suspects(tree: ast.Module, ends: tuple[str, ...] = (*EXECUTES, *LISTENS)) -> set[tuple[str, str]]:
+    """What a file reads of names that end so, with the function around it: what is called, and what is handed on."""
     names, found = full_names(tree), set()
 
     def visit(node: ast.AST, function: str) -> None:
@@ -90,7 +90,7 @@ def suspects(tree: ast.Module) -> set[tuple[str, str]]:
             node = ast.Tuple([*node.args, *(keyword.value for keyword in node.keywords)], ast.Load())
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = f".{dotted(node, names)}"
-            found.update((function, end) for end in (*EXECUTES, *LISTENS) if name.endswith(f".{end}"))
+            found.update((function, end) for end in ends if name.endswith(f".{end}"))
         for child in ast.iter_child_nodes(node):
             visit(child, function)
 

@@ -254,6 +254,24 @@ class Batch:
             table = table.append_column(name, array) if table.column_names else pa.table({name: array})
         return Batch(table, base=self if len(self.columns) else None)
 
+    def changed(self, before: Batch) -> list[str]:
+        """Columns of both batches that have other values here than in the same rows of `before`, whatever their types;
+        NaN is like NaN. Rows are the same by `id`, or by position where there are no ids; of rows that cannot be
+        matched so, nothing is said."""
+        both, ids = [name for name in self.columns if name in before], "id" in self and "id" in before
+        if ids and not self.arrow("id").equals(before.arrow("id")):
+            row_of = {id_: row for row, id_ in enumerate(before["id"])}
+            if len(row_of) < len(before) or not row_of.keys() >= set(self["id"]):
+                return []
+            before = before.select(both).take([row_of[id_] for id_ in self["id"]])
+        changed: list[str] = []
+        for name in both if len(self) == len(before) else ():
+            one, other = self.arrow(name), before.arrow(name)
+            if not one.equals(other):  # nor are equal values of two types, or NaN
+                values, others = one.to_pylist(), other.to_pylist()
+                changed += [name] if values != others and repr(values) != repr(others) else []
+        return changed
+
     @checked
     def select(self, names: Iterable[str]) -> Batch:
         return Batch(self.table.select([name for name in names if name in self]))

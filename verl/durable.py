@@ -138,7 +138,11 @@ def append_lines(path: Path, text: str) -> None:
         OSError: the disk does not take them.
     """
     with path.open("a+b", buffering=0) as file:
-        _append_at(file, _whole_lines(file), text.encode())
+        end = 0  # of the last whole line
+        if file.seek(0, os.SEEK_END):
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+        _append_at(file, end, text.encode())
 
 
 def _append_at(file: IO[bytes], end: int, content: bytes) -> int:
@@ -323,14 +327,6 @@ def alive(pid: int) -> bool:
     except OSError as error:
         return isinstance(error, PermissionError)  # of another user
     return True
-
-
-def _whole_lines(file: IO[bytes]) -> int:
-    """Where the last whole line of a file ends."""
-    if not file.seek(0, os.SEEK_END):
-        return 0
-    with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-        return content.rfind(b"\n") + 1
 
 
 def _started(pid: int) -> str:

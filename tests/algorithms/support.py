@@ -76,6 +76,12 @@ def random_experience(seed: int, with_baseline: bool = False) -> Batch:
 
 def prepared(name: str, seed: int, **options: Any) -> tuple[BaseAlgorithm, Batch]:
     """An algorithm and a batch that its `prepare` made."""
+    algorithm, batch = unprepared(name, seed, **options)
+    return algorithm, algorithm.prepare(batch)[0]
+
+
+def unprepared(name: str, seed: int, **options: Any) -> tuple[BaseAlgorithm, Batch]:
+    """An algorithm and a batch for its `prepare`."""
     algorithm = make_algorithm(name, **options)
     if name in ONLINE:
         batch = random_experience(seed, algorithm.greedy_baseline)
@@ -89,7 +95,7 @@ def prepared(name: str, seed: int, **options: Any) -> tuple[BaseAlgorithm, Batch
         batch = wide.add(
             {n: (torch.randn(sum(lengths), dtype=torch.float64), lengths) for n in ("log_probs", "ref_log_probs")}
         )
-    return algorithm, algorithm.prepare(batch)[0]
+    return algorithm, batch
 
 
 def loss_input(

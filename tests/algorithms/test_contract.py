@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.algorithms.support import OFFLINE, ONLINE, experience, loss_input
+from tests.algorithms.support import OFFLINE, ONLINE, experience, loss_input, unprepared
 from tests.package import modules
 from verl.algorithms import (
     BaseAlgorithm,
@@ -36,6 +36,12 @@ class Mine(BaseAlgorithm):
     def compute_loss(self, x: LossInput) -> Loss:
         assert x.log_probs is not None
         return Loss(total=-self.scale * (x.weights * x.columns["advantages"] * x.log_probs).sum())
+
+
+@pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
+def test_prepare_overwrites_no_column(name: str) -> None:
+    algorithm, batch = unprepared(name, 3)
+    assert algorithm.prepare(batch)[0].changed(batch) == []
 
 
 def test_names_are_sorted() -> None:

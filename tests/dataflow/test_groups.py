@@ -1,5 +1,6 @@
 import asyncio
 import logging
+import math
 import random
 import subprocess
 import sys
@@ -277,12 +278,28 @@ def test_lost_samples_are_counted_and_the_rest_goes_on() -> None:
             DataError,
             "'n' returned 9 rows for 1",
         ),
+        (
+            Node(name="n", run=lambda b: Batch.from_columns({"group": ["other"] * len(b)}), inputs=("group",)),
+            DataError,
+            "node 'n' returned other values of column 'group', which it was given: columns are added, never over",
+        ),
         (Node(name="n", run=lambda b: 1 / 0), TrainingError, "node 'n' failed: ZeroDivisionError"),
     ],
 )
 def test_faults_of_a_node_carry_its_name(node: Node, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         run_graph(Graph([node]), PROMPTS)
+
+
+def test_a_node_may_repeat_what_it_was_given() -> None:
+    """Of other types, in another order, without some rows, and with NaN."""
+    batch = Batch.from_columns({"id": ["a", "b", "c"], "x": [1.0, math.nan, 3.0], "y": [[1], [2, 3], []]})
+
+    def run(rows: Batch) -> Batch:
+        return rows.take([2, 1]).drop(["y"]).add({"y": [[], [2.0, 3.0]]})
+
+    node = Node(name="n", run=run, kind="batch", inputs=("id", "x", "y"))
+    assert run_graph(Graph([node], ["x", "y"]), batch).batch["id"] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

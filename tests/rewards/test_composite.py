@@ -44,6 +44,16 @@ def test_the_rule_of_abstention() -> None:
     assert run_reward(make_reward({"b": odd, "c": odd}, partial=True), SAMPLES).reward == [2.0, None, 2.0]
 
 
+@pytest.mark.parametrize("options", [{"smoothing": 0.5}, {}], ids=["smoothed", "composed"])
+def test_two_components_of_one_name_are_refused(options: dict[str, float]) -> None:
+    def detailed(texts: list[str]) -> list[dict[str, float]]:
+        return [{"score": 1.0, "raw": 2.0} for _ in texts]
+
+    source = make_reward(detailed if options else {"a": detailed, "a/raw": length}, **options)
+    with pytest.raises(ConfigError, match=r"a component of reward '.*' is called '(a/)?raw', and another one is, too"):
+        run_reward(source, SAMPLES)
+
+
 def test_nested_components_and_options_reach_the_parts() -> None:
     def detailed(texts: list[str]) -> list[dict[str, float]]:
         return [{"score": float(len(text)), "even": float(len(text) % 2 == 0)} for text in texts]

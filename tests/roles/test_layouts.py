@@ -133,7 +133,7 @@ def test_a_hybrid_shard_without_a_size_is_refused_on_ray_wherever_the_placement_
         verl.FSDPWorker(model_name=str(tiny), fsdp_config=hybrid, placement="cpu:0-1")
     sized = verl.FSDPWorker(model_name=str(tiny), fsdp_config={**hybrid, "fsdp_size": 2})
     sized.set_placement("cpu:0-3")
-    assert sized.controller.meshes("actor", sized.train_options).meshes["train"].layout == Layout(replicate=2, shard=2)
+    assert sized.controller.meshes("actor", sized.train_options)["train"].layout == Layout(replicate=2, shard=2)
 
 
 class TwoThings(verl.FSDPWorker):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import verl
+from verl.dataflow.graph import Node
 from verl.errors import ConfigError, DataError, ModelError
 from verl.weights.shard import checksum
 
@@ -39,6 +40,58 @@ def test_models_that_the_algorithm_asks_for_are_made(tiny: Path) -> None:
     assert {"ref_log_probs", "values", "cost_values"} <= set(seen.columns)
     metrics = updater.update(seen.add({"reward": rewards, "cost": rewards[::-1]}))
     assert {"loss/actor", "loss/critic", "loss/cost_critic", "lambda"} <= metrics.keys()
+
+
+class Halves(verl.BaseAlgorithm):
+    """Writes over what the samples have."""
+
+    name = "halves"
+
+    def prepare(self, batch: verl.Batch) -> tuple[verl.Batch, dict[str, float]]:
+        batch, metrics = super().prepare(batch)
+        return batch.drop(["reward"]).add({"reward": batch.tensor("reward") / 2}), metrics
+
+    def compute_loss(self, x: verl.LossInput) -> verl.Loss:
+        return verl.Loss(total=-(x.weights * x.columns["advantages"] * self.needed_log_probs(x)).sum())
+
+
+def test_an_algorithm_that_writes_over_a_column_is_named(tiny: Path) -> None:
+    """By an updater and by a trainer, whose graph adds columns and overwrites none."""
+    words = "algorithm 'halves': its prepare returned other values of column 'reward'.*such as 'halves_reward'"
+    actor = verl.Actor(str(tiny), optim=OPTIM)
+    updater = verl.Updater(Halves(), actor=actor)
+    trainer = verl.Trainer(actor, algorithm=Halves(), reward=len, log_dir=False)
+    sequences, rewards = scored(actor)
+    for update in (updater.update, trainer.learn):
+        with pytest.raises(DataError, match=words):
+            update(sequences.add({"reward": rewards}))
+
+
+class Talks(Halves):
+    """Calls a metric of its own as one of every loss is called."""
+
+    name = "talks"
+
+    def prepare(self, batch: verl.Batch) -> tuple[verl.Batch, dict[str, float]]:
+        return verl.BaseAlgorithm.prepare(self, batch)[0], {"loss/actor": 1.0}
+
+
+def test_a_metric_of_an_algorithm_hides_no_other(tiny: Path) -> None:
+    actor = verl.Actor(str(tiny), optim=OPTIM)
+    sequences, rewards = scored(actor)
+    with pytest.raises(ConfigError, match="a metric of algorithm 'talks' is called 'loss/actor', and another one is"):
+        verl.Updater(Talks(), actor=actor).update(sequences, rewards)
+
+
+def test_a_metric_of_a_node_hides_none_of_the_trainers(tiny: Path) -> None:
+    class Counts:
+        def as_node(self, name: str) -> Node:
+            return Node(name=name, run=lambda rows: (None, {"rollout/tokens": 1.0}), inputs=("response_tokens",))
+
+    actor = verl.Actor(str(tiny), optim=OPTIM, sampling={"max_new_tokens": 2})
+    trainer = verl.Trainer(actor, reward=len, nodes={"counts": Counts()}, n=2, algorithm="grpo", log_dir=False)
+    with pytest.raises(ConfigError, match="a metric of a node is called 'rollout/tokens', and another one is, too"):
+        trainer.step(["One"])
 
 
 @pytest.mark.slow

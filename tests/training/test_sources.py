@@ -11,7 +11,9 @@ import torch
 from tests.ranks import job
 from tests.training.cases import tiny_model
 from verl.errors import ModelError
+from verl.models.options import LoraOptions
 from verl.models.packed import PackedModel
+from verl.models.save import save_pretrained_dir
 from verl.models.source import ModelFiles
 from verl.weights.meta import is_on_meta, on_meta, sample
 from verl.weights.shard import checksum
@@ -92,6 +94,32 @@ def test_a_model_may_take_more_positions_than_its_files_say(tmp_path: Path) -> N
     assert checksum(files.stream()) == checksum(model_shards(ModelFiles(str(tmp_path / "llama")).load()))
     with pytest.raises(ModelError, match="wpe"):
         ModelFiles(str(tmp_path / "gpt2"), positions=4096).load()
+
+
+@pytest.mark.parametrize(("kind", "written"), [("default", 128), ("yarn", 96)])
+@pytest.mark.parametrize("lora", [None, LoraOptions(r=2)], ids=["whole", "adapters"])
+def test_an_export_has_the_positions_of_the_files(
+    tmp_path: Path, lora: LoraOptions | None, kind: str, written: int
+) -> None:
+    """Also by way of a checkpoint's configuration; unless the positions of training are in its outputs."""
+    model = tiny_model("llama", torch.float32)
+    if kind == "yarn":
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+        model = type(model)(type(model.config)(**{**model.config.to_dict(), "rope_parameters": rope}))
+    model.save_pretrained(tmp_path / "base")
+    files = ModelFiles(str(tmp_path / "base"), positions=96, lora=lora)
+    live, there = files.load(), files.on_meta()
+    config = type(live.config).from_dict(there.config.to_dict())
+    assert live.config.max_position_embeddings == config.max_position_embeddings == 96
+    for number, saved in enumerate((live.config, config)):
+        live.config = saved
+        save_pretrained_dir(live, None, tmp_path / f"{number}")
+        text = json.loads((tmp_path / f"{number}" / "config.json").read_text())
+        assert text["max_position_embeddings"] == written and "stored_max_position_embeddings" not in text
+    assert live.config.max_position_embeddings == 96
+    if lora is not None:
+        save_pretrained_dir(live, None, tmp_path / "adapters", adapter=True)
+        assert "position" not in (tmp_path / "adapters" / "adapter_config.json").read_text()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -124,7 +124,8 @@ class PolicyGradient(BaseAlgorithm):
                 f"algorithm '{self.name}': kl_coef=0 stays 0 whatever kl_target asks for: give a kl_coef above 0 to "
                 "start from, or kl_in='none' for no KL at all"
             )
-        check_weight_bounds(self.rollout_is_threshold, self.rollout_is_lower)
+        if self.rollout_is_lower is not None:
+            check_weight_bounds(self.rollout_is_threshold, self.rollout_is_lower)
         if self.by_ratio and (self.rollout_rs is not None or not self.has_ratio):
             why = "its loss has no ratio" if self.rollout_rs is None else "rollout_rs reads the trainer's log-probs"
             raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")

@@ -41,7 +41,11 @@ class CheckpointStore:
         self.reach = 0
         if self.directory.is_dir():
             clear_staging(self.directory)
-            self._tell_others()
+            for entry in self.directory.glob("step-*"):
+                if (match := _STEP.fullmatch(entry.name)) and entry.name != self.path(int(match[1])).name:
+                    logger.warning(
+                        "%s is passed over: a checkpoint of that step has another name; is it a copy?", entry
+                    )
 
     @staticmethod
     def holds(directory: Path) -> bool:
@@ -121,11 +125,6 @@ class CheckpointStore:
                 f"no checkpoint is whole: {'; '.join(skipped)}. Put one back from a copy, or start anew (--fresh)"
             )
         return None
-
-    def _tell_others(self) -> None:
-        for entry in self.directory.glob("step-*"):
-            if (match := _STEP.fullmatch(entry.name)) and entry.name != self.path(int(match[1])).name:
-                logger.warning("%s is passed over: a checkpoint of that step has another name; is it a copy?", entry)
 
     def _open(self, step: int, identity: Mapping[str, str] | None) -> Checkpoint:
         from verl.checkpoint.saving import MANIFEST

@@ -3,14 +3,13 @@ on a Ray cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checked import checked
 from verl.cluster.local import LocalGroup
-from verl.cluster.meshes import TIMEOUT, RoleMeshes
-from verl.cluster.placement import DeviceMesh, ResourcePool
+from verl.cluster.rank_context import TIMEOUT
 from verl.combinations import MAKE, check
 from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
@@ -25,6 +24,7 @@ from verl.weights.meshes import generation_mesh
 
 if TYPE_CHECKING:
     from verl.cluster.group import Job, Workers
+    from verl.cluster.placement import DeviceMesh, ResourcePool
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
@@ -53,12 +53,10 @@ class Controller:
         ranks = torchrun_ranks()
         self.executor = "torchrun" if ranks > 1 else "local"
         self._job: Job | None = None
-        if placement is None:
-            self.mesh = DeviceMesh(ResourcePool.numbered(0, ranks))
-            #: Where models run; a kind alone: on whichever device of that kind they are.
-            self.device = default_kind()
-        else:
-            self.mesh = DeviceMesh(placement)
+        self._placement = placement
+        #: Where models run; a kind alone: on whichever device of that kind they are.
+        self.device = default_kind()
+        if placement is not None:
             if ranks == 1 and (len(self.mesh.devices) > 1 or self.mesh.devices[0].is_named):
                 self.executor, self._job = "ray", _ray_job(self.mesh, self.timeout)
             else:
@@ -75,7 +73,18 @@ class Controller:
         #: Whether roles run in this process alone.
         self.is_local = self.executor == "local"
         #: Ranks in all.
-        self.size = ranks if self.executor == "torchrun" else len(self.mesh.devices)
+        self.size = len(self.mesh.devices) if self.executor == "ray" else ranks
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Which role stands where; of no placement: all on all ranks."""
+        from verl.cluster.placement import DeviceMesh, ResourcePool
+
+        return DeviceMesh(ResourcePool.numbered(0, torchrun_ranks()) if self._placement is None else self._placement)
+
+    def own_pool(self, role: str) -> ResourcePool | None:
+        """The devices that the placement names for a role; None: it names none."""
+        return None if self._placement is None else self.mesh.pools.get(role)
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:
@@ -85,7 +94,11 @@ class Controller:
         """
         if isinstance(placement, Controller):
             return placement
-        key = (torchrun_ranks(), None if placement is None else DeviceMesh(placement))
+        key: tuple[Any, ...] = (torchrun_ranks(), None)
+        if placement is not None:
+            from verl.cluster.placement import DeviceMesh
+
+            key = (torchrun_ranks(), DeviceMesh(placement))
         if key not in _known or _known[key].has_ended:
             _known[key] = cls(placement)
         return _known[key]
@@ -116,17 +129,20 @@ class Controller:
         """
         meshes = self.meshes(role, options, 1 if rollout is None else rollout.tensor_parallel)
         if model is not None:
-            self._check_model(meshes, options, model, rollout)
+            self._check_model(role, meshes, options, model, rollout)
         if self._job is None:
-            return LocalGroup(role, recipe, self.device, meshes.meshes)
+            return LocalGroup(role, recipe, self.device, meshes)
         from verl.cluster.group import RankGroup
+        from verl.cluster.meshes import RoleMeshes
 
-        return RankGroup(meshes, recipe, self._job)
+        return RankGroup(RoleMeshes(role, meshes), recipe, self._job)
 
-    def _check_model(self, meshes: RoleMeshes, options: TrainOptions, model: Any, rollout: Any) -> None:
-        shape, trains, generates = shape_of(model), meshes.meshes["train"], meshes.meshes.get("rollout")
+    def _check_model(
+        self, role: str, meshes: Mapping[str, Mesh], options: TrainOptions, model: Any, rollout: Any
+    ) -> None:
+        shape, trains, generates = shape_of(model), meshes["train"], meshes.get("rollout")
         asked = {"Ray": f"{MAKE}, or run in one process or under torchrun"} if self.executor == "ray" else {}
-        others = f"all {self.size} ranks of a job, and '{meshes.role}' trains on {trains.size}"
+        others = f"all {self.size} ranks of a job, and '{role}' trains on {trains.size}"
         asked |= {"other ranks": others} if trains.size < self.size else {}
         check_training(options, trains.layout, shape, **asked)
         generation = {} if rollout is None else rollout.asked()
@@ -137,19 +153,20 @@ class Controller:
             splits = 1 if generates is None else generates.layout.tp
             rehearse(model, options, trains.layout, splits=splits, rollout=generation)
 
-    def meshes(self, role: str, options: TrainOptions = _PLAIN, generation_tp: int = 1) -> RoleMeshes:
-        """The ranks of a role by mesh. An actor also generates: on devices of its own if the placement says so.
+    def meshes(self, role: str, options: TrainOptions = _PLAIN, generation_tp: int = 1) -> dict[str, Mesh]:
+        """The ranks of a role by mesh, "train" and, of an actor, "rollout": on devices of its own if the placement says
+        so.
 
         Args:
             generation_tp: ranks that share one copy of the actor in generation.
 
         Raises:
-            ConfigError: the ranks cannot be shared so.
+            ConfigError: the ranks cannot be shared so, or do not ascend (`Mesh.check_order`).
         """
-        pool = self.mesh.pool(role)
-        meshes = {"train": Mesh(self._ranks(pool), layout_of(options, len(pool), pool.parallel))}
+        ranks, parallel = self._stand(role)
+        meshes = {"train": Mesh(ranks, layout_of(options, len(ranks), parallel))}
         if role == "actor":
-            ranks = self._ranks(self.mesh.pools.get("rollout") or pool)
+            ranks, _ = self._stand("rollout")
             if len(ranks) % generation_tp:
                 raise ConfigError(
                     f"layout: rollout.tensor_model_parallel_size={generation_tp} does not divide the {len(ranks)} "
@@ -159,11 +176,17 @@ class Controller:
             trains = meshes["train"]
             is_strided = set(ranks) == set(trains.ranks) and not trains.layout.is_plain
             meshes["rollout"] = generation_mesh(trains, tg=generation_tp) if is_strided else Mesh(ranks, layout)
-        return RoleMeshes(role, meshes)
+        for mesh in meshes.values():
+            mesh.check_order()
+        return meshes
 
-    def _ranks(self, pool: ResourcePool) -> tuple[int, ...]:
-        devices = self.mesh.devices
-        return tuple(device.index if self.executor == "torchrun" else devices.index(device) for device in pool.devices)
+    def _stand(self, role: str) -> tuple[tuple[int, ...], str]:
+        """The ranks of a role, and how they share its model, as `ResourcePool.parallel`."""
+        if self._placement is None:
+            return tuple(range(self.size)), "data"
+        pool, devices = self.mesh.pool(role), self.mesh.devices
+        numbers = (device.index if self.executor == "torchrun" else devices.index(device) for device in pool.devices)
+        return tuple(numbers), pool.parallel
 
     def wait(self, seconds: float) -> None:
         """Have ranks and controller wait so long for each other, where no `timeout` was given. Ranks that have met

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from verl.cluster.rank_context import ROLE
 from verl.weights.layout import Mesh
 
-#: Seconds that ranks wait for each other when nothing else is set.
-TIMEOUT = 1800.0
-
 
 @dataclass(frozen=True)
 class RoleMeshes:

@@ -24,6 +24,8 @@ Split = Literal["rows", "whole"]
 Collect = Literal["rows", "first", "batches", "shards", "none"]
 # What can be collected, by how the data are split.
 _COLLECTS: dict[str, tuple[str, ...]] = {"rows": ("rows", "batches", "none"), "whole": ("first", "shards", "none")}
+#: Seconds that ranks wait for each other when nothing else is set.
+TIMEOUT = 1800.0
 #: The mesh of all ranks of a role.
 ROLE = "role"
 #: Key of the process group that weights move over on their way from training to generation, while others compute.

@@ -4,6 +4,19 @@ Reading order: `graph`, `nodes`, `groups`, `columns`, `calls`, `result`, `loop`,
 `schedule`.
 """
 
-from verl.dataflow.symbols import advantages, experience, prompts, responses, updates
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.dataflow.symbols import advantages, experience, prompts, responses, updates
 
 __all__ = ["advantages", "experience", "prompts", "responses", "updates"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'verl.dataflow' has no attribute '{name}'")
+    from verl.dataflow import symbols  # what only an expression of a step needs
+
+    return getattr(symbols, name)

@@ -273,7 +273,7 @@ def _by_sample(samples: Batch) -> list[tuple[str, list[int]]]:
 def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:
     """Which of the given rows a result has, ascending, and its new columns in that order.
 
-    A result may repeat the columns it was given; those are as before and are left out.
+    A result may repeat the columns it was given, as they are; those are left out.
     """
     new = result.drop(read.columns)
     missing = [column for column, is_certain in node.writes.items() if is_certain and column not in result]
@@ -282,6 +282,11 @@ def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:
         faults = ([f"lacks {missing}"] if missing else []) + ([f"has undeclared {extra}"] if extra else [])
         raise DataError(f"what node '{node.name}' returned {' and '.join(faults)}; it declares {list(node.outputs)}")
     kept = _matched(node, read, result) if result.columns else list(range(len(read)))
+    if changed := result.changed(read):
+        raise DataError(
+            f"node '{node.name}' returned other values of column '{changed[0]}', which it was given: columns are "
+            "added, never overwritten. Return them under a name that the graph lacks, and name that in its outputs"
+        )
     if node.kind == "rows" and len(kept) < len(read):
         raise DataError(f"row-wise node '{node.name}' returned {len(kept)} rows for {len(read)}")
     order = sorted(range(len(kept)), key=kept.__getitem__)

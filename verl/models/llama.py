@@ -89,7 +89,9 @@ class FusedLayers:
         residual would hide an error in what a layer adds to it.
         """
         backbone: Any = self._packed.backbone
-        positions = spread_positions(len(tokens), self._packed.max_positions).to(tokens.device)
+        # Up to the model's last position: some behaviour starts beyond some length.
+        last = max(len(tokens), self._packed.max_positions or 0) - 1
+        positions = torch.linspace(0, last, len(tokens), dtype=torch.float64).long().to(tokens.device)
         calls = _layer_calls(self._packed, tokens, positions, context)
         if [index for index, *_ in calls] != list(range(len(backbone.layers))):
             return False
@@ -231,11 +233,6 @@ def _agree(got: list[Tensor], want: list[Tensor]) -> bool:
     tolerance = _TOLERANCE[want[0].dtype]
     pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True)]
     return all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
-
-
-def spread_positions(count: int, limit: int | None) -> Tensor:
-    """`count` positions from 0 to the model's last one, to cover behaviour that starts beyond some length."""
-    return torch.linspace(0, max(count, limit or count) - 1, count, dtype=torch.float64).long()
 
 
 class _Norm(torch.autograd.Function):

@@ -94,6 +94,8 @@ def load_model(
         model, report = _read(name, auto, kind, options, logged)
         _check_files(name, model, kind, Fit.of_report(report))
         _tie_config(model)
+        if positions is not None:
+            _note_positions(name, model, trust_remote_code)
     if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
         model = model.float()
     model.eval()
@@ -128,6 +130,8 @@ def meta_model(
         _check_files(name, model, kind)
         if is_tied_apart(model, weight_files(name)):
             model = _from_config(name, auto, kind, {**options, "tie_word_embeddings": False}, device)
+        if positions is not None:
+            _note_positions(name, model, trust_remote_code)
         with suppress(OSError):  # it has none
             if kind == "causal":
                 model.generation_config = GenerationConfig.from_pretrained(name)
@@ -212,6 +216,12 @@ def _from_config(name: str, auto: Any, kind: str, options: dict[str, Any], devic
     plain = {key: options[key] for key in ("dtype", "trust_remote_code")}
     model = on_meta(partial(auto.from_config, config, **plain), device)
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
+
+
+def _note_positions(name: str, model: Any, trust_remote_code: bool) -> None:
+    """What the files say of a model that is to have other positions: see `verl.models.rope.own_positions`."""
+    files = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    model.config.stored_max_position_embeddings = files.max_position_embeddings
 
 
 def _check_files(name: str, model: Any, kind: str, report: Fit | None = None) -> None:

@@ -53,7 +53,8 @@ class ModelOptions(Record):
     )
     max_position_embeddings: Count | None = limit(
         None,
-        "longest prompt and response together (null: what the model's config says)",
+        "longest prompt and response together (null: what the model's config says); an export has the config's own, "
+        "unless the model's outputs depend on it",
         added=True,
     )
     trust_remote_code: bool = limit(False, "run Python code that comes with the model")

@@ -1,11 +1,15 @@
-"""Rotary embeddings that change with the length of a row."""
+"""Rotary embeddings that change with the length of a row, or with the positions that a model is said to have."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 # Beyond the original length the frequencies of these depend on the longest position in the batch.
 _BATCH_DEPENDENT = ("dynamic", "longrope")
+# These are computed from `max_position_embeddings`.
+_POSITION_DEPENDENT = (*_BATCH_DEPENDENT, "yarn")
 
 
 def original_length(config: Any) -> int | None:
@@ -15,3 +19,27 @@ def original_length(config: Any) -> int | None:
         return None
     original = rope.get("original_max_position_embeddings")
     return original or getattr(config, "original_max_position_embeddings", None)
+
+
+@contextmanager
+def own_positions(config: Any) -> Iterator[None]:
+    """Inside, the configuration of a model that was loaded with other positions has those of its files, for what others
+    read; unless the model's outputs depend on them."""
+    stored = vars(config).pop("stored_max_position_embeddings", None)
+    if stored is None:
+        yield
+        return
+    live = config.max_position_embeddings
+    if _rope_kinds(config).isdisjoint(_POSITION_DEPENDENT):
+        config.max_position_embeddings = stored
+    try:
+        yield
+    finally:
+        config.max_position_embeddings, config.stored_max_position_embeddings = live, stored
+
+
+def _rope_kinds(config: Any) -> set[Any]:
+    """Of all layers, or of each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    of_some = [part for part in rope.values() if isinstance(part, Mapping)]
+    return {part.get("rope_type", part.get("type")) for part in (rope, *of_some)}

@@ -15,6 +15,7 @@ from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.lora import has_adapters, merged_shards, save_adapter
 from verl.models.probe import check_export
+from verl.models.rope import own_positions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,8 @@ def save_pretrained_dir(
         raise ModelError(f"the model cannot be written to {path}: {error}") from error
     _clear(path, adapter, () if tokenizer is None else _TEMPLATES)
     try:
-        _save(model, path, adapter, first)
+        with own_positions(model.config):
+            _save(model, path, adapter, first)
     except ValueError as error:  # settings of generation that contradict each other, in a model made in Python
         raise ModelError(f"transformers does not write {type(model).__name__} to {path}: {error}") from error
     if tokenizer is not None:

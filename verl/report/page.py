@@ -127,7 +127,10 @@ def render(run: Path, live: bool = False) -> str:
             f"<span class=chip>{html.escape(text)}</span>" for text in _chips(summary, metrics, run / "config.yaml")
         ),
         "hero": _hero(summary, evals),
-        "tiles": "".join(_tile(*tile) for tile in _tiles(summary, metrics)),
+        "tiles": "".join(
+            f"<div class=tile><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>"
+            for value, label in _tiles(summary, metrics)
+        ),
         "files": _files(run),
         "config": html.escape(config or "config.yaml is missing"),
         "environment": _table(_json(run / "environment.json")),
@@ -492,10 +495,6 @@ def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[t
         yield f"{rewards[-1]:.{decimals(abs(rewards[-1]), 3)}f}", "mean reward, last step"
     if is_number(value := summary.get("seconds")):
         yield duration(value), "duration"
-
-
-def _tile(value: str, label: str) -> str:
-    return f"<div class=tile><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>"
 
 
 def duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.checked import checked, validated
 from verl.errors import CheckpointError, ConfigError
+from verl.names import disjoint
 from verl.rewards.source import RewardResult, RewardSource, source_of
 
 
@@ -58,10 +59,13 @@ class CompositeReward:
 
     async def score(self, batch: Batch) -> RewardResult:
         results = await asyncio.gather(*(source.score(batch) for source in self.parts.values()))
-        components: dict[str, list[float | None]] = {}
-        for name, result in zip(self.parts, results, strict=True):
-            components[name] = result.reward
-            components.update({f"{name}/{inner}": values for inner, values in result.components.items()})
+        components = disjoint(
+            f"a component of reward '{self.name}'",
+            *(
+                {name: result.reward, **{f"{name}/{inner}": values for inner, values in result.components.items()}}
+                for name, result in zip(self.parts, results, strict=True)
+            ),
+        )
         counts: Counter[str] = Counter()
         for result in results:
             counts.update(result.counts)

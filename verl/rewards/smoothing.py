@@ -9,6 +9,7 @@ from pydantic import Field
 from verl.batch import Batch
 from verl.checked import checked
 from verl.errors import CheckpointError
+from verl.names import disjoint
 from verl.rewards.source import RewardResult, RewardSource
 
 
@@ -39,7 +40,8 @@ class Smoothed:
             self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
         mean = self.mean or 0.0
         smooth = [None if r is None else (1 - self.decay) * r + self.decay * mean for r in result.reward]
-        return RewardResult(smooth, {**result.components, "raw": result.reward}, result.reasons, result.counts)
+        components = disjoint(f"a component of reward '{self.name}'", result.components, {"raw": result.reward})
+        return RewardResult(smooth, components, result.reasons, result.counts)
 
     def state_dict(self) -> dict[str, Any]:
         inner = {"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {}

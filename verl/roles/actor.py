@@ -30,9 +30,9 @@ from verl.models.lora import has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, empty_copy
 from verl.models.rope import original_length
-from verl.models.save import save_pretrained_dir
 from verl.models.source import ModelFiles, ModelSource
 from verl.models.wrapped import unwrapped
+from verl.names import disjoint
 from verl.ranks import registry
 from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences, expand
@@ -229,7 +229,7 @@ class Actor(ModelHandle[ActorWorker]):
         )
         rollout = self.rollout_options if self.head == "lm" else None
         group = self.controller.group(self.role, recipe, self.train_options, self.modules, rollout)
-        layout = self.controller.meshes(self.role, self.train_options).meshes["train"].layout
+        layout = self.controller.meshes(self.role, self.train_options)["train"].layout
         self.is_cut = self.files is None and self.controller.executor == "torchrun" and not layout.is_plain
         if self.is_cut:
             self.modules = empty_copy(self.modules, "meta")
@@ -479,7 +479,7 @@ class Actor(ModelHandle[ActorWorker]):
         algorithm = self.algorithm or default_algorithm(batch)
         batch = experience(algorithm, batch, reads(algorithm, self, {}))
         prepared, metrics = prepare(algorithm, self, batch)
-        return {**metrics, **self.train(prepared, algorithm)}
+        return disjoint(f"a metric of algorithm '{algorithm.name}'", metrics, self.train(prepared, algorithm))
 
     def needs_old_log_probs(self, algorithm: BaseAlgorithm, batch: Batch, samples: int | None = None) -> bool:
         """Whether the log-probs before the update must be computed: not for one step on the policy's own samples,
@@ -567,6 +567,8 @@ class Actor(ModelHandle[ActorWorker]):
     def save_pretrained(self, path: str | Path, *, adapter: bool = False) -> None:
         """Write a plain Hugging Face directory: weights (adapters merged into them), config and tokenizer; or
         (`adapter`) a directory of the adapters alone, which peft loads."""
+        from verl.models.save import save_pretrained_dir
+
         save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter, first=self._first)
 
     def present_model(self) -> PreTrainedModel:

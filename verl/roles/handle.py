@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from verl.cluster.controller import Controller
 from verl.errors import ConfigError
-from verl.models.adapter_check import check_adapters
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
@@ -179,6 +178,8 @@ class ModelHandle(Generic[W_co]):
             if loading.lora is not None:
                 add_lora(self.modules, loading.lora, seed)
             elif has_adapters(self.modules):
+                from verl.models.adapter_check import check_adapters
+
                 check_adapters(self.modules)
         if loading.lora is not None:
             from verl.roles.lora_base import LoraBase

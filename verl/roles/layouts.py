@@ -44,7 +44,8 @@ def lay_out(handles: Sequence[Actor | Critic], placements: Iterable[Any], strate
     for handle in handles:
         if choices:
             handle.set_placement(choices[0])
-        handle.train_with(**changes)
+        if changes:
+            handle.train_with(**changes)
 
 
 def by_workers(rollout: int | None, update: int | None) -> dict[str, int] | None:
@@ -78,13 +79,12 @@ def enable_hybrid_engine(
         raise ConfigError(f"hybrid engine: a model with a '{actor.head}' head writes no responses")
     if options.name not in ("auto", *ENGINES):
         raise ConfigError(f"hybrid engine: it is for the engines embedded, hf and vllm, not {options.name!r}")
-    if "rollout" in actor.controller.mesh.pools:
-        pools = actor.controller.mesh.pools
-        if set(pools["rollout"].devices) != set(actor.controller.mesh.pool("actor").devices):
-            raise ConfigError(
-                "hybrid engine: placement gives generation devices of its own, where weights travel to after each "
-                "update: leave 'rollout' out of the placement"
-            )
+    pool = actor.controller.own_pool("rollout")
+    if pool is not None and set(pool.devices) != set(actor.controller.mesh.pool("actor").devices):
+        raise ConfigError(
+            "hybrid engine: placement gives generation devices of its own, where weights travel to after each "
+            "update: leave 'rollout' out of the placement"
+        )
     chosen = {"overlap_comm": overlap_comm, "tensor_model_parallel_size": tensor_parallel_size}
     changes = {name: value for name, value in chosen.items() if value is not None}
     actor.rollout_options = options.replace(**changes)
@@ -92,7 +92,7 @@ def enable_hybrid_engine(
     options = actor.rollout_options
     if tensor_parallel_size is None and options.name == "embedded" and options.tensor_model_parallel_size == 1:
         actor.rollout_options = options = options.replace(tensor_model_parallel_size=_best_size(actor))
-    meshes = actor.controller.meshes("actor", actor.train_options, options.tensor_parallel).meshes
+    meshes = actor.controller.meshes("actor", actor.train_options, options.tensor_parallel)
     train, generation = meshes["train"].layout, meshes["rollout"].layout
     generation.check(ModelShape.of(actor.modules.config))
     if train.is_plain and generation.is_plain:
@@ -115,7 +115,7 @@ def _best_size(actor: Actor) -> int:
     """Ranks that share the weights in generation: by the planner's model the quickest of those that leave memory for
     what else it takes; where none does, the most. Ranks that hold the whole weights already do not share them."""
     ranks = len(actor.controller.mesh.pool("actor"))
-    train = actor.controller.meshes("actor", actor.train_options, 1).meshes["train"].layout
+    train = actor.controller.meshes("actor", actor.train_options, 1)["train"].layout
     if train.is_plain:
         return 1
     seconds = generation_seconds(actor, train, _possible_sizes(actor, ranks), ranks)
@@ -127,7 +127,7 @@ def _possible_sizes(actor: Actor, ranks: int) -> list[int]:
     shape, possible = ModelShape.of(actor.modules.config), []
     for size in range(1, ranks + 1):
         try:
-            meshes = actor.controller.meshes("actor", actor.train_options, size).meshes
+            meshes = actor.controller.meshes("actor", actor.train_options, size)
             meshes["rollout"].layout.check(shape)
         except ConfigError:
             continue

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
+from verl.errors import DataError
 from verl.workers.update import loss_needs
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def prepare(
 
     Args:
         together: samples of the whole update, where it has others besides.
+
+    Raises:
+        DataError: the algorithm's `prepare` gave a column of the samples other values.
     """
     if "log_probs" not in samples and actor.needs_old_log_probs(algorithm, samples, together):
         rows = _rows_in_update(algorithm, actor, samples)
@@ -62,7 +66,14 @@ def prepare(
             samples = samples.add(actor.compute_log_probs(samples))
         elif rows:
             samples = samples.add(actor.compute_log_probs(samples.take(rows)).among(rows, len(samples)))
-    return algorithm.prepare(samples)
+    prepared, metrics = algorithm.prepare(samples)
+    if changed := prepared.changed(samples):
+        raise DataError(
+            f"algorithm '{algorithm.name}': its prepare returned other values of column '{changed[0]}', which the "
+            "samples have: columns are added, never overwritten. Return them under a name that the samples lack, such "
+            f"as '{algorithm.name}_{changed[0]}', and read that (in a loss: name it in loss_columns)"
+        )
+    return prepared, metrics
 
 
 def _rows_in_update(algorithm: BaseAlgorithm, actor: Actor, samples: Batch) -> list[int]:

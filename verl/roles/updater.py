@@ -11,6 +11,7 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.combinations import check
 from verl.errors import ConfigError
+from verl.names import disjoint
 from verl.ranks import registry
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
@@ -93,10 +94,10 @@ class Updater:
         """Update every model from scored sequences; `rewards` as in `Actor.update`, or already a column."""
         batch = sequences if rewards is None else add_rewards(sequences, rewards)
         prepared, metrics = self.prepare(self.experience(batch))
-        metrics.update(role_metrics("actor", self.actor.train(prepared, self.algorithm)))
+        of_roles = [role_metrics("actor", self.actor.train(prepared, self.algorithm))]
         for role, critic in self.critics.items():
-            metrics.update(role_metrics(role, critic.train(prepared, self.algorithm, role)))
-        return metrics
+            of_roles.append(role_metrics(role, critic.train(prepared, self.algorithm, role)))
+        return disjoint(f"a metric of algorithm '{self.algorithm.name}'", metrics, *of_roles)
 
     __call__ = update
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from verl.algorithms import BaseAlgorithm
 from verl.cluster.controller import Controller
-from verl.cluster.placement import ROLES
 from verl.config import Config, CostConfig, RewardConfig
 from verl.models.loading import load_model
 from verl.report.sinks import Logger
@@ -26,6 +25,8 @@ from verl.workers.update import UpdatePlan
 
 def placed_roles(config: Config, algorithms: Iterable[BaseAlgorithm]) -> list[str]:
     """The roles of a run of these algorithms that a placement names."""
+    from verl.cluster.placement import ROLES
+
     algorithms = list(algorithms)
     generates = ["rollout"] if any(algorithm.online for algorithm in algorithms) else []
     models = roles_of(config, algorithms) - {"actor", "reward", "cost"}

@@ -32,7 +32,7 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     if not device.is_here(actor.controller.device):
         logger.info("memory is not checked: this process sees no '%s'", actor.controller.device)
         return
-    layout = actor.controller.meshes("actor", actor.train_options).meshes["train"].layout
+    layout = actor.controller.meshes("actor", actor.train_options)["train"].layout
     available = _available(actor, size) - _others(config, list(algorithms), size)
     head = HeadSizes.on(actor.controller.device)
     estimate = actor_memory(config, size, layout.shard * layout.tp * layout.pp, available, head)

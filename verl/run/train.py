@@ -65,7 +65,8 @@ def train(
     clock = _Clock(began)
     _seed(config.trainer.seed)
     checked = check_settings(config)
-    config = _with_steps(config, checked)
+    if config.trainer.total_epochs is not None:
+        config = _with_steps(config, checked, config.trainer.total_epochs)
     settings = config.trainer
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -125,11 +126,8 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _with_steps(config: Config, checked: Checked) -> Config:
+def _with_steps(config: Config, checked: Checked, epochs: int) -> Config:
     """`trainer.total_epochs` as steps: a batch that an epoch does not fill is not counted."""
-    epochs = config.trainer.total_epochs
-    if epochs is None:
-        return config
     if config.tasks:
         raise ConfigError("trainer.total_epochs: each of several tasks has data of its own: give trainer.total_steps")
     steps = max(1, epochs * checked.data.rows // config.data.batch_size)

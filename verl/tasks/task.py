@@ -64,7 +64,6 @@ class Task:
     ) -> None:
         # These import transformers, without which settings are checked.
         from verl.dataflow.nodes import RewardNode
-        from verl.dataflow.stages import make_stages, stage_nodes
         from verl.roles.reward import Reward
 
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
@@ -76,8 +75,13 @@ class Task:
             self.episode = as_episode(episode)
         self.algorithm = make_algorithm(algorithm)
         by_role = dict(sources or {})
-        stages = make_stages(nodes)
-        further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
+        stages: dict[str, Any] = {}
+        further: list[Node] = []
+        if nodes:
+            from verl.dataflow.stages import make_stages, stage_nodes
+
+            stages = make_stages(nodes)
+            further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
         written = {column for node in further for column in node.writes}
         gives_reward = getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles
         # Where a node writes it, agents need no source; rewards of environments have one, and clash with the node.

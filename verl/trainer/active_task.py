@@ -14,6 +14,7 @@ from verl.data.tokenize import KnownPrompts
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import RolloutNode
 from verl.errors import ConfigError, RolloutError
+from verl.names import disjoint
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic, as_critic, copy_of
@@ -133,7 +134,8 @@ class ActiveTask:
             prepared, metrics = self.updater.prepare(recorded.batch)
         finally:
             self.algorithm.load_state_dict(state_before)
-        return {**metrics, **self.actor.compute_loss(prepared, self.algorithm)}
+        of_loss = self.actor.compute_loss(prepared, self.algorithm)
+        return disjoint(f"a metric of algorithm '{self.algorithm.name}'", metrics, of_loss)
 
     def check_failures(self) -> None:
         """Raises RewardError or RolloutError if every reward, or every episode, has failed so far, however few."""

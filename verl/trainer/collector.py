@@ -27,6 +27,7 @@ from verl.dataflow.scores import (
     written_tokens,
 )
 from verl.errors import DataError, RolloutError
+from verl.names import disjoint
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
 from verl.rewards.calls import is_async
@@ -167,7 +168,7 @@ class SampleCollector:
         results = await all_of(map(asyncio.wrap_future, groups))
         result = await self.replay(Batch.concat(group.batch for group in results), key)
         metrics = combined([(len(group.batch), group.metrics) for group in results])
-        result = replace(result, metrics=metrics | result.metrics)
+        result = replace(result, metrics=disjoint("a metric of a node", metrics, result.metrics))
         keep = await self._keep(result.batch)
         return Samples(result.batch if keep is None else result.batch.filter(keep), [result])
 
@@ -193,7 +194,8 @@ class SampleCollector:
         record: dict[str, Any] = score_metrics(ended)
         if "rollout" in samples.draws[0].timings:
             record |= self._rollout_metrics(samples.draws)
-        record |= combined([(len(result.batch), result.metrics) for result in samples.draws])
+        of_nodes = combined([(len(result.batch), result.metrics) for result in samples.draws])
+        record = disjoint("a metric of a node", record, of_nodes)
         if "rollout" in samples.draws[0].timings:
             drawn = [own_samples(result.batch) for result in samples.draws]
             record |= _failures([*map(by_episode, drawn)]) | episode_metrics(Batch.concat(drawn))

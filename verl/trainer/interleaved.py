@@ -20,6 +20,7 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
+from verl.data.tokenize import Truncation
 from verl.errors import ConfigError, TrainingError
 from verl.record import Staleness
 from verl.roles.actor import Actor
@@ -78,12 +79,20 @@ class InterleavedTrainer(Trainer):
         raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")
 
     def fit(
-        self, prompts: Any, steps: int | None = None, *, batch_size: int | None = None, **options: Any
+        self,
+        prompts: Any,
+        steps: int | None = None,
+        *,
+        batch_size: int | None = None,
+        max_prompt_length: int | None = None,
+        truncation: Truncation = "error",
     ) -> dict[str, Any]:
         if not isinstance(prompts, TaskLoader):
             raise ConfigError(f"interleaved training draws from a TaskLoader, not from a {type(prompts).__name__}")
         try:
-            return super().fit(prompts, steps, batch_size=batch_size, **options)
+            return super().fit(
+                prompts, steps, batch_size=batch_size, max_prompt_length=max_prompt_length, truncation=truncation
+            )
         finally:
             self._land()
 

@@ -15,6 +15,7 @@ from verl.errors import ConfigError
 from verl.keywords import takes
 from verl.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
 from verl.report.sinks import Logger
+from verl.rollout.base import SamplingParams
 from verl.tasks.file import read_tasks
 from verl.tasks.task import Task, algorithm_beside, check_tasks
 
@@ -158,7 +159,9 @@ def tasks_of(
     config_path: str | Path | None = None,
     algorithm: str | BaseAlgorithm | None,
     tasks: Sequence[Task] | None,
-    **of_one: Any,
+    n: int | None,
+    sampling: SamplingParams | Mapping[str, Any] | None,
+    nodes: Mapping[str, Any] | Iterable[str],
 ) -> list[Task]:
     """The tasks of a trainer: those that are given, those of a file, or the only one, made of arguments of the trainer.
 
@@ -166,7 +169,7 @@ def tasks_of(
         keywords: options of the algorithm.
         reward_fn, cost, environment, config_path: as of `Trainer`.
         actor: whose episode, if it says its rewards itself, is that of the only task.
-        of_one: n, sampling and nodes, as of `Task`.
+        n, sampling, nodes: as of `Task`.
 
     Raises:
         ConfigError: tasks are given twice, or beside what each of them has; an option that no algorithm has.
@@ -190,8 +193,8 @@ def tasks_of(
             from verl.rollout.environments import as_environments
 
             played = as_environments(environment)
-        tasks = [Task(algorithm=only, sources=sources, episode=played, **of_one)]
-    elif environment is not None or sources or keywords or algorithm is not None or any(of_one.values()):
+        tasks = [Task(algorithm=only, sources=sources, episode=played, n=n, sampling=sampling, nodes=nodes)]
+    elif environment is not None or sources or keywords or algorithm is not None or n or sampling or nodes:
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
         raise ConfigError(
             "tasks have their own reward, cost, episode, algorithm, n, sampling and nodes: give the trainer "

@@ -333,13 +333,15 @@ class Trainer:
             logger.info("a checkpoint is saved to %s every %d steps", self.log_dir / "checkpoints", every)
         return self.checkpoints
 
-    def enable_3d_hybrid_engine(self, **options: Any) -> Mesh:
+    def enable_3d_hybrid_engine(
+        self, *, tensor_parallel_size: int | None = None, overlap_comm: bool | None = None
+    ) -> Mesh:
         """Have the actor generate in a layout of its own on the ranks that train it; before the first step.
 
         Returns:
-            The mesh of generation. See `enable_hybrid_engine`, which the options are of.
+            The mesh of generation. See `enable_hybrid_engine`.
         """
-        return enable_hybrid_engine(self.actor, **options)
+        return enable_hybrid_engine(self.actor, tensor_parallel_size=tensor_parallel_size, overlap_comm=overlap_comm)
 
     def step(self, prompts: Any) -> dict[str, Any]:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
@@ -404,14 +406,14 @@ class Trainer:
     def _note(self, samples: Mapping[str, Samples]) -> dict[str, int]:
         """Tell a loader with pools how its prompts scored; their sizes."""
         scores: dict[str, list[float | None]] = {}
-        metrics = {source.pools.options.metric for source in pooled(self._loader).values() if source.pools}
-        for metric in metrics:
+        for metric in {source.pools.options.metric for source in pooled(self._loader).values() if source.pools}:
             for name, drawn in samples.items():
                 scores |= drawn.scores(metric) if self.tasks[name].algorithm.online else {}
         return note_scores(self._loader, scores)
 
     def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
-        self.update_phase.weights.update(self.mixture.weights(samples))
+        if len(self.tasks) > 1:
+            self.update_phase.weights.update(self.mixture.weights(samples))
         metrics = self.learn(samples if len(self.tasks) > 1 else samples[self.task.name])
         return {**metrics, "updated": "update/empty" not in metrics}
 
@@ -609,17 +611,15 @@ class Trainer:
             options = self.held_out
             evaluation = self.evaluate(rows.batch, options.metrics, **options.sampling)
             if options.kl:
-                measured["kl/eval"] = self._kl_to_reference(evaluation.samples, greedy=options.temperature == 0)
+                graph = Graph([*log_prob_nodes(self.actor)], evaluation.samples.columns)
+                samples = self.runner.run(graph, evaluation.samples).batch
+                measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=options.temperature == 0)
         result = self.held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
         if self.guards is not None:
             self.guards.observe(metrics, self.steps)
         return result
-
-    def _kl_to_reference(self, samples: Batch, *, greedy: bool) -> float:
-        graph = Graph([*log_prob_nodes(self.actor)], samples.columns)
-        return kl_to_reference(self.runner.run(graph, samples).batch, "log_probs", greedy=greedy)
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it anew."""

@@ -10,6 +10,7 @@ from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import SLOT, UpdateNode, deadline_of
 from verl.dataflow.scores import own_samples
+from verl.names import disjoint
 from verl.report.samples import permuted
 from verl.roles.actor import Actor
 from verl.roles.updater import role_metrics
@@ -67,7 +68,7 @@ class UpdatePhase:
         trained -= round(metrics.get("update/tokens_left_out/actor", 0.0))
         seconds = sum(updates)
         timed = {"train/tokens": trained, "train/tokens_per_s": trained / max(seconds, 1e-9), "time/update": seconds}
-        return metrics | timed
+        return disjoint("a metric of the algorithm, or of a node,", metrics, timed)
 
     def _nodes(self) -> list[Node]:
         """The nodes of several tasks: `prepare_<task>`, `update_<critic>_<task>`, and `update_actor` after all."""

@@ -44,8 +44,8 @@ class Ranks:
 
     def group(self, *dims: str) -> Any:
         """The process group along these dimensions; None where this rank is alone. All its ranks come here together."""
-        members = tuple(sorted(self.mesh.group(self.rank, *dims)))
-        if len(members) == 1:
+        members = () if self._all is None else tuple(sorted(self.mesh.group(self.rank, *dims)))
+        if len(members) < 2:
             return None
         if members not in self._groups:
             timeout = self._all._get_backend(self._all._device_types[0]).options._timeout

@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 from verl import ranks
 from verl.batch import Batch
 from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, split_rows, stalled
-from verl.cluster.meshes import TIMEOUT, RoleMeshes
+from verl.cluster.meshes import RoleMeshes
+from verl.cluster.rank_context import TIMEOUT
 from verl.cluster.rank_worker import Order, RankWorker, stacks
 from verl.cluster.torchrun.codec import decode_error, encode_error
 from verl.cluster.torchrun.link import Link, Message, control_group

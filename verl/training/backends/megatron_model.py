@@ -154,9 +154,18 @@ class MegatronModel(nn.Module):
             stage.outgoing = hidden.transpose(0, 1)
         return hidden[:, 0]
 
-    def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def log_probs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        statistics: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """`token_log_probs` of `targets` `[N]`, given hidden states `[N, d]`."""
-        return token_log_probs(hidden, self._head(), targets, **options)
+        head = self._head()
+        return token_log_probs(hidden, head, targets, temperature=temperature, entropy=entropy, statistics=statistics)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """Values or scores `[N]` for hidden states `[N, d]`."""
