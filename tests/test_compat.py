@@ -77,6 +77,16 @@ def test_flags_of_before_are_known_by_their_new_names() -> None:
     assert settings["algorithm.name"] == "ppo" and settings["critic.optim.lr"] == 9e-6
 
 
+def test_a_whole_command_names_its_script() -> None:
+    flags = ["--model.model_name_or_path", "model"]
+    plain, _ = translate(["train_sft", *flags])
+    for words in ("python3 -m", "deepspeed --module", "ray job submit --address=http://127.0.0.1:8265 -- python3 -m"):
+        assert translate([*words.split(), "openrlhf.cli.train_sft", *flags])[0] == plain
+    for word in ("openrlhf.cli.train_kto", "train_kd"):
+        with pytest.raises(ConfigError, match="nothing here takes the place of OpenRLHF's train_k"):
+            translate([word, *flags])
+
+
 def test_all_that_has_no_meaning_here_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         translate(shlex.split("--pretrain M --train.async_enable --rollout.temperatur 1 --actor.optim muon"))

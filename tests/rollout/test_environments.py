@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import verl
 from tests.rollout.test_tools import Scripted
 from verl.config import load_config
 from verl.errors import ConfigError
+from verl.rewards.environments import EnvironmentReward
 from verl.rollout.base import SamplingParams
 from verl.rollout.environments import EnvironmentEpisode, as_environments
 from verl.rollout.episode import run_episodes
@@ -256,6 +258,54 @@ def test_one_that_is_late_runs_once_more(chat: PreTrainedTokenizerBase) -> None:
 
     (outcome,), _ = play(hermes(Late, deadline=0.2), chat, ["Hi" + END] * 2)
     assert "twice: the environment took longer than 0.2 s" in str(outcome.error)
+
+
+def test_a_second_run_gets_its_columns_as_they_were(chat: PreTrainedTokenizerBase) -> None:
+    sizes: list[tuple[int, int]] = []
+
+    class Takes(Counter):
+        def reset(self, items: list[int], prompt: list[Any], **row: Any) -> None:  # type: ignore[override]
+            sizes.append((len(items), len(prompt)))
+            items.pop(), prompt.append(prompt[0])
+            self.total = 0
+            time.sleep(1.0 if len(sizes) == 1 else 0)
+
+    (outcome,), _ = play(hermes(Takes, deadline=0.3), chat, ["Hi" + END], [row_of(items=[1, 2])])
+    assert sizes == [(2, 1), (2, 1)] and [m["role"] for m in outcome.responses[0].messages or ()] == [
+        "user",
+        "assistant",
+    ]
+
+
+class Ends(Counter):
+    async def leave(self) -> None:
+        """Exit."""
+        sys.exit(3)
+
+    async def cancel(self) -> None:
+        """Cancel."""
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(("name", "says"), [("leave", "SystemExit(3)"), ("cancel", "it cancelled itself")])
+def test_an_async_tool_that_ends_itself_fails_alone(chat: PreTrainedTokenizerBase, name: str, says: str) -> None:
+    (outcome,), _ = play(hermes(Ends), chat, [call(name), "So." + END])
+    assert outcome.error is None and str(outcome.responses[0].messages).count(says) == 1
+
+
+def test_what_a_reset_says_is_unicode(chat: PreTrainedTokenizerBase) -> None:
+    class Half(Counter):
+        def reset(self, **row: Any) -> str:
+            return "\ud83d"
+
+    (outcome,), _ = play(hermes(Half), chat, [])
+    assert "DataError: a message has a text that is no Unicode" in str(outcome.error)
+
+
+def test_a_reward_that_training_cannot_compute_with_abstains() -> None:
+    rewards = verl.Batch.from_columns({"episode_reward": [1e39, 1.0]})
+    result = asyncio.run(EnvironmentReward("Game").score(rewards))
+    assert [*result.reward] == [None, 1.0] and result.reasons[0] == "Game.get_reward() returned 1e+39"
 
 
 def test_turns_are_bounded_as_trl_bounds_them(chat: PreTrainedTokenizerBase) -> None:

@@ -75,9 +75,9 @@ def test_another_model_is_asked_as_it_is_and_never_trained(judge: tuple[str, lis
 def test_addresses_of_models() -> None:
     for url in ("judge", ""):
         with pytest.raises(ConfigError, match="'judge' is 'start' or the address of a server"):
-            Gateway("agent", models={"judge": url})
+            Gateway("sh agent", models={"judge": url})
     for url, asks_start in (("start", True), (None, False)):
-        assert Gateway("agent", models={"judge": url}).asks_start == asks_start
+        assert Gateway("sh agent", models={"judge": url}).asks_start == asks_start
 
 
 KEY, PLACE = "sk-of-the-judge", "http://127.0.0.1:1/v1"
@@ -121,13 +121,13 @@ def test_keys_that_are_refused(monkeypatch: pytest.MonkeyPatch, models: Any, key
     monkeypatch.setenv("JUDGE_KEY", KEY)
     monkeypatch.setenv("BAD_KEY", "schlüssel")
     with pytest.raises(ConfigError, match=message):
-        Gateway("agent", models=models, model_keys=keys)
+        Gateway("sh agent", models=models, model_keys=keys)
 
 
 def test_keys_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     for url in ("http://localhost:8000/v1", "http://[::1]:8000/v1", "https://judge.example.org/v1"):
-        Gateway("agent", models={"judge": url}, model_keys={"judge": "JUDGE_KEY"})
+        Gateway("sh agent", models={"judge": url}, model_keys={"judge": "JUDGE_KEY"})
 
 
 def test_another_model_that_is_late() -> None:

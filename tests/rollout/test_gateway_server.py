@@ -10,11 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
 from tests.rollout.test_tools import Scripted
 from tests.sockets import LOOPBACK, listeners
@@ -305,6 +310,26 @@ def test_bounds_that_are_used_up_refuse_and_count(bounds: dict[str, int]) -> Non
     assert run.record.truncated and run.outcome.responses[0].reward == 1.0
 
 
+def test_replies_beside_each_other_keep_the_bound_of_tokens() -> None:
+    long, short = "Two plus two is four. " * 9, "Hi.<|im_end|>"
+
+    def agent(base_url: str, api_key: str, row: Any) -> float:
+        bodies = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            seen.extend(pool.map(lambda body: post(base_url, api_key, body).status_code, bodies))
+        return 1.0
+
+    for texts, statuses in (([long] * 3, [200] * 3 + [403] * 3), ([short] * 6, [200] * 6)):
+        seen: list[int] = []
+        run = Run(agent, texts, params=SamplingParams(max_new_tokens=16), max_tokens=40)
+        assert sum(len(call.sample.tokens) for call in run.record.calls) <= 40
+        assert sorted(seen) == statuses and run.record.truncated == (403 in seen)
+    run = Run(
+        asking([], {"messages": HELLO, "n": 4}), [long] * 4, params=SamplingParams(max_new_tokens=16), max_tokens=40
+    )
+    assert [len(call.sample.tokens) for call in run.record.calls] == [10] * 4
+
+
 def test_a_key_ends_with_its_episode() -> None:
     late: list[Any] = []
 
@@ -515,10 +540,76 @@ def test_an_agent_that_raises_is_left_out_with_its_last_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), "good", {"rewards": 1}, {"reward": "x"}, {"calls": {"a": None, "b": ""}}]
-)
+    "value",
+    [
+        float("nan"), 1e39, "good", {"rewards": 1}, {"reward": "x"}, {"calls": {"a": None, "b": ""}},
+        {"trajectories": [1]}, {"calls": "x"},
+    ],
+)  # fmt: skip
 def test_an_agent_that_returns_no_reward_at_all_is_left_out(value: Any) -> None:
     assert "the agent raised" in str(Run(failing(value)).outcome.error)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.array([0.5]), torch.tensor(0.5), {"reward": np.float64(0.5)}])
+def test_a_reward_is_a_number_of_whichever_library(value: Any) -> None:
+    assert Run(failing(value)).outcome.responses[0].reward == 0.5
+
+
+async def asked(reward: Any, base_url: str, api_key: str, row: Any) -> Any:
+    async with httpx.AsyncClient() as client:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        await client.post(f"{base_url}/chat/completions", json={"messages": HELLO}, headers=headers)
+    return reward() if callable(reward) else reward
+
+
+def cancels() -> None:
+    raise asyncio.CancelledError
+
+
+def test_an_async_function_behind_another_is_awaited() -> None:
+    for agent in (partial(asked, 0.5), lambda base_url, api_key, row: asked(0.5, base_url, api_key, row)):
+        assert Run(agent).outcome.responses[0].reward == 0.5
+
+
+@pytest.mark.parametrize("ends", [sys.exit, cancels])
+def test_an_agent_that_ends_itself_has_raised(ends: Callable[[], None]) -> None:
+    async def agent(base_url: str, api_key: str, row: Any) -> None:
+        await asked(ends, base_url, api_key, row)
+
+    assert "the agent raised" in str(Run(agent).outcome.error)
+    assert Run(agent, on_agent_error=0.0).outcome.responses[0].reward == 0.0
+
+
+def test_a_second_run_gets_its_row_as_it_was() -> None:
+    seen: list[Any] = []
+
+    def agent(base_url: str, api_key: str, row: Any) -> float:
+        seen.append(len(row["messages"]))
+        row["messages"] += HELLO
+        time.sleep(1.5 if len(seen) == 1 else 0)
+        post(base_url, api_key, {"messages": row["messages"]})
+        return 1.0
+
+    assert Run(agent, deadline=0.7, row={"messages": HELLO}).outcome.error is None and seen == [1, 1]
+
+
+HALF = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d"}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+def test_half_of_a_pair_of_utf_16_is_no_text(path: str) -> None:
+    """Of a client it is refused by name; of the policy it is no call, so that an answer can always be written."""
+    seen: list[httpx.Response] = []
+    fields = {"messages": HELLO, "max_tokens": 400} if path == "/messages" else {"messages": HELLO}
+    fields = {"input": "Hello."} if path == "/responses" else fields
+    asking_half = json.dumps(fields).replace("Hello.", "\\ud83d")
+    flat = {"name": "add", "input_schema": {}} if path == "/messages" else {"type": "function", "name": "add"}
+    body = {**fields, "tools": [ADD if path == "/chat/completions" else flat]}
+    bodies = [asking_half.encode(), asking_half.encode("utf-16"), body, {**body, "stream": True}]
+    run = Run(asking(seen, *bodies, path=path), [HALF, HALF])
+    assert [answer.status_code for answer in seen] == [400, 400, 200, 200], run.outcome.error
+    assert "no Unicode" in seen[0].text and "ud83d" in seen[2].text and "ud83d" in seen[3].text
+    assert [call.reply.calls for call in run.record.calls] == [(), ()]
 
 
 def test_an_agent_may_leave_the_reward_to_others() -> None:
@@ -710,6 +801,50 @@ def test_a_command_that_never_ends_is_killed_with_all_that_it_started(tmp_path: 
     assert len(started) == 2 and not any(
         Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in started
     )
+
+
+LEFT = "import subprocess; subprocess.Popen(['sleep', '15'], start_new_session=%s); print(0.5)"
+
+
+@pytest.mark.quick(every=2)
+@pytest.mark.parametrize("end", [LEFT % False, LEFT % True, "print('x' * 300_000); print(0.5)"])
+def test_a_command_has_ended_when_its_process_has(tmp_path: Path, end: str) -> None:
+    """Whether what it started goes on, with its output open, or it says much before it reads its row."""
+    (tmp_path / "agent.py").write_text(COMMAND.replace("sys.stdin.readline()", '\'{"question": "Q"}\'') + end)
+    run = Run([sys.executable, str(tmp_path / "agent.py")], row={"long": "y" * 300_000}, deadline=6.0)
+    assert run.outcome.error is None and run.outcome.responses[0].reward == 0.5
+
+
+def test_a_program_that_is_not_there_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="there is no program 'no-such-program'"):
+        Gateway("no-such-program agent.py")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "end"),
+    [
+        (200, b"0.5", 0.5), (204, b"", None), (200, b"fine", "answered 200: 'fine'"), (302, b"", "answered 302"),
+        (500, b"Internal Server Error", "answered 500: 'Internal Server Error'"),
+    ],
+)  # fmt: skip
+def test_what_an_address_answers(status: int, body: bytes, end: Any) -> None:
+    class Agent(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            post(sent["base_url"], sent["api_key"], {"messages": HELLO})
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Agent) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        run = Run(f"http://127.0.0.1:{there.server_port}/run")
+        there.shutdown()
+    if isinstance(end, str):
+        assert run.outcome.reason == "raised" and end in str(run.outcome.error)
+    else:
+        assert run.outcome.responses[0].reward == end
 
 
 def test_an_address_is_one_of_this_machine() -> None:

@@ -79,6 +79,36 @@ def test_what_would_change_numbers_is_refused_by_name(config: Any, name: str, va
     setattr(config(), name, None)  # nobody said anything
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("num_generations", [0, "2", True, None]), ("per_device_train_batch_size", [0, 1.5]),
+        ("gradient_accumulation_steps", [0]), ("steps_per_generation", [0]), ("max_steps", ["1", None]),
+        ("learning_rate", ["1e-5", None, -1, float("nan")]), ("num_train_epochs", [0, None]), ("warmup_ratio", [2]),
+        ("save_strategy", ["best", "sometimes"]), ("logging_steps", [0, None]), ("save_steps", [0]),
+        ("bf16", ["yes"]), ("use_vllm", ["no"]), ("seed", [-1, None]), ("max_tool_calling_iterations", [-1]),
+        ("beta", ["x"]), ("chat_template_kwargs", [5]), ("model_init_kwargs", [["dtype"]]),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_or_out_of_range_is_refused_by_name(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"GRPOConfig\.{name}: must be "):
+            GRPOConfig(**{name: value})
+
+
+def test_null_where_an_argument_has_to_be_something_is_its_default() -> None:
+    args = GRPOConfig(weight_decay=None, epsilon=None, use_vllm=None, epsilon_high=None)
+    assert (args.weight_decay, args.epsilon, args.use_vllm, args.epsilon_high) == (0.0, 0.2, False, None)
+
+
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "model_init_kwargs", "lr_scheduler_kwargs"])
+def test_a_mapping_of_a_command_line_is_json(name: str) -> None:
+    assert SFTConfig().mapping("model_init_kwargs") == {}
+    assert GRPOConfig(**{name: '{"a": 1}'}).mapping(name) == GRPOConfig(**{name: {"a": 1}}).mapping(name) == {"a": 1}
+    with pytest.raises(ConfigError, match=f"{name}='a=1' is no mapping"):
+        GRPOConfig(**{name: "a=1"}).mapping(name)
+
+
 def test_the_correction_of_samples_can_be_switched_off() -> None:
     default = grpo_algorithm(GRPOConfig())
     assert (default.rollout_is, default.rollout_is_threshold, default.rollout_is_lower) == ("sequence", 3.0, 0.0)

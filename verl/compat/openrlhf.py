@@ -2,9 +2,10 @@
 
     python -m verl.compat.openrlhf [SCRIPT] FLAGS > recipe.yaml
 
-SCRIPT is train_ppo_ray (the default), train_sft, train_dpo or train_rm; a whole command, from `python -m
-openrlhf.cli.train_dpo` on, is taken too. Prints YAML for `verl train`, with what differs in comments. Flags without a
-meaning here end it with an error that names each, and what to write. The table is `openrlhf.yaml` beside this file.
+SCRIPT is train_ppo_ray (the default), train_sft, train_dpo or train_rm; a whole command is taken too, such as
+`deepspeed --module openrlhf.cli.train_dpo FLAGS`. Prints YAML for `verl train`, with what differs in comments. Flags
+without a meaning here end it with an error that names each, and what to write. The table is `openrlhf.yaml` beside this
+file.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ def translate(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         ConfigError: a flag is unknown, or has no meaning here; all are named.
     """
     table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    begin = max((i for i, word in enumerate(words) if _SCRIPT in word), default=0)  # behind `deepspeed --module`, ...
+    words = words[begin:]
     starts = [i for i, word in enumerate(words) if word.startswith("--")] or [len(words)]
-    scripts = [word.rpartition(_SCRIPT)[2] for word in words[: starts[0]] if word.rpartition(_SCRIPT)[2] in table]
-    script = table[scripts[-1] if scripts else "train_ppo_ray"]
+    named = [word.rpartition(_SCRIPT)[2] for word in words[: starts[0]] if _SCRIPT in word or word.startswith("train_")]
+    known = [name for name, entry in table.items() if "flags" in entry]
+    if unknown := [name for name in named if name not in known]:
+        raise ConfigError(f"nothing here takes the place of OpenRLHF's {unknown[0]}; there are {', '.join(known)}")
+    script = table[named[-1] if named else "train_ppo_ray"]
     values: dict[str, Any] = {}
     for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
         if start < end:

@@ -105,6 +105,10 @@ class ChatTokenizer:
             raise
         except Exception as error:  # a template is a program of its own: it raises what its author chose
             raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from error
+        try:
+            chat.encode()
+        except UnicodeEncodeError as error:  # as of a tool's result; data are looked at when they are read
+            raise DataError(f"a message has a text that is no Unicode: {str(messages)[:200]}") from error
         if check:
             self._check_written(messages, chat)
         return chat

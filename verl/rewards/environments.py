@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from verl.rewards.forms import recognise
 from verl.rewards.functions import FunctionReward
 from verl.rewards.make import make_reward
 from verl.rewards.processes import ProcessCaller
+from verl.rewards.scores import is_usable
 from verl.rewards.source import RewardResult, leaves
 from verl.rewards.threads import ThreadCaller
 
@@ -54,7 +54,7 @@ class EnvironmentReward:
         rewards = batch["episode_reward"] if "episode_reward" in batch else [None] * len(batch)
         if self._chosen_by is not None:
             rewards = [r if e in self._chosen_by else None for r, e in zip(rewards, batch["environment"], strict=True)]
-        odd = [reward is not None and not math.isfinite(reward) for reward in rewards]
+        odd = [reward is not None and not is_usable(reward) for reward in rewards]
         return RewardResult(
             [None if is_odd else reward for reward, is_odd in zip(rewards, odd, strict=True)],
             reasons=[

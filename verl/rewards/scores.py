@@ -119,13 +119,13 @@ def _score(value: Any) -> Score:
         if key is None:
             return failure(f"returned a mapping without 'score': its keys are {_show(list(value))}")
         for name, item in value.items():
-            number = None if name == key else _number(item)
+            number = None if name == key else as_number(item)
             if number is not None and math.isfinite(number):
                 components[str(name)] = number
         value = value[key]
     if value is None:
         return Score(None, "the function abstained (None)", False, components)
-    number = _number(value)
+    number = as_number(value)
     if number is None:
         return failure(f"returned {_show(value)}, which is no number")
     if not is_usable(number):
@@ -133,7 +133,8 @@ def _score(value: Any) -> Score:
     return Score(number, None, False, components)
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
+    """A number of Python's, NumPy's or torch's, alone or the only entry of a list; None: it is none."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list) and len(value) == 1:

@@ -23,6 +23,7 @@ Trainer(actor, environment=Game)
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import logging
@@ -243,7 +244,7 @@ class EnvironmentEpisode(ToolEpisode):
         parameters = inspect.signature(instance.reset).parameters.values()
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             values = {p.name: values[p.name] for p in parameters if p.name in values}
-        return values
+        return copy.deepcopy(values)  # a second run of the episode gets them as they were
 
     def _template(self, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...] = ()) -> ChatTemplate:
         if id(tokenizer) not in self._templates:
@@ -272,7 +273,7 @@ class _Method(Tool):
     async def call(self, arguments: Mapping[str, Any]) -> str:
         try:
             if inspect.iscoroutinefunction(self.function):
-                return _text(await self.function(**arguments))
+                return _text(await call_beside(self.function, arguments, self._hung))
             async with self.lock:
                 return _text(await call_beside(self.function, arguments, self._hung))
         except Exception as error:  # a user's code may raise anything; the model gets it as the result

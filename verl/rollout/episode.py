@@ -249,7 +249,7 @@ class LateError(Exception):
     """A user's code exceeded its deadline."""
 
 
-async def with_deadline(work: Awaitable[_T], seconds: float) -> _T:
+async def with_deadline(work: Awaitable[_T], seconds: float | None) -> _T:
     """The result of a user's code.
 
     Raises:

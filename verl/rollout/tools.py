@@ -114,7 +114,7 @@ async def call_beside(function: Callable[..., Any], arguments: Mapping[str, Any]
         hung: gets that thread, if this is cancelled before the function has returned.
     """
     if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
+        return await with_deadline(function(**arguments), None)  # one that exits or cancels itself fails alone
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     thread = threading.Thread(target=_run, args=(function, arguments, future), daemon=True)
     thread.start()

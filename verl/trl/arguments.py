@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import typing
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from transformers import TrainingArguments
 from typing_extensions import Self
 
+from verl.checked import validated
 from verl.errors import ConfigError, nearest
 from verl.ranks import torchrun_ranks
+from verl.record import Count, Natural, NotNegative, Positive, Seed, Share
 from verl.trl.names import DEFAULTS, NO_EFFECT, OTHERWISE, REMOVED
 
 #: How a command line gives an argument that may be True: with a value or without.
 _FLAG = {"nargs": "?", "const": True}
 _SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
+#: What an argument may be, where that is less than its annotation says, which is for command lines.
+_BOUNDS: dict[str, Any] = {
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"), Count),
+    **dict.fromkeys(("max_completion_length", "num_iterations"), Count),
+    **dict.fromkeys(("generation_batch_size", "steps_per_generation", "num_generations_eval"), Count | None),
+    **dict.fromkeys(("num_train_epochs", "logging_steps", "save_steps"), Positive),
+    **dict.fromkeys(("learning_rate", "temperature"), NotNegative),
+    **dict.fromkeys(("save_strategy", "eval_strategy"), Literal["no", "steps", "epoch"]),
+    **dict.fromkeys(("lr_scheduler_kwargs", "model_init_kwargs", "chat_template_kwargs"), Mapping | str | None),
+    **dict.fromkeys(("warmup_steps", "max_grad_norm"), NotNegative | None),
+    "max_steps": int, "seed": Seed, "data_seed": Seed | None, "eval_steps": Positive | None,
+    "warmup_ratio": Share | None, "max_tool_calling_iterations": Natural | None,
+}  # fmt: skip
 
 
 def _default(name: str) -> Any:
@@ -95,7 +112,21 @@ class Config(_Quiet):  # type: ignore[misc]
             if instead := REMOVED.get(name):
                 raise ConfigError(f"{kind} has no argument '{name}': {instead}")
             raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
+        hints = type(self)._hints()
+        if value is None and name in hints and name not in _BOUNDS and type(None) not in typing.get_args(hints[name]):
+            value = known[name]  # nobody said anything
+        if name in hints:
+            validated(kind, hints, {name: value})
         self.__dict__[name] = value
+
+    @classmethod
+    @functools.cache
+    def _hints(cls) -> dict[str, Any]:
+        """What arguments are: those that have an effect here, and are no text."""
+        hints = {name: typing.get_type_hints(cls)[name] for name in cls.defaults()}
+        kinds = (bool, int, float, type(None))
+        plain = {name for name, hint in hints.items() if set(typing.get_args(hint) or (hint,)) <= {*kinds}}
+        return {name: _BOUNDS.get(name, hint) for name, hint in hints.items() if name in plain or name in _BOUNDS}
 
     @classmethod
     def knows(cls, name: str) -> bool:
@@ -175,15 +206,25 @@ class Config(_Quiet):  # type: ignore[misc]
                 raise ConfigError(f"report_to='{name}': {nearest(name, [*_SINKS, 'all', 'none'])}")
         return ("console", *names)
 
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An argument that is a mapping, which a command line gives as JSON.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = getattr(self, name) or {}
+        try:
+            return dict(json.loads(value) if isinstance(value, str) else value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}={value!r:.60} is no mapping, and no JSON of one") from error
+
     def model_settings(self) -> dict[str, Any]:
         """Keywords of `Actor` about the model.
 
         Raises:
             ConfigError: `model_init_kwargs` has one that is not known here.
         """
-        kwargs: Any = self.model_init_kwargs or {}
-        settings = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs)  # a command line has JSON
-        settings = {name: value for name, value in settings.items() if value is not None}
+        settings = {name: value for name, value in self.mapping("model_init_kwargs").items() if value is not None}
         for name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
             settings.pop(name, None)  # how the model is laid out and run is decided here
         if settings.get("revision") == "main":

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from verl.algorithms import BaseAlgorithm
-from verl.data.forms import loaded
 from verl.data.loader import PromptLoader
 from verl.data.prefetch import Prefetch
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
@@ -146,8 +145,7 @@ class GRPOTrainer(BaseTrainer):
 
     @property
     def _variables(self) -> dict[str, Any]:
-        """`chat_template_kwargs`, which a command line gives as JSON."""
-        return dict(loaded(self.args.chat_template_kwargs) or {})
+        return self.args.mapping("chat_template_kwargs")  # type: ignore[no-any-return]
 
     def _prompts(self, rows: Any) -> PromptDataset:
         rows = rows if hasattr(rows, "__len__") else list(rows)

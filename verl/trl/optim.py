@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,13 +27,12 @@ def lr_factor(args: Any, total: int) -> Callable[[int], float]:
     names, name = [kind.value for kind in SchedulerType], args.lr_scheduler_type
     if name not in names:
         raise ConfigError(f"lr_scheduler_type='{name}': {nearest(name, names)}")
-    kwargs: Any = args.lr_scheduler_kwargs or {}
     scheduler = get_scheduler(
         name,
         torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate),
         num_warmup_steps=warmup_steps(args, total),
         num_training_steps=total,
-        scheduler_specific_kwargs=json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs),
+        scheduler_specific_kwargs=args.mapping("lr_scheduler_kwargs"),
     )
     if not hasattr(scheduler, "lr_lambdas"):
         raise ConfigError(
@@ -46,7 +44,7 @@ def lr_factor(args: Any, total: int) -> Callable[[int], float]:
 
 def warmup_steps(args: Any, total: int) -> int:
     """Optimizer steps of warm-up; of a number below 1 it is the share."""
-    warmup = args.warmup_steps or args.warmup_ratio
+    warmup = args.warmup_steps or args.warmup_ratio or 0
     return math.ceil(warmup * total) if warmup < 1 else int(warmup)
 
 

@@ -97,6 +97,10 @@ class BaseTrainer(Attributes, ABC):
         if train_dataset is None:
             raise ConfigError(f"`train_dataset` is required: {type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
+        if eval_dataset is None and self.args.eval_strategy != "no":
+            raise ConfigError(
+                f"eval_strategy='{self.args.eval_strategy}', and there is nothing to evaluate on: give eval_dataset=..."
+            )
         optimizer, schedule = self._optimizers = optimizers
         self.actor = self._actor(model, processing_class, optimizer, peft_config, options)
         self.processing_class = self.actor.tokenizer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import ipaddress
 import json
-import math
 import os
 import shlex
+import shutil
 import signal
 import socket
 import threading
@@ -22,6 +23,7 @@ import httpx
 
 from verl.data.forms import plain
 from verl.errors import ConfigError
+from verl.rewards.scores import as_number, is_usable
 from verl.rollout.episode import EndOfRunError
 from verl.rollout.gateway.server import listening
 from verl.sandbox import Limits, command_job, jailed
@@ -31,8 +33,9 @@ from verl.user_code import describe
 MAX_LEFT = 16
 #: Of the environment of a command's process, what it gets besides the gateway's address and key.
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
-#: Bytes of a command's output that are kept, from its end.
-_OUTPUT = 65_536
+#: Bytes of a command's output that are kept, from its end, and how often it is looked whether it has ended, in seconds:
+#: what it leaves behind may keep its output open.
+_OUTPUT, _LOOK = 65_536, 0.5
 #: Of a command in a sandbox: bytes of address space of a process, processes and threads, bytes of files, and the
 #: seconds by which its own deadline is behind the episode's.
 _MEMORY, _PROCESSES, _DISK, _SPARE = 4 << 30, 128, 256 << 20, 10.0
@@ -72,7 +75,7 @@ class Verdict:
 
 
 def verdict_of(value: Any) -> Verdict:
-    """A number, None, or a mapping of `Verdict`'s fields.
+    """A number of Python's, NumPy's or torch's, None, or a mapping of `Verdict`'s fields.
 
     Raises:
         AgentError: it is something else, or not finite.
@@ -80,13 +83,22 @@ def verdict_of(value: Any) -> Verdict:
     fields = value if isinstance(value, Mapping) else {"reward": value}
     if unknown := fields.keys() - {"reward", "trajectories", "calls"}:
         raise AgentError(f"the agent returned '{min(map(str, unknown))}': it may say reward, trajectories, calls")
-    parts = {name: fields.get(name) or {} for name in ("trajectories", "calls")}
-    rewards = [fields.get("reward"), *(number for part in parts.values() for number in part.values())]
-    for number in rewards:
-        if number is not None and not (isinstance(number, int | float) and math.isfinite(number)):
-            raise AgentError(f"a reward is a finite number, not {number!r:.40}")
-    reward = fields.get("reward")
-    return Verdict(None if reward is None else float(reward), **parts)
+    parts = []
+    for name in ("trajectories", "calls"):
+        part = {} if fields.get(name) is None else fields[name]
+        if not isinstance(part, Mapping):
+            raise AgentError(f"'{name}' is a mapping of names to rewards, not {part!r:.40}")
+        parts.append({str(key): reward for key, value in part.items() if (reward := _reward(value)) is not None})
+    return Verdict(_reward(fields.get("reward")), *parts)
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = as_number(value)
+    if number is None or not is_usable(number):
+        raise AgentError(f"a reward is a finite number, not {value!r:.40}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,11 @@ def agent_of(agent: Any, environment: Mapping[str, str] | None = None, sandbox: 
     is_list = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
     if not is_list or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"an agent is a function (base_url, api_key, row), a command or an address, not {agent!r}")
-    return _Command(words, environment or {}) if sandbox is None else _Sandboxed(words, environment or {}, sandbox)
+    if sandbox is not None:
+        return _Sandboxed(words, environment or {}, sandbox)
+    if shutil.which(words[0], path=(environment or {}).get("PATH")) is None:
+        raise ConfigError(f"the agent's command cannot be started: there is no program '{words[0]}'")
+    return _Command(words, environment or {})
 
 
 def is_loopback(url: str) -> bool:
@@ -142,10 +158,12 @@ class _Function:
         self._left: list[threading.Thread] = []
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
+        row = copy.deepcopy(dict(row))  # which a second run of the agent gets as it was
         try:
             if self._is_async:
                 return await self._function(base_url, api_key, row)
-            return await self._in_thread(base_url, api_key, row)
+            result = await self._in_thread(base_url, api_key, row)
+            return await result if inspect.isawaitable(result) else result  # of a `partial`, or behind a decorator
         except EndOfRunError:
             raise
         except Exception as error:  # a user's code may raise anything
@@ -205,22 +223,15 @@ class _Command:
     async def _finished(
         self, process: asyncio.subprocess.Process, row: Row, status_of: Callable[[], Awaitable[int]]
     ) -> Any:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        with suppress(ConnectionError):
-            process.stdin.write(json.dumps(plain(row), default=str).encode() + b"\n")
-            await process.stdin.drain()
-        process.stdin.close()
-        said, faults = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr))
+        said, faults = await _talked(process, json.dumps(plain(row), default=str).encode() + b"\n")
         status = await status_of()
         if status < 0:
             raise KilledError(f"the agent was killed by signal {-status}")
         if status:
-            last = (faults.strip().splitlines() or ["no message"])[-1]
-            raise AgentError(f"the agent's command ended with status {status}: {last[:200]}")
-        line = (said.strip().splitlines() or [""])[-1]
+            raise AgentError(f"the agent's command ended with status {status}: {faults[:200] or 'no message'}")
         value = None
         with suppress(ValueError, RecursionError):
-            value = json.loads(line)
+            value = json.loads(said)
         return value if isinstance(value, dict | int | float) and not isinstance(value, bool) else None
 
 
@@ -282,12 +293,42 @@ async def _killed_at_last(process: asyncio.subprocess.Process) -> AsyncIterator[
         await process.wait()
 
 
-async def _end_of(stream: asyncio.StreamReader) -> str:
-    """The end of what a stream has."""
-    kept = b""
+async def _talked(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, str]:
+    """The last lines of stdout and of stderr of a command that reads this, when both have ended or it has."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    said, faults = bytearray(), bytearray()
+    parts = _keep(process.stdout, said), _keep(process.stderr, faults), _write(process.stdin, row)
+    talk = asyncio.create_task(_all(*parts))
+    try:
+        while not (await asyncio.wait([talk], timeout=_LOOK))[0]:
+            if process.returncode is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it left behind, unless that has a session of its own
+                await asyncio.wait([talk], timeout=_LOOK)
+                process._transport.close()  # type: ignore[attr-defined]  # as in `_killed_at_last`
+                break
+    finally:
+        talk.cancel()
+    lines = [kept.decode(errors="replace").strip().splitlines() or [""] for kept in (said, faults)]
+    return lines[0][-1], lines[1][-1]
+
+
+async def _all(*parts: Awaitable[None]) -> None:
+    await asyncio.gather(*parts)
+
+
+async def _keep(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    """Read a stream, and keep the end of it."""
     while part := await stream.read(_OUTPUT):
-        kept = (kept + part)[-_OUTPUT:]
-    return kept.decode(errors="replace")
+        kept += part
+        del kept[:-_OUTPUT]
+
+
+async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with suppress(ConnectionError):  # it need not read it
+        stream.write(data)
+        await stream.drain()
+    stream.close()
 
 
 class _Address:
@@ -304,9 +345,10 @@ class _Address:
             async with httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client:
                 headers = {"Content-Type": "application/json"}
                 response = await client.post(self._url, content=body, headers=headers)
-            value = response.json() if response.content else None
-        except (httpx.HTTPError, ValueError) as error:
+        except httpx.HTTPError as error:
             raise KilledError(f"the agent at {self._url} cannot be reached: {type(error).__name__}: {error}") from error
-        if response.status_code >= 400:
-            raise AgentError(f"the agent at {self._url} answered {response.status_code}: {value!r:.200}")
-        return value
+        with suppress(ValueError, RecursionError):
+            value = response.json() if response.content else None
+            if response.status_code < 300:
+                return value
+        raise AgentError(f"the agent at {self._url} answered {response.status_code}: {response.text!r:.200}")

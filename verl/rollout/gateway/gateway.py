@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl.checked import checked
 from verl.data.chat import template_inputs
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, VerlError, nearest
 from verl.http_servers import check_key
 from verl.record import Count, Portion, Seconds
 from verl.rollout.episode import Client, EndOfRunError, LateError, LeftOutError, with_deadline
@@ -196,7 +196,9 @@ class Gateway:
             with listener.admitting(session):
                 work = self.agent(f"{listener.url}/v1", session.key, row)
                 return verdict_of(await with_deadline(work, self.seconds))
-        except AgentError as error:
+        except VerlError:
+            raise
+        except (AgentError, RuntimeError) as error:  # the second: it exits or cancels itself, see `with_deadline`
             if session.failure is not None:  # which the agent only passes on
                 return Verdict()
             if self.on_agent_error is None:

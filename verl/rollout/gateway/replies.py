@@ -43,6 +43,7 @@ def _call(value: Any) -> ToolCall:
     value = value.get("function", value) if isinstance(value, Mapping) else value
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise NoCallError("a call has a name")
+    value["name"].encode()  # half of a pair of UTF-16 is no text: that is a ValueError
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # JSON within JSON, which stays as it was written
         _arguments(json.loads(arguments))
@@ -53,7 +54,9 @@ def _call(value: Any) -> ToolCall:
 def _arguments(value: Any) -> str:
     if not isinstance(value, Mapping):
         raise NoCallError("arguments are a mapping")
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    text.encode()  # as above
+    return text
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import resource
 import secrets
 import socket
@@ -46,6 +47,8 @@ ALIVE_SECONDS = 10.0
 _silent = logging.getLogger(f"{__name__}.http")
 _silent.disabled = True
 _DIALECTS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": ANTHROPIC}
+#: How a body may write half of a pair of UTF-16, which is no text that a tokenizer takes.
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _COUNT, _MODELS = "/v1/messages/count_tokens", "/v1/models"
 #: Of a reply that is streamed: what it begins with, what is new, and None when it is finished.
 News = asyncio.Queue[ChatAnswer | Part | None]
@@ -433,9 +436,14 @@ def _parsed(content: bytes) -> Body:
     """Raises RequestError unless this is an object of JSON that is not nested too deeply."""
     body = None
     with suppress(ValueError, RecursionError):
-        body = json.loads(content)
+        body = json.loads(content.decode("utf-8-sig"))
     if not isinstance(body, dict) or _is_deep(body):
         raise RequestError(400, f"the body is no object of JSON nested at most {MAX_DEPTH} times", code="invalid_json")
+    if _HALF.search(content):
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(400, f"the body has a text that is no Unicode: {error}", code="invalid_json") from error
     return body
 
 

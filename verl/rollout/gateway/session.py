@@ -157,6 +157,8 @@ class Session:
         self._client, self._template = client, template
         self._answering: set[asyncio.Task[Any]] = set()
         self._open = self._begun = self._tokens = 0
+        self._reserved = 0  # tokens that open requests may sample yet
+        self._freed = asyncio.Event()
         self._lock = asyncio.Lock()
         self._sent: dict[bytes, Delivery] = {}
 
@@ -227,12 +229,15 @@ class Session:
         try:
             async with self._lock:
                 prompt = await self._prompt(request)
+                await self._others(request)
         except DataError as error:
             raise RequestError(400, str(error), "messages", "invalid_value") from error
         tokens = prompt.tokens
         grammar = grammar_of(request, self._template.parse.family, prompt.text)
         params = self._params(request, len(tokens))
         self._begun += request.n
+        reserved, samples = request.n * params.max_new_tokens, list[Sample]()
+        self._reserved += reserved
         ids = [self.conversations.new_id() for _ in range(request.n)]
         streams = self._streams(request, prompt, params, tell)
         if tell is not None:
@@ -244,6 +249,10 @@ class Session:
         except asyncio.CancelledError:
             self.lost["late" if self.ended else "aborted"] += 1
             raise
+        finally:
+            self._reserved -= reserved
+            self._tokens += sum(len(sample.tokens) for sample in samples)
+            self._freed.set()
         calls = [
             self._call(request, prompt, sample, params, headers, id, stream)
             for sample, id, stream in zip(samples, ids, streams, strict=True)
@@ -291,7 +300,7 @@ class Session:
         Raises:
             RequestError: nothing is left.
         """
-        params, left = self._sampling(request), self.bounds.tokens - self._tokens
+        params, left = self._sampling(request), self._left(request)
         if self._begun + request.n > self.bounds.calls or left < 1:
             self.truncated = True
             raise RequestError(403, f"the episode's bounds are used up ({self.bounds})", code="budget_exceeded")
@@ -305,6 +314,17 @@ class Session:
         if most == params.max_new_tokens and not request.stop:
             return params
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stop)
+
+    def _left(self, request: ChatRequest) -> int:
+        """Tokens of the episode for each reply to a request."""
+        return (self.bounds.tokens - self._tokens - self._reserved) // request.n
+
+    async def _others(self, request: ChatRequest) -> None:
+        """Wait for open requests that may use up tokens which this one may want."""
+        most = self._client.params.max_new_tokens
+        while self._reserved and self._left(request) < min(most, request.max_tokens or most):
+            self._freed.clear()
+            await self._freed.wait()
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:
         """The run's; of what is never trained (greedy rows, if that is wanted, and other weights) the agent's.
@@ -342,21 +362,16 @@ class Session:
         grammar: Grammar | None,
         stream: ReplyStream | None,
     ) -> Sample:
-        self._tokens += params.max_new_tokens  # reserved, until it is known how many there are
-        sample = None
         try:
             read = None if stream is None else stream.read
             top = request.top_log_probs
-            sample = await self._client.generate(tokens, params, grammar=grammar, on_tokens=read, top_log_probs=top)
-            return sample
+            return await self._client.generate(tokens, params, grammar=grammar, on_tokens=read, top_log_probs=top)
         except LongPromptError as error:
             self.truncated = True
             raise LongRequestError(len(tokens), self._client.max_length or len(tokens)) from error
         except RolloutError as error:
             self.fault = error
             raise RequestError(503, f"the engine failed: {error}", code="engine_failed") from error
-        finally:
-            self._tokens -= params.max_new_tokens - (len(sample.tokens) if sample is not None else 0)
 
     def _call(
         self,
