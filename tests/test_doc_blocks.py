@@ -84,13 +84,13 @@ class SafetyRewardNode(verl.RewardNode):
 verl.register_node("safety_reward")(SafetyRewardNode)
 """,
     "docs/dataflow.md 2": READER + 'prompt_batch = ["Once upon a time"] * 4\n',
-    "docs/episodes.md 5": """
+    "docs/episodes.md 6": """
 import os, verl
 os.environ["SEARCH_API_KEY"] = "sk-1"
 def agent(base_url, api_key, row):
     return 1.0
 """,
-    "docs/episodes.md 6": """
+    "docs/episodes.md 7": """
 import verl
 from pathlib import Path
 Path("tables").mkdir()

@@ -105,7 +105,7 @@ def test_workers_are_killed_and_scaled_and_nothing_is_lost(tiny: Path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_twenty_runs_in_which_a_worker_dies_at_a_random_moment(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_ENGINE_SECONDS", "0.03")
     chance = random.Random(1)

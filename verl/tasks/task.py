@@ -77,7 +77,7 @@ class Task:
         by_role = dict(sources or {})
         stages: dict[str, Any] = {}
         further: list[Node] = []
-        if nodes:
+        if not isinstance(nodes, tuple | list | dict) or nodes:
             from verl.dataflow.stages import make_stages, stage_nodes
 
             stages = make_stages(nodes)
