@@ -102,7 +102,7 @@ def test_eos_comes_from_model_and_tokenizer(saved: Path) -> None:
     assert eos_token_ids(model, tokenizer) == (2, 5, 7)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c"])
+@pytest.mark.parametrize("name", ["", "./nowhere", "/nowhere/at/all", "a/b/c"])
 def test_no_such_directory(name: str) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         load_model(name)

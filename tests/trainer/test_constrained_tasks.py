@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import verl
 from tests.trainer.cases import PROMPTS, SHORT, collected, low_bytes
 from verl.algorithms import make_algorithm
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ModelError
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.guards import TEMPLATE, GuardModel
 from verl.tasks.constraints import make_constraint
@@ -173,6 +173,19 @@ def test_a_prompt_that_names_the_response_keeps_its_words(tiny: Path) -> None:
     guard, tokenizer = GuardModel("any", template="{prompt}|{response}"), AutoTokenizer.from_pretrained(tiny)
     asked = guard._question(tokenizer, "say {response}", "{prompt}", closed=False)
     assert tokenizer.decode(asked) == "say {response}|{prompt}"
+
+
+@pytest.mark.parametrize("broken", ["", "file", "no model"])
+def test_a_guard_model_that_is_none_is_named_by_its_argument(
+    broken: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty name is not the working directory, though that holds a model."""
+    (tmp_path / "file").touch()
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "no model")
+    monkeypatch.chdir(tiny)
+    name = str(tmp_path / broken) if broken else broken
+    with pytest.raises(ModelError, match=re.escape(f"guard model, model_name={name!r}: ")):
+        GuardModel(name).judge("a", "b")
 
 
 def test_words_of_a_refusal_are_words() -> None:

@@ -19,6 +19,7 @@ from verl.data.disk_buffer import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.report.samples import permuted
 from verl.roles.layouts import by_workers, lay_out
+from verl.trainer.outcome import check_learned
 from verl.training.options import OptimConfig
 from verl.weights.shard import checksum
 
@@ -191,8 +192,12 @@ def test_a_step_whose_samples_the_algorithm_all_rejects_changes_nothing(tiny: Pa
         several = [verl.Task(name, "dapo", {"reward": alike}, n=2) for name in ("one", "other")]
         trainer = verl.Trainer(actor, tasks=several, log_dir=False, max_resamples=1)
     before = checksum(actor.shards())
-    assert trainer.step(PROMPTS if tasks == 1 else {"one": PROMPTS, "other": PROMPTS})["updated"] is False
+    prompts = PROMPTS if tasks == 1 else {"one": PROMPTS, "other": PROMPTS}
+    assert trainer.step(prompts)["updated"] is False
+    assert trainer.step(prompts)["update/empty"] == 1.0
     assert checksum(actor.shards()) == before
+    with pytest.raises(TrainingError, match="none of 2 updates changed the policy: algorithm 'dapo'"):
+        check_learned(trainer, {"reward": 1.0, "update/empty": 1.0})
 
 
 def test_a_step_of_which_every_token_is_rejected_changes_nothing(tiny: Path) -> None:

@@ -318,7 +318,7 @@ def _located(path_or_name: str | Path, what: str) -> str:
     """The name as transformers wants it; directories are looked into first, for errors in plain words."""
     name = os.path.expanduser(os.fspath(path_or_name))
     directory = Path(name)
-    if directory.is_dir():
+    if name and directory.is_dir():  # of no name `Path` makes the working directory
         if what == "model":
             _check_directory(directory)
         return name

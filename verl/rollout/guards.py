@@ -16,7 +16,7 @@ from verl.data.chat import ChatTokenizer
 from verl.data.prompts import content_text
 from verl.data.text import ResponseText, behind_thoughts
 from verl.data.tokenize import encode_plain
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, ModelError, nearest
 from verl.record import Count, Strings
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -152,10 +152,13 @@ class GuardModel:
 
         from verl.models.loading import load_model, load_tokenizer
 
-        tokenizer = load_tokenizer(self.model_name)
-        names = getattr(AutoConfig.from_pretrained(self.model_name), "architectures", None) or ()
-        is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
-        model = load_model(self.model_name, dtype=self.dtype, kind="classifier" if is_classifier else "causal")
+        try:
+            tokenizer = load_tokenizer(self.model_name)
+            names = getattr(AutoConfig.from_pretrained(self.model_name), "architectures", None) or ()
+            is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
+            model = load_model(self.model_name, dtype=self.dtype, kind="classifier" if is_classifier else "causal")
+        except (ModelError, OSError, ValueError) as error:  # OSError and ValueError: of a configuration
+            raise ModelError(f"guard model, model_name={self.model_name!r}: {error}") from error
         return device.put(model, self.device), tokenizer, is_classifier
 
     def _question(self, tokenizer: Any, prompt: str, response: str, closed: bool) -> list[int]:
