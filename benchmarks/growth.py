@@ -149,7 +149,9 @@ def measure(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
                 except subprocess.TimeoutExpired:
                     outcome = {"verdict": f"over {args.limit:.0f} s"}
                 except SystemExit as error:
-                    outcome = {"verdict": str(error)}
+                    if not isinstance(error.code, str):  # this command is to end, not the one it ran
+                        raise
+                    outcome = {"verdict": error.code}
                 results.append(key | {"verdict": ""} | outcome)
                 with (args.out / "growth.jsonl").open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")

@@ -47,7 +47,7 @@ class Schema:
             return
         read = str(self.current) if self.oldest == self.current else f"{self.oldest} to {self.current}"
         if version > self.current:
-            way = "it was written by a newer version: install that one (pip install -U verl-hybrid)"
+            way = "it was written by a newer version: install that one"
         else:
             way = "go on with the version that wrote it"
         raise self.error(

@@ -74,6 +74,18 @@ def test_results_are_written_at_once_and_not_measured_again(
     assert "not begun, -1 s are over: ours, rollout, smollm2-135m x 64 x 128" in capsys.readouterr().out
 
 
+def test_a_signal_ends_it_and_is_no_result(
+    growth: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(system: str, point: Any, args: Namespace, seconds: float) -> dict[str, Any]:
+        sys.exit(143)  # what its handler of SIGTERM does
+
+    monkeypatch.setattr(growth, "RUNS", {"rollout": run, "step": run})
+    with pytest.raises(SystemExit) as ended:
+        growth.measure(arguments(tmp_path), [])
+    assert ended.value.code == 143 and not (tmp_path / "growth.jsonl").exists()
+
+
 def test_exponents_and_shares(growth: ModuleType) -> None:
     results = [result("step", "ours", n, 0.5 * n) for n in (16, 32, 64)]
     results += [result("step", "trl", n, 0.1 * n**1.5) for n in (16, 32, 64)]

@@ -107,10 +107,14 @@ def add_metrics(record: MutableMapping[str, Any], more: Mapping[str, Any], names
     """Add to the record of a step, in which the user's own metrics are called `names`.
 
     Raises:
-        ConfigError: the trainer has a metric of such a name.
+        ConfigError: one name has two of the metrics.
     """
-    if twice := sorted(record.keys() & more.keys() & set(names)):
-        raise ConfigError(f"the trainer has a metric '{twice[0]}' of its own: give add_metric another name")
+    twice = sorted(record.keys() & more.keys())
+    if users := [name for name in twice if name in names]:
+        raise ConfigError(f"the trainer has a metric '{users[0]}' of its own: give add_metric another name")
+    # The algorithm's estimate of the KL, where it has one, takes the place of that of the samples.
+    if others := [name for name in twice if name.rpartition("/")[2] != "kl"]:
+        raise ConfigError(f"two metrics of a step are called '{others[0]}': give the one of your node another name")
     record.update(more)
 
 

@@ -194,14 +194,13 @@ class SampleCollector:
         record: dict[str, Any] = score_metrics(ended)
         if "rollout" in samples.draws[0].timings:
             record |= self._rollout_metrics(samples.draws)
-        of_nodes = combined([(len(result.batch), result.metrics) for result in samples.draws])
-        record = disjoint("a metric of a node", record, of_nodes)
-        if "rollout" in samples.draws[0].timings:
             drawn = [own_samples(result.batch) for result in samples.draws]
             record |= _failures([*map(by_episode, drawn)]) | episode_metrics(Batch.concat(drawn))
-        add_metrics(record, {name: metric(ended)[0] for name, metric in self.metrics.items()}, self.metrics)
         if samples.rejected is not None:
             record |= {"rollout/resamples": len(samples.draws) - 1, "rollout/rejected_prompts": samples.rejected}
+        of_nodes = combined([(len(result.batch), result.metrics) for result in samples.draws])
+        record = disjoint("a metric of a node", record, of_nodes)
+        add_metrics(record, {name: metric(ended)[0] for name, metric in self.metrics.items()}, self.metrics)
         return record
 
     @staticmethod
