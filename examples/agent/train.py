@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     actor = verl.Actor.from_pretrained(
         args.model,
         episode=verl.Gateway(assistant, chat_template="hermes"),
+        dtype="float32",  # an update of 2e-6 is less than bf16 weights can show
         optim={"lr": args.lr},
         sampling={"max_new_tokens": 40, "temperature": 0.8},
         seed=args.seed,

@@ -74,9 +74,7 @@ def test_results_are_written_at_once_and_not_measured_again(
     assert "not begun, -1 s are over: ours, rollout, smollm2-135m x 64 x 128" in capsys.readouterr().out
 
 
-def test_a_signal_ends_it_and_is_no_result(
-    growth: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_it_and_is_no_result(growth: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(system: str, point: Any, args: Namespace, seconds: float) -> dict[str, Any]:
         sys.exit(143)  # what its handler of SIGTERM does
 
