@@ -83,17 +83,17 @@ def test_a_metric_of_an_algorithm_hides_no_other(tiny: Path) -> None:
         verl.Updater(Talks(), actor=actor).update(sequences, rewards)
 
 
-@pytest.mark.parametrize("metric", ["rollout/tokens", "loss/actor", "time/step", "memory/peak_gb"])
+@pytest.mark.parametrize("metric", ["rollout/tokens", "loss/actor", "time/step", "memory/peak_gb", "mismatch/kl"])
 def test_a_metric_of_a_node_hides_none_of_the_trainers(tiny: Path, metric: str) -> None:
     class Counts:
         def as_node(self, name: str) -> Node:
             return Node(name=name, run=lambda rows: (None, {metric: 1.0}), inputs=("response_tokens",))
 
-    def lengths(texts: list[str]) -> list[float]:
+    def numbers(texts: list[str]) -> list[float]:
         return [float(i) for i, _ in enumerate(texts)]
 
     actor = verl.Actor(str(tiny), optim=OPTIM, sampling={"max_new_tokens": 2})
-    trainer = verl.Trainer(actor, reward=lengths, nodes={"counts": Counts()}, n=2, algorithm="grpo", log_dir=False)
+    trainer = verl.Trainer(actor, reward=numbers, nodes={"counts": Counts()}, n=2, algorithm="grpo", log_dir=False)
     with pytest.raises(ConfigError, match=rf"metrics? of a (node|step) (is|are) called '{metric}'"):
         trainer.step(["One"])
 

@@ -103,17 +103,22 @@ def _by_row(name: str, function: MetricFn) -> FunctionReward:
         raise ConfigError(f"metric '{name}' is no f(samples), which reads their columns itself, and {error}") from None
 
 
-def add_metrics(record: MutableMapping[str, Any], more: Mapping[str, Any], names: Collection[str]) -> None:
-    """Add to the record of a step, in which the user's own metrics are called `names`.
+def add_metrics(
+    record: MutableMapping[str, Any], more: Mapping[str, Any], names: Collection[str], replaced: Collection[str] = ()
+) -> None:
+    """Add to the record of a step.
+
+    Args:
+        names: the user's own metrics.
+        replaced: metrics whose value in the record gives way to that in `more`.
 
     Raises:
-        ConfigError: one name has two of the metrics.
+        ConfigError: two other metrics have one name.
     """
-    twice = sorted(record.keys() & more.keys())
-    if users := [name for name in twice if name in names]:
+    twice = record.keys() & more.keys()
+    if users := sorted(twice & set(names)):
         raise ConfigError(f"the trainer has a metric '{users[0]}' of its own: give add_metric another name")
-    # The algorithm's estimate of the KL, where it has one, takes the place of that of the samples.
-    if others := [name for name in twice if name.rpartition("/")[2] != "kl"]:
+    if others := sorted(twice - set(replaced)):
         raise ConfigError(f"two metrics of a step are called '{others[0]}': give the one of your node another name")
     record.update(more)
 

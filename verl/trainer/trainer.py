@@ -454,11 +454,11 @@ class Trainer:
         return record
 
     def _add(self, record: dict[str, Any], more: Mapping[str, Any]) -> None:
-        """Add to the record of a step; raises ConfigError for what one of the user's metrics is called."""
-        tasks, several = self.tasks.items(), len(self.tasks) > 1
-        metrics = {name: task.collector.metrics for name, task in tasks}
-        users = (of_task(name, of_it) if several else of_it for name, of_it in metrics.items())
-        add_metrics(record, more, set().union(*users))
+        """Add to the record of a step; raises ConfigError where one name has two metrics."""
+        metrics = {name: task.collector.metrics for name, task in self.tasks.items()}
+        users = [of_task(name, of_it) for name, of_it in metrics.items()] if len(metrics) > 1 else metrics.values()
+        # An algorithm may have an estimate of the KL of its own, which counts instead of that of the samples.
+        add_metrics(record, more, set().union(*users), {"kl", *(f"task/{name}/kl" for name in metrics)})
 
     def _log_completions(self) -> None:
         """Log the samples that the step learned from; recorded data of offline algorithms are no completions."""
