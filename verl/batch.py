@@ -469,7 +469,7 @@ def _to_arrow(name: str, values: Any) -> pa.Array:
             array = array.cast(_list_type(name, array.type.value_type))
         return array
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON lets pass
-        raise DataError(f"column '{name}' has a text that is no Unicode: {error.object[:60]!r}") from error
+        raise DataError(f"column '{name}' has a text that is not valid Unicode: {error.object[:60]!r}") from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:
         raise DataError(f"column '{name}' cannot be stored{f' as {known}' if known else ''}: {error}") from error
 

@@ -305,7 +305,7 @@ def test_two_do_not_write_one_file(tiny, tmp_path):
         ("-", "out.csv", 2, "must be .jsonl or .parquet"),
         ("-", "made.jsonl", 2, "made.jsonl is there: give another name\n"),
         ("-", "taken/out.jsonl", 2, "cannot be written"),
-        ("half.jsonl", "out.jsonl", 1, "no Unicode"),
+        ("half.jsonl", "out.jsonl", 1, "not valid Unicode"),
         ("big.jsonl", "out.jsonl", 1, "column 'n' has a whole number of more than 64 bits in row 1"),
         ("folder", "out.jsonl", 1, "folder/x.jsonl is not a regular file"),
         ("no.txt", "out.jsonl", 1, "no.txt cannot be read"),

@@ -299,7 +299,7 @@ def test_what_a_reset_says_is_unicode(chat: PreTrainedTokenizerBase) -> None:
             return "\ud83d"
 
     (outcome,), _ = play(hermes(Half), chat, [])
-    assert "DataError: a message has a text that is no Unicode" in str(outcome.error)
+    assert "DataError: a message has a text that is not valid Unicode" in str(outcome.error)
 
 
 def test_a_reward_that_training_cannot_compute_with_abstains() -> None:

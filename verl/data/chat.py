@@ -108,7 +108,7 @@ class ChatTokenizer:
         try:
             chat.encode()
         except UnicodeEncodeError as error:  # as of a tool's result; data are looked at when they are read
-            raise DataError(f"a message has a text that is no Unicode: {str(messages)[:200]}") from error
+            raise DataError(f"a message has a text that is not valid Unicode: {str(messages)[:200]}") from error
         if check:
             self._check_written(messages, chat)
         return chat

@@ -443,7 +443,9 @@ def _parsed(content: bytes) -> Body:
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise RequestError(400, f"the body has a text that is no Unicode: {error}", code="invalid_json") from error
+            raise RequestError(
+                400, f"the body has a text that is not valid Unicode: {error}", code="invalid_json"
+            ) from error
     return body
 
 
