@@ -22,6 +22,7 @@ from verl.data.by_task import by_task
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader
+from verl.dataflow.graph import Node
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.tasks.task import Task
 from verl.weights.shard import checksum
@@ -171,6 +172,17 @@ def test_a_killed_run_goes_on_with_the_same_mixture_and_weights(tiny: Path, tmp_
     other = trainer_of(tiny, [*tasks(), Task("more", "grpo", {"reward": low_bytes})])
     with pytest.raises(CheckpointError, match="task"):
         other.load_checkpoint(tmp_path / "cut" / "step-000004")
+
+
+@pytest.mark.parametrize("metric", ["share", "samples_per_s"])
+def test_a_metric_of_a_node_hides_none_of_the_mixtures(tiny: Path, metric: str) -> None:
+    class Counts:
+        def as_node(self, name: str) -> Node:
+            return Node(name=name, run=lambda rows: (None, {metric: 1.0}), inputs=("response_tokens",))
+
+    trainer = trainer_of(tiny, tasks(nodes={"counts": Counts()}))
+    with pytest.raises(ConfigError, match=f"two metrics of a step are called 'task/low/{metric}'"):
+        trainer.step(ROWS)
 
 
 def test_evaluation_has_each_tasks_metrics_and_all_together(tiny: Path) -> None:

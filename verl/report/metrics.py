@@ -119,7 +119,7 @@ def add_metrics(
     if users := sorted(twice & set(names)):
         raise ConfigError(f"the trainer has a metric '{users[0]}' of its own: give add_metric another name")
     if others := sorted(twice - set(replaced)):
-        raise ConfigError(f"two metrics of a step are called '{others[0]}': give the one of your node another name")
+        raise ConfigError(f"two metrics of a step are called '{others[0]}': give yours another name")
     record.update(more)
 
 

@@ -121,8 +121,8 @@ class InterleavedTrainer(Trainer):
         for name in landed:
             del self._flights[name]
         record = self._learn_from(drawn)
-        record |= {f"task/{name}/rollout/staleness/max": float(age) for name, age in staleness.items()}
-        record |= {"rollout/staleness/max": float(max(staleness.values())), "time/wait": waited}
+        of_tasks = {f"task/{name}/rollout/staleness/max": float(age) for name, age in staleness.items()}
+        self._add(record, {**of_tasks, "rollout/staleness/max": float(max(staleness.values())), "time/wait": waited})
         return self._finish_step(record, began)
 
     def rollback(self, step: int, *, skip_data: bool = False) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.batch import Batch
 from verl.errors import ConfigError, nearest
+from verl.report.metrics import add_metrics
 from verl.trainer.active_task import ActiveTask
 from verl.trainer.task_records import rates
 
@@ -89,8 +90,8 @@ class Mixture:
         now = time.perf_counter()
         for name, batch in samples.items():
             began, self._trained[name] = self._trained[name], now
-            record.update(rates(name, batch, record, now - began))
-        record.update({f"task/{name}/share": share for name, share in self.shares.items()})
+            add_metrics(record, rates(name, batch, record, now - began), ())
+        add_metrics(record, {f"task/{name}/share": share for name, share in self.shares.items()}, ())
         if self.scheduler is not None:
             self.scheduler.update(step, _by_task(self.tasks, record))
             self._share_out()
