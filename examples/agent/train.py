@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description="GRPO on an agent.")
     option = parser.add_argument
     option("--model", default="models/SmolLM2-135M-Instruct", help="name or directory (default: %(default)s)")
-    option("--steps", type=int, default=5, help="training steps (default: %(default)s)")
-    option("--questions", type=int, default=6, help="of a step (default: %(default)s)")
+    option("--steps", type=int, default=8, help="training steps (default: %(default)s)")
+    option("--questions", type=int, default=12, help="of a step (default: %(default)s)")
     option("--held_out", type=int, default=48, help="questions of each evaluation (default: %(default)s)")
-    option("--lr", type=float, default=2e-6, help="learning rate (default: %(default)s)")
+    option("--lr", type=float, default=1e-6, help="learning rate, reached with the last step (default: %(default)s)")
     option("--seed", type=int, default=0, help="of questions and samples (default: %(default)s)")
     option("--control", action="store_true", help="rewards shuffled within the step")
     option("--log_dir", help="where metrics and conversations go (default: nowhere)")
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     actor = verl.Actor.from_pretrained(
         args.model,
         episode=verl.Gateway(assistant, chat_template="hermes"),
-        dtype="float32",  # an update of 2e-6 is less than bf16 weights can show
-        optim={"lr": args.lr},
+        dtype="float32",  # bf16 weights do not show steps of 1e-6
+        optim={"lr": args.lr, "warmup_steps": args.steps},
         sampling={"max_new_tokens": 40, "temperature": 0.8},
         seed=args.seed,
     )
