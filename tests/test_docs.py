@@ -85,7 +85,8 @@ def test_settings_that_pages_name_are_there() -> None:
 @pytest.mark.quick(every=5)
 @pytest.mark.parametrize("given", settings())
 def test_settings_of_how_do_i_are_taken(given: str, tmp_path: Path) -> None:
-    CliRunner().invoke(app, ["init", str(tmp_path / "sums")])
+    written = CliRunner().invoke(app, ["init", str(tmp_path / "sums")])
+    assert written.exit_code == 0, f"{written.output}{written.exception!r}"
     load_config(tmp_path / "sums" / "recipe.yaml", [one for one in shlex.split(given) if not one.startswith("--")])
 
 
