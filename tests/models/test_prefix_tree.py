@@ -154,7 +154,7 @@ def test_what_is_shared_has_a_least_length() -> None:
 @pytest.mark.parametrize("keep_last", [False, True])
 def test_prompts_of_one_micro_batch_share_what_they_begin_with(keep_last: bool) -> None:
     """A system prompt, and behind it examples that two of three groups have."""
-    system, examples = ([first + n % 7 for n in range(trees.LEAST)] for first in (5, 6))
+    system, examples = ([first + n % 7 for n in range(trees.LEAST_BETWEEN)] for first in (5, 6))
     rows = [
         ([*system, *beginning, question], [answer, 3])
         for beginning, question in (([], 20), (examples, 21), (examples, 22))
@@ -163,7 +163,7 @@ def test_prompts_of_one_micro_batch_share_what_they_begin_with(keep_last: bool) 
     rows.append(([4, *system], [8, 3]))  # not the beginning
     prompts, responses = zip(*rows, strict=True)
     shared, flat = (pack_rows(prompts, responses, share_prompts=share, keep_last=keep_last) for share in (True, False))
-    assert len(shared.tokens) == 2 * trees.LEAST + 3 + 6 + 1 + trees.LEAST + 1 + 7 * keep_last
+    assert len(shared.tokens) == 2 * trees.LEAST_BETWEEN + 3 + 6 + 1 + trees.LEAST_BETWEEN + 1 + 7 * keep_last
     for packed in (shared, flat):
         for place, (prompt, response) in zip(packed.context.places, rows, strict=True):
             assert packed.tokens[place].tolist() == prompt + response[: 1 + keep_last]

@@ -56,7 +56,8 @@ def gradients(model: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> list[d
     with monkeypatch.context() as patch:
         patch.setattr(Gradients, "norm", norm)
         options: Any = {"dtype": "float64", "sampling": {"max_new_tokens": 6}, "epochs": 2}
-        verl.Trainer(verl.Actor(str(model), episode=Two(form), **options), algorithm="grpo", n=4).step(PROMPTS)
+        actor = verl.Actor(str(model), episode=Two(form), **options)
+        verl.Trainer(actor, algorithm="grpo", n=4, log_dir=False).step(PROMPTS)
     assert len(steps) == 2
     return steps
 

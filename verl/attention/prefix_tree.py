@@ -18,8 +18,10 @@ import numpy as np
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-#: Fewest tokens past a fork, or past a prompt, that rows share.
+#: Fewest tokens past a fork, or past a prompt, that rows of a family share.
 LEAST = 64
+#: Fewest that families share. It may be less, since prompts do not begin alike by chance.
+LEAST_BETWEEN = 16
 
 
 class PrefixTree(NamedTuple):
@@ -73,7 +75,11 @@ def families(prompts: Sequence[Indices], groups: Sequence[Any] | None = None) ->
 
 
 def prefix_tree(
-    rows: Sequence[Indices], prompts: Sequence[int], families: Sequence[int], past_prompts: bool = True
+    rows: Sequence[Indices],
+    prompts: Sequence[int],
+    families: Sequence[int],
+    past_prompts: bool = True,
+    least: int | None = None,
 ) -> PrefixTree:
     """The trees of rows.
 
@@ -82,7 +88,9 @@ def prefix_tree(
         prompts: how many of them are its prompt.
         families: of each row; those of different families share nothing.
         past_prompts: rows share more than whole prompts.
+        least: fewest tokens that they share then; None: `LEAST`.
     """
+    least = (LEAST if least is None else least) if past_prompts else None
     lengths: list[int] = []
     paths: list[tuple[int, ...]] = [()] * len(rows)
     members: dict[int, list[int]] = {}
@@ -96,7 +104,7 @@ def prefix_tree(
         while todo:  # rows `first` to `end` of the order, whose first `start` tokens are the nodes of `path`
             first, end, start, path = todo.pop()
             alike = min(common[first + 1 : end], default=len(rows[ordered[first]]))
-            cut = _cut(start, alike, [prompts[row] for row in ordered[first:end]], past_prompts)
+            cut = _cut(start, alike, [prompts[row] for row in ordered[first:end]], least)
             if cut > start:
                 path = (*path, len(lengths))
                 lengths.append(cut - start)
@@ -109,20 +117,20 @@ def prefix_tree(
 
 
 def joined(tree: PrefixTree, rows: Sequence[Indices]) -> PrefixTree:
-    """The same trees of the same rows, with what their roots have in common, `LEAST` tokens or more, once."""
+    """The same trees of the same rows, with what their roots have in common, `LEAST_BETWEEN` tokens or more, once."""
     roots = {path[0]: row[: tree.lengths[path[0]]] for path, row in zip(tree.paths, rows, strict=True)}
-    above = prefix_tree([*roots.values()], [0] * len(roots), [0] * len(roots))
+    above = prefix_tree([*roots.values()], [0] * len(roots), [0] * len(roots), least=LEAST_BETWEEN)
     root_paths, below = dict(zip(roots, above.paths, strict=True)), len(above.lengths)
     paths = [(*root_paths[path[0]], *[below + node for node in path[1:]]) for path in tree.paths]
     return PrefixTree([*above.lengths, *tree.lengths], paths)
 
 
-def _cut(start: int, alike: int, prompts: Sequence[int], past_prompts: bool) -> int:
+def _cut(start: int, alike: int, prompts: Sequence[int], least: int | None) -> int:
     """How far a node from `start` reaches, of rows that have their first `alike` tokens in common."""
     if len(prompts) == 1:
         return alike
     known = max((prompt for prompt in prompts if start < prompt <= alike), default=start)
-    return alike if past_prompts and alike - known >= LEAST else known
+    return known if least is None or alike - known < least else alike
 
 
 def _common(a: Indices, b: Indices) -> int:

@@ -115,7 +115,7 @@ def pack_rows(
 
     Args:
         share_prompts: adjacent samples with equal prompts share one forward of what they begin with, and so do prompts
-            that begin alike for `prefix_tree.LEAST` tokens. The numbers do not change.
+            that begin alike for `prefix_tree.LEAST_BETWEEN` tokens. The numbers do not change.
         keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
             default; scores at the last token need it.
         tree: of the samples without their last response token, in the place of one by their prompts: what adjacent
