@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -407,12 +408,45 @@ def report(run: Path) -> bytes:
         return browser.picture(1240, 1000)
 
 
+# Seconds of the same work, by us and by others.
+
+_MEASURED = re.compile(r"^\| (rollout|step) \| smollm2-(\w+) \| (\d+) \| (\d+) \| (\w+) \| ([\d.]+) \|", re.MULTILINE)
+
+
+def beside_others() -> str:
+    """Two dots for each size of the log's table of `benchmarks/growth.py` that both systems were measured at."""
+    sizes: dict[tuple[str, ...], dict[str, float]] = {}
+    for *size, system, seconds in _MEASURED.findall(LOG.read_text(encoding="utf-8")):
+        sizes.setdefault(tuple(size), {})[system] = float(seconds)
+    rows = [(size, of_system) for size, of_system in sizes.items() if len(of_system) == 2]
+    drawing = Drawing("Seconds on two CPU cores, by samples x tokens of a response", 108 + 24 * len(rows))
+    low, high = (edge(value for _, of_system in rows for value in of_system.values()) for edge in (min, max))
+    x = Scale(math.log(low / 1.1), math.log(high * 1.1), 190, WIDTH - 150)
+    for second in (5, 10, 20, 50, 100, 200):
+        if low < second < high:
+            place = x(math.log(second))
+            drawing.line([(place, 40), (place, drawing.height - 56)], LINE, 1)
+            drawing.text(place, drawing.height - 40, f"{second} s", color=SOFT, anchor="middle")
+    for number, ((part, model, samples, tokens), of_system) in enumerate(rows):
+        y, color = 54 + 24 * number, ORANGE if part == "rollout" else PURPLE
+        (peer,) = of_system.keys() - {"ours"}
+        ours, theirs = of_system["ours"], of_system[peer]
+        drawing.text(16, y + 5, f"{part}, {model.upper()}, {samples} x {tokens}")
+        drawing.line([(x(math.log(ours)), y), (x(math.log(theirs)), y)], LINE, 2)
+        drawing.dot(x(math.log(theirs)), y, color)
+        drawing.dot(x(math.log(ours)), y, GREEN)
+        drawing.text(WIDTH - 16, y + 5, f"{theirs / ours:.2f} times as fast", color=SOFT, anchor="end")
+    _legend(drawing, drawing.height - 14, {"verl": GREEN, "vLLM's CPU build": ORANGE, "TRL": PURPLE})
+    return drawing.svg()
+
+
 DRAWN: dict[str, Callable[[], str]] = {
     "learning.svg": learning,
     "architecture.svg": architecture,
     "hybrid_engine.svg": hybrid_engine,
     "placement.svg": placement,
     "growth.svg": growth,
+    "beside_others.svg": beside_others,
 }
 OF_A_RUN: dict[str, Callable[[Path], str | bytes]] = {"curve.svg": curve, "step.svg": step, "report.png": report}
 
