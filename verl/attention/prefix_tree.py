@@ -10,6 +10,7 @@ micro-batch, by a system prompt, tools or examples that their prompts have in co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -90,7 +91,7 @@ def prefix_tree(
         past_prompts: rows share more than whole prompts.
         least: fewest tokens that they share then; None: `LEAST`.
     """
-    least = (LEAST if least is None else least) if past_prompts else None
+    fewest = math.inf if not past_prompts else LEAST if least is None else least
     lengths: list[int] = []
     paths: list[tuple[int, ...]] = [()] * len(rows)
     members: dict[int, list[int]] = {}
@@ -104,7 +105,7 @@ def prefix_tree(
         while todo:  # rows `first` to `end` of the order, whose first `start` tokens are the nodes of `path`
             first, end, start, path = todo.pop()
             alike = min(common[first + 1 : end], default=len(rows[ordered[first]]))
-            cut = _cut(start, alike, [prompts[row] for row in ordered[first:end]], least)
+            cut = _cut(start, alike, [prompts[row] for row in ordered[first:end]], fewest)
             if cut > start:
                 path = (*path, len(lengths))
                 lengths.append(cut - start)
@@ -125,12 +126,12 @@ def joined(tree: PrefixTree, rows: Sequence[Indices]) -> PrefixTree:
     return PrefixTree([*above.lengths, *tree.lengths], paths)
 
 
-def _cut(start: int, alike: int, prompts: Sequence[int], least: int | None) -> int:
+def _cut(start: int, alike: int, prompts: Sequence[int], fewest: float) -> int:
     """How far a node from `start` reaches, of rows that have their first `alike` tokens in common."""
     if len(prompts) == 1:
         return alike
     known = max((prompt for prompt in prompts if start < prompt <= alike), default=start)
-    return known if least is None or alike - known < least else alike
+    return alike if alike - known >= fewest else known
 
 
 def _common(a: Indices, b: Indices) -> int:
