@@ -173,6 +173,12 @@ def test_prompts_of_one_micro_batch_share_what_they_begin_with(keep_last: bool) 
     assert difference(gradients(model.model, values), gradients(model.model, expected)) < 1e-10
 
 
+def test_prompts_share_no_less_than_the_least() -> None:
+    for count, shared in ((trees.LEAST_BETWEEN, trees.LEAST_BETWEEN), (trees.LEAST_BETWEEN - 1, 0)):
+        prompts = [[*[7] * count, question] for question in (8, 9)]
+        assert len(pack_rows(prompts, [[1], [1]]).tokens) == 2 * (count + 1) - shared
+
+
 def test_a_thousand_forks_one_in_another() -> None:
     trunk = np.arange(1000)
     rows = [trunk[: end + 1] for end in range(1000)]
