@@ -12,8 +12,8 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
-# One OpenMP pool a process, no test reaches for a model hub, and what is compiled is kept for the many processes of tests.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
+# One OpenMP thread a process unless the caller says otherwise, no test reaches for a model hub, and what is compiled is kept for the many processes of tests.
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 VLLM_TESTS := $(wildcard tests/rollout/test_vllm*.py)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 SERIAL := $(if $(TURN),--turn $(TURN)) $(if $(HALF),--half $(HALF)) $(TEST_ARGS)
@@ -29,8 +29,8 @@ help: ## say what there is
 
 # torch goes first and alone: whichever build it is, nothing that follows replaces it.
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3.x"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.x"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH_ARGS) torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf,task,math,constrained,gateway,lora,deepspeed,megatron,tune]'
@@ -80,7 +80,7 @@ docs: ## build the documentation as a site, in an environment of its own
 look: docs $(INSTALLED) ## open each page of that site in Chromium, wide and narrow: overflow, links, pictures, sizes of text
 	$(BIN)/python scripts/look_at_site.py $(ARGS)
 
-environments: $(INSTALLED) ## install and try it with Python 3.10 to 3.13, lower bounds, no compiler, a read-only home, TRL, agents' packages
+environments: $(INSTALLED) ## install and try it with Python 3.11 to 3.13, lower bounds, no compiler, a read-only home, TRL, agents' packages
 	$(BIN)/python scripts/environments.py --torch-args='$(TORCH_ARGS)' $(ARGS)
 
 gpu: $(INSTALLED) ## the tests and benchmarks that want an accelerator, and a page of results; fails where there is none

@@ -2,7 +2,7 @@
 
     python scripts/ci.py            CI_BUDGET_SECONDS: another bound
 
-`make test`, `make docs` and `scripts/work.py` as a whole. The slow tests, vLLM's among them, and what needs an
+`make test`, in turns as on an older processor or with more threads, `make docs` and `scripts/work.py` as a whole. The slow tests, vLLM's among them, and what needs an
 environment of its own take turns: six successive commits run each once. The turn is the number of commits up to this
 one, or, where history is shallow, the hash of this one, modulo 6. Whatever the time was too short for is a failure. On
 a machine so slow that a share would not fit, known by what `make test` took, a turn does half of its share, and the
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -31,8 +32,13 @@ BUDGET_SECONDS = 2700.0
 SLOW_MACHINE_SECONDS = 500.0
 #: By turn: what is tried in an environment of its own (scripts/environments.py).
 ENVIRONMENTS = (
-    ("python3.10", "no-compiler"), ("python3.11", "read-only-home"), ("python3.12", "wheel"), ("python3.13", "agents"),
+    ("python3.11", "no-compiler"), ("read-only-home",), ("python3.12", "wheel"), ("python3.13", "agents"),
     ("lower-bounds",), ("trl",),
+)  # fmt: skip
+#: By turn: what the fast tests run with, such as the instruction sets of older processors.
+PROCESSORS = (
+    {}, {"ATEN_CPU_CAPABILITY": "default"}, {"ATEN_CPU_CAPABILITY": "avx2"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"VERL_KERNELS_MARCH": "x86-64-v2"}, {"OMP_NUM_THREADS": "4"},
 )  # fmt: skip
 #: Exit status of a job whose environment cannot be made on this machine.
 NOT_MADE = 77
@@ -53,6 +59,7 @@ class Part:
 
     Attributes:
         may_be_missing: it needs an environment that this machine may be unable to make.
+        env: variables that it has besides this process's.
         outcome: in words.
         failed: neither passed nor missing.
         seconds: wall time.
@@ -64,6 +71,7 @@ class Part:
 
     command: list[str]
     may_be_missing: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
     outcome: str = "NOT RUN: the time was up before"
     failed: bool = True
     seconds: float = 0.0
@@ -72,11 +80,15 @@ class Part:
     left: list[str] = field(default_factory=list)
     durations: list[tuple[float, str]] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        return " ".join([*(f"{name}={value}" for name, value in self.env.items()), *self.command])
+
     def run(self, until: float) -> None:
         """Run it, copying its output, and end it at `until` (of the monotonic clock)."""
         begun, cpu_begun = time.monotonic(), _cpu_seconds()
-        print(f"\n{'#' * 8} {' '.join(self.command)}", flush=True)
-        environment = {**os.environ, "TEST_ARGS": "--durations=10"}
+        print(f"\n{'#' * 8} {self.name}", flush=True)
+        environment = {**os.environ, **self.env, "TEST_ARGS": "--durations=10"}
         process = subprocess.Popen(
             self.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -161,7 +173,7 @@ def parts(number: int) -> list[Part]:
     """All of this turn, in order."""
     python = str(Path(os.environ.get("VENV", ".venv")) / "bin" / "python")
     return [
-        Part(["make", "test"]),
+        Part(["make", "test"], env=PROCESSORS[number]),
         Part(["make", "docs"]),
         Part([python, "scripts/work.py"]),
         Part(["make", "test-slow", f"TURN={number}"]),
@@ -190,13 +202,13 @@ def main() -> None:
         print(f"  {line}")
     for other in range(TURNS):
         if other != number:
-            print(f"  {_LEFT}{other}: {', '.join(ENVIRONMENTS[other])}")
+            print(f"  {_LEFT}{other}: {', '.join([*ENVIRONMENTS[other], *PROCESSORS[other]])}")
     print("Done by this one:")
     for part in every:
-        print(f"  {part.seconds:6.0f} s, {part.cpu_seconds:6.0f} of CPU  {' '.join(part.command)}: {part.outcome}")
+        print(f"  {part.seconds:6.0f} s, {part.cpu_seconds:6.0f} of CPU  {part.name}: {part.outcome}")
         for summary in part.summaries:
             print(f"            {summary}")
-    failed = [" ".join(part.command) for part in every if part.failed]
+    failed = [part.name for part in every if part.failed]
     print(f"FAILED: {', '.join(failed)}" if failed else "passed")
     sys.exit(bool(failed))
 

@@ -2,7 +2,7 @@
 
     python scripts/environments.py [NAME ...] [--torch-args='--index-url URL'] [--keep]
 
-The environments: python3.10 to python3.13 with the newest dependencies (what pyenv has, or PATH; one that is not there
+The environments: python3.11 to python3.13 with the newest dependencies (what pyenv has, or PATH; one that is not there
 is named), lower-bounds (each dependency of pyproject.toml as old as it says), no-compiler and read-only-home (these two
 in the environment that runs this script), wheel (an empty environment with the wheel, built from an sdist of tracked
 files, and links to the core dependencies of the one that runs this script; no compiler). Each runs the README's quick
@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+VERSIONS = ("3.11", "3.12", "3.13")
 #: The one that has wheels of every lower bound.
 _OLDEST = "3.11"
 _COMPILER = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|c89|c99)(-[\d.]+)?")

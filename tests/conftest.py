@@ -22,6 +22,7 @@ from tests.session import (  # noqa: F401 - hooks
     pytest_collection_modifyitems,
     pytest_report_collectionfinish,
     pytest_runtest_protocol,
+    pytest_terminal_summary,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         return (yield)  # the tests are collected by other processes
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     gc.disable()
     try:
         return (yield)
@@ -70,6 +71,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+#: OpenMP's, of a process; jobs of several ranks have one each.
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported, which a test may do before the package
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -30,7 +30,7 @@ import verl.run.train
 import verl.training.torch_engine
 import verl.workers.actor
 
-torch.set_num_threads(1)
+torch.set_num_threads(tests.conftest.THREADS)
 tests.forked.warm_ray()
 
 

@@ -171,6 +171,13 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return lines
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests say of the machine, whichever process ran them."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")
+
+
 class CpuClock(threading.Thread):
     """CPU seconds of this process and of all below it, daemons among them, which are nobody's children any more."""
 

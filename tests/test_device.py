@@ -164,38 +164,6 @@ def test_memory_is_that_of_the_device(fake: Fake) -> None:
 
 
 @pytest.mark.usefixtures("no_host")
-@pytest.mark.parametrize("release", ["2.8", "2.9", "2.10"])
-def test_memory_is_that_of_the_device_with_every_torch(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, release: str
-) -> None:
-    """2.8 has it in `torch.cuda` alone, 2.9 all but what is free in `torch.accelerator`, too."""
-
-    def info(name: str) -> tuple[int, int]:
-        return 1 << 30, 8 << 30
-
-    basics, held = (
-        {name: getattr(fake, name) for name in names}
-        for names in (
-            ("is_available", "current_accelerator", "device_count"),
-            ("memory_reserved", "memory_allocated", "max_memory_allocated"),
-        )
-    )
-    of_all = {"2.8": basics, "2.9": basics | held, "2.10": basics | held | {"get_memory_info": info}}
-    api, module = Interface(**of_all[release]), Interface(**held, mem_get_info=info)
-    monkeypatch.setattr(device, "_accelerators", lambda: api)
-    monkeypatch.setattr(device, "_module", lambda kind: module)
-    assert free_memory("meta:1") == (1 << 30) + (3 << 20)
-    assert (device.total_memory("meta:1"), device.free_share("meta:1")) == (8 << 30, 1 / 8)
-    assert peak_memory("meta:1") == 7 << 20
-
-
-class Interface(SimpleNamespace):
-    """Functions of a module, which is what torch has them in."""
-
-    __hash__ = object.__hash__
-
-
-@pytest.mark.usefixtures("no_host")
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_run_is_refused_by_what_the_device_has(fake: Fake, tiny: Path, loaded: bool) -> None:
     config = build_config({"actor_rollout_ref": {"model": {"path": str(tiny)}}})

@@ -337,7 +337,6 @@ def shell(tiny: Path, tmp_path: Path) -> Any:
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(paths),
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
             "COLUMNS": "120",
         }
         done = subprocess.run(

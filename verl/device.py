@@ -77,7 +77,7 @@ def claim(device: str) -> None:
 def claimed() -> set[int]:
     """Numbers of the accelerators that are claimed, or hold tensors of this process."""
     kind = accelerator()
-    holding = {i for i in range(count(kind)) if _memory(kind).memory_reserved(f"{kind}:{i}")} if kind else set()
+    holding = {i for i in range(count(kind)) if _accelerators().memory_reserved(f"{kind}:{i}")} if kind else set()
     return holding | {index for claimed_kind, index in _claimed if claimed_kind == kind}
 
 
@@ -233,8 +233,8 @@ def free_memory(device: torch.device | str) -> int:
     if _is_host(name):
         return _free_on_host()
     # The driver counts all that torch has reserved as taken; what of it no tensor has is free for the next one.
-    api = _memory(name)
-    return int(_info(name)[0]) + int(api.memory_reserved(name)) - int(api.memory_allocated(name))
+    api = _accelerators()
+    return int(api.get_memory_info(name)[0]) + int(api.memory_reserved(name)) - int(api.memory_allocated(name))
 
 
 def free_share(device: str) -> float:
@@ -244,19 +244,19 @@ def free_share(device: str) -> float:
         ConfigError: there is none of that kind here, or it is the host.
     """
     total = total_memory(device)
-    return int(_info(device)[0]) / total
+    return int(_accelerators().get_memory_info(device)[0]) / total
 
 
 def total_memory(device: torch.device | str) -> int:
     """Bytes that an accelerator has. Raises ConfigError: there is none of that kind here, or it is the host."""
     if _is_host(str(device)):
         raise ConfigError("the total memory is of an accelerator; of the host there is what is free")
-    return _total(_memory(str(device)), str(device))
+    return _total(_accelerators(), str(device))
 
 
 @cache
 def _total(api: Any, device: str) -> int:
-    return int(_info(device)[1])  # asked for once: the driver may take its time to answer
+    return int(api.get_memory_info(device)[1])  # asked for once: the driver may take its time to answer
 
 
 def peak_memory(device: torch.device | str) -> int:
@@ -265,7 +265,7 @@ def peak_memory(device: torch.device | str) -> int:
     Raises:
         ConfigError: there is no device of that kind here.
     """
-    return _peak_on_host() if _is_host(str(device)) else int(_memory(str(device)).max_memory_allocated(str(device)))
+    return _peak_on_host() if _is_host(str(device)) else int(_accelerators().max_memory_allocated(str(device)))
 
 
 def _module(device: str) -> Any:
@@ -289,18 +289,6 @@ def _is_host(device: str) -> bool:
     if not is_here(device):
         raise ConfigError(f"there is no device '{device}' here, so nothing is known of its memory")
     return not is_accelerator(device)
-
-
-def _memory(device: str) -> Any:
-    """torch's interface to the memory of a device: before 2.9 each kind has its own."""
-    api = _accelerators()
-    return api if hasattr(api, "memory_reserved") else _module(device)
-
-
-def _info(device: str) -> Any:
-    """Free and total bytes: torch 2.9 has all but these for every kind alike."""
-    api = _accelerators()
-    return api.get_memory_info(device) if hasattr(api, "get_memory_info") else _module(device).mem_get_info(device)
 
 
 def limit_library_memory() -> None:

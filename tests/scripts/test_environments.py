@@ -46,12 +46,12 @@ def test_a_python_that_is_not_there_is_said(
 ) -> None:
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["environments.py", "python3.10"])
+    monkeypatch.setattr(sys, "argv", ["environments.py", "python3.12"])
     # The tiny model is not reached.
     monkeypatch.setattr(environments, "made_model", lambda folder: folder)
     with pytest.raises(SystemExit) as end:
         environments.main()
-    assert end.value.code == 77 and "not tried: there is no Python 3.10 here" in capsys.readouterr().out
+    assert end.value.code == 77 and "not tried: there is no Python 3.12 here" in capsys.readouterr().out
 
 
 def test_each_turn_of_continuous_integration_names_environments_that_exist(

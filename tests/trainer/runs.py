@@ -145,7 +145,7 @@ def run_process(tmp_path: Path, configuration: dict[str, Any], **env: str) -> su
     file.write_text(json.dumps(configuration))
     return forked.Popen(
         [sys.executable, "-m", "verl", "train", str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -27,7 +27,7 @@ WIDTHS = pytest.mark.parametrize("width", [pytest.param(1280, id="desktop"), PHO
 
 
 def verl(*command: str, cwd: Path) -> None:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = forked.run([sys.executable, "-m", "verl", *command], cwd=cwd, env=env, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -26,7 +26,6 @@ def process(script: str, path: Path) -> subprocess.Popen[str]:
         [sys.executable, "-c", textwrap.dedent(script), str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
         bufsize=1,
     )

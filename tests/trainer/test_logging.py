@@ -102,6 +102,8 @@ def test_an_evaluation_without_any_score_says_so() -> None:
 
 def test_descriptions() -> None:
     assert describe({"kl": float("nan"), "reward/mean": None}) == "kl nan"
+    assert describe({"loss/actor": -1.5e-08, "kl": 2e-7}) == describe({"loss/actor": 0.0, "kl": 0.0})
+    assert describe({"loss/actor": 0.00002}) == "loss/actor +2e-05"
     assert describe({"kl": 0.00003, "reward/mean": -0.0004, "loss/actor": 0.0}) == (
         "reward -0.0004  kl 3e-05  loss/actor +0.0000"
     )

@@ -75,7 +75,7 @@ def command(recipe: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "verl", "tune", str(recipe), "--out", out, *arguments]
 
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+ENV = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
 
 
 def until(condition: Callable[[], object], seconds: float = 120) -> None:

@@ -16,11 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeAlias, get_type_hints
+from typing import Any, ClassVar, Literal, TypeAlias, dataclass_transform, get_type_hints
 
 import torch
 from torch import Tensor
-from typing_extensions import dataclass_transform
 
 from verl.algorithms.advantages import group_centred, group_sums
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-class Direction(str, Enum):
+class Direction(StrEnum):
     maximize = "maximize"
     minimize = "minimize"
 

@@ -169,12 +169,9 @@ def timed(what: str) -> Iterator[None]:
 
 @contextmanager
 def noted(text: str) -> Iterator[None]:
-    """Inside, an exception keeps its type and says where it arose: in a note, or before Python 3.11 in the log."""
+    """Inside, an exception keeps its type and says where it arose, in a note."""
     try:
         yield
     except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(text)
-        else:
-            logger.error("%s: %s", text, error)
+        error.add_note(text)
         raise

@@ -23,7 +23,9 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
+#: What the kernels are compiled for, as `-march` takes it; the variable names an older processor ("x86-64-v2").
+_ARCHITECTURE = os.environ.get("VERL_KERNELS_MARCH") or "native"
+_FLAGS = ("-std=c++17", "-O3", f"-march={_ARCHITECTURE}", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 _BUILD_SECONDS = 120
 _LOCK = threading.Lock()
 

@@ -38,6 +38,9 @@ TASK_COLUMNS = (
 )
 
 
+#: Below it is what rounding made of 0.
+_NOISE = 1e-6
+
 #: Steps, and evaluations, that an estimate goes by.
 _LATEST = 50
 
@@ -163,9 +166,11 @@ def describe(record: Mapping[str, Any]) -> str:
     for label, name, form in COLUMNS:
         value = record.get(name)
         if isinstance(value, int | float) and math.isfinite(value):
+            value = value if abs(value) >= _NOISE else 0.0
             text = form.format(value)
             # What is too small for the form is no 0.
-            parts.append(f"{label} {text if not value or re.search('[1-9]', text) else f'{value:.2g}'}")
+            small = re.sub(r"\.\d[f%]", ".2g", form)
+            parts.append(f"{label} {text if not value or re.search('[1-9]', text) else small.format(value)}")
         elif value is not None:
             parts.append(f"{label} {value}")
     return "  ".join(parts)

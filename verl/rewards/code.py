@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Unpack
 
 from pydantic import Field
-from typing_extensions import Unpack
 
 from verl import sandbox
 from verl.checked import checked

@@ -21,9 +21,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
-
-from typing_extensions import Unpack
+from typing import Any, ClassVar, Unpack
 
 from verl.checked import checked
 from verl.errors import ConfigError

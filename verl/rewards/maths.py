@@ -6,9 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from verl.checked import checked
 from verl.device import put

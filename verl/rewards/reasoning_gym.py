@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from verl.checked import checked
 from verl.data.tasks import decode_problem, make_task

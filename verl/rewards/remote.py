@@ -13,9 +13,7 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any
-
-from typing_extensions import Unpack
+from typing import Annotated, Any, Unpack
 
 from verl.checked import checked
 from verl.data.prompts import content_text

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 from uuid import uuid4
-
-from typing_extensions import Unpack
 
 from verl import device
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from typing_extensions import Unpack
+from typing import Any, Unpack
 
 from verl.checked import checked
 from verl.cluster.controller import Controller

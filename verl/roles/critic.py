@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Unpack
 
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch

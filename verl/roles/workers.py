@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from typing_extensions import Unpack
 
 from verl.errors import ConfigError, nearest
 from verl.ranks import local_ranks, registry, torchrun_ranks

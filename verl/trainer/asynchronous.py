@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from pydantic import BaseModel, ConfigDict
-from typing_extensions import Unpack
 
 from verl.batch import Batch
 from verl.checked import checked, validated

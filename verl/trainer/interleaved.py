@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 from pydantic import Field
-from typing_extensions import Unpack
 
 from verl.batch import Batch
 from verl.checked import checked

@@ -14,9 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch

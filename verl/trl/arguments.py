@@ -8,10 +8,9 @@ import json
 import typing
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import TrainingArguments
-from typing_extensions import Self
 
 from verl.checked import validated
 from verl.errors import ConfigError, nearest

@@ -265,7 +265,7 @@ class Listener:
 
         try:
             await asyncio.wait_for(pass_on(), rules.model_deadline)
-        except (httpx.HTTPError, asyncio.TimeoutError) as error:
+        except (TimeoutError, httpx.HTTPError) as error:
             if response is not None:  # it has begun, so that it can only be cut off
                 raise ConnectionResetError from error
             why = repr(error) if isinstance(error, httpx.HTTPError) else f"no answer in {rules.model_deadline:g} s"
@@ -342,7 +342,7 @@ async def _texts(events: Events, answering: asyncio.Task[Delivery], news: News) 
     while not is_over:
         try:
             items = [await asyncio.wait_for(news.get(), ALIVE_SECONDS)]
-        except asyncio.TimeoutError:
+        except TimeoutError:
             yield ": alive\n\n" + text
             text = ""
             continue
@@ -423,7 +423,7 @@ async def _body(request: Any) -> bytes:
 
     try:
         await asyncio.wait_for(read(), BODY_SECONDS)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
     return bytes(content)
 
