@@ -2,8 +2,9 @@
 
     python scripts/ci.py            CI_BUDGET_SECONDS: another bound
 
-`make test`, in turns as on an older processor or with more threads, `make docs` and `scripts/work.py` as a whole. The slow tests, vLLM's among them, and what needs an
-environment of its own take turns: six successive commits run each once. The turn is the number of commits up to this
+`make test`, `make docs` and `scripts/work.py` as a whole. The slow tests, vLLM's among them, and what needs an
+environment of its own take turns: six successive commits run each once. In `make test` the processor takes turns: the
+instruction sets of older ones, and more threads. The turn is the number of commits up to this
 one, or, where history is shallow, the hash of this one, modulo 6. Whatever the time was too short for is a failure. On
 a machine so slow that a share would not fit, known by what `make test` took, a turn does half of its share, and the
 other half the next time.
