@@ -1,4 +1,4 @@
-"""Functions of our own that gradients pass through: sums of rows, weights that have a sum for their gradients,
+"""Functions of our own that gradients pass through: sums of rows, bounds, weights that have a sum for their gradients,
 collectives.
 
 Rows of one number are added in their order, so that sums repeat bit for bit. CUDA's `index_add_` adds by atomics, in
@@ -59,6 +59,22 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return sum_rows(grads[0], index, ctx.count), None
+
+
+def bounded(x: Tensor, low: float, high: float) -> Tensor:
+    """`x` kept within [low, high], against overflow; its gradient beyond them stays 1, where that of `clamp` is 0."""
+    result: Tensor = _Bounded.apply(x, low, high)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
 
 
 def _index_add_is_ordered(device: torch.device) -> bool:

@@ -180,3 +180,11 @@ def test_the_ratio_may_be_to_the_engines_own_log_probs() -> None:
         make_algorithm("gpg", rollout_is="ratio")
     for name in ("sapo", "vespo"):  # which clip none, and have one
         assert make_algorithm(name, rollout_is="ratio").keeps_old_log_probs
+
+
+def test_only_what_is_exponentiated_is_bounded() -> None:
+    measured = mismatch(log_ratio([[-60.0, 0.0]]))
+    assert measured["mismatch/kl"] == pytest.approx(30.0)
+    assert measured["mismatch/k3"] == pytest.approx((60 - 1) / 2)
+    assert accepted(log_ratio([[60.0, -50.0], [1.0]]), "seq_sum_k1", 3.0).tolist() == [False, False, True]
+    assert math.isfinite(mismatch(log_ratio([[800.0]]))["mismatch/k3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def test_a_log_ratio_is_bounded() -> None:
     assert unbounded["advantages"] == [[-49.0, pytest.approx(0.5)]]
     with pytest.raises(DataError, match="ref_log_probs"):
         make_algorithm("distillation").prepare(Batch.from_columns(columns).drop(["ref_log_probs"]))
+
+
+def test_a_token_that_the_policy_left_far_behind_still_has_a_gradient() -> None:
+    columns = {"group": ["a"], "response_tokens": [[1]], "log_probs": [[-31.0]], "ref_log_probs": [[-35.0]]}
+    algorithm = make_algorithm("distillation")
+    log_probs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    prepared = algorithm.prepare(Batch.from_columns(columns))[0]
+    loss = algorithm.compute_loss(loss_input(algorithm, prepared, log_probs=log_probs)).total
+    assert float(torch.autograd.grad(loss, log_probs)[0]) == pytest.approx(4 * math.exp(20.0))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.kl import adapted, kl_estimate
 from verl.algorithms.losses import (
+    PolicyLoss,
     PolicyTerms,
     cispo_loss,
     clipped_loss,
@@ -22,6 +24,7 @@ from verl.algorithms.losses import (
     value_loss,
     vespo_loss,
 )
+from verl.algorithms.orpo import ORPO
 from verl.algorithms.rloo import RLOO
 from verl.errors import ConfigError
 
@@ -82,9 +85,58 @@ def test_kl_estimates_and_their_gradients() -> None:
         kl_estimate(p, q, "k4")
 
 
-def test_k3_is_bounded() -> None:
-    far = kl_estimate(torch.tensor([-100.0]), torch.tensor([0.0]), "k3")
-    assert far.tolist() == [10.0]
+@pytest.mark.parametrize("distance", [2.0, 4.0, 19.0])
+def test_k3_pulls_the_harder_the_further_the_reference_is(distance: float) -> None:
+    p = torch.tensor([-distance], dtype=torch.float64, requires_grad=True)
+    value = kl_estimate(p, torch.zeros_like(p), "k3")
+    assert float(value.detach()) == pytest.approx(math.exp(distance) - 1 - distance)
+    assert float(torch.autograd.grad(value.sum(), p)[0]) == pytest.approx(1 - math.exp(distance))
+
+
+@pytest.mark.parametrize("distance", [21.0, 40.0, 100.0, 1e4])
+def test_beyond_its_bound_k3_is_finite_and_still_pulls(distance: float) -> None:
+    p = torch.tensor([-distance], requires_grad=True)
+    value = kl_estimate(p, torch.zeros_like(p), "k3")
+    (slope,) = torch.autograd.grad(value.sum(), p)
+    assert value.isfinite().all() and float(slope) == pytest.approx(-math.exp(20.0), rel=1e-5)
+    unbounded = kl_estimate(p.double(), torch.zeros(1, dtype=torch.float64), "k3", math.inf)
+    assert float(unbounded.detach()) == pytest.approx(math.exp(distance) if distance < 700 else math.inf)
+
+
+def far(log_ratio: float, advantage: float) -> PolicyTerms:
+    """One row of one token that is further from the old policy than any bound."""
+    log_probs = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    return PolicyTerms(log_probs, log_probs * 1.0, advantage * one, one.bool(), torch.zeros(1, dtype=torch.int64), 1)
+
+
+FAR_LOSSES: dict[str, tuple[Callable[[PolicyTerms], PolicyLoss], float, float]] = {
+    "clipped": (lambda t: clipped_loss(t, 0.2, 0.2), 30.0, -1.0),
+    "gspo": (lambda t: gspo_loss(t, 0.2, 0.2), 30.0, -1.0),
+    "gmpo, up": (lambda t: gmpo_loss(t, 0.4, 0.4), 30.0, -1.0),
+    "gmpo, down": (lambda t: gmpo_loss(t, 0.4, 0.4), -30.0, 1.0),
+    "rloo of sequences": (RLOO(ratio_of="sequence", clip_ratio_c=None).policy_loss, 30.0, -1.0),
+    "KL times the ratio": (lambda t: PolicyLoss(RLOO().ratio(t)), 30.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", FAR_LOSSES)
+def test_a_bound_against_overflow_takes_no_gradient_away(name: str) -> None:
+    loss, log_ratio, advantage = FAR_LOSSES[name]
+    t = far(log_ratio, advantage)
+    per_token = loss(t).per_token
+    (slope,) = torch.autograd.grad(per_token.sum(), t.log_probs)
+    assert per_token.isfinite().all() and slope.isfinite().all()
+    assert abs(float(slope)) == pytest.approx(abs(float(per_token.detach()))), "the gradient of an exponential"
+
+
+def test_orpo_pushes_a_rejected_response_down_that_is_certain() -> None:
+    rejected = torch.tensor([0.0, -1e-9, -1e-3], dtype=torch.float64, requires_grad=True)
+    chosen = torch.full((3,), -1.0, dtype=torch.float64)
+    loss = ORPO(beta=1.0).pair_losses(chosen, rejected)
+    (slope,) = torch.autograd.grad(loss.sum(), rejected)
+    assert loss.isfinite().all() and slope.isfinite().all()
+    assert slope[0] >= slope[2] and slope[1] >= slope[2] > 500  # as 1 / (1 - p)
 
 
 def test_the_controller_moves_towards_its_target() -> None:

@@ -25,6 +25,7 @@ GRPO = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_
         "vllm_importance_sampling_correction": False}  # fmt: skip
 RLOO = {key: value for key, value in GRPO.items() if not key.startswith("vllm")}
 TWICE = {"num_iterations": 2, "max_steps": 6}
+FAR = {"max_steps": 4, "learning_rate": 3.0, "warmup_steps": 0, "max_grad_norm": 0.0, "optim": "sgd", "beta": 0.1}
 
 WORDS = ["red", "blue", "a long green", "grey", "dark violet and so on", "white", "pink", "black", "teal", "gold"]
 ASK = [f"Name colour {i} of {3 * i + 1}: " for i in range(10)]
@@ -123,6 +124,10 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
                                            "beta": 0.1}),
     "grpo sequence one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, "importance_sampling_level": "sequence",
                                             "loss_type": "grpo", "epsilon": 0.001, "beta": 0.1}),
+    # The policy is nats away from its reference.
+    "grpo far one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, **FAR}),
+    "grpo far plain kl one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, **FAR, "use_bias_correction_kl": False}),
+    "rloo far one": ("RLOO", PROMPTS, {**RLOO, **WHOLE, **FAR}),
     "grpo cispo one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, "loss_type": "cispo", "epsilon_high": 1.02}),
     "grpo sapo one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, "loss_type": "sapo", "beta": 0.1}),
     "grpo vespo one": ("GRPO", PROMPTS, {**GRPO, **WHOLE, **TWICE, "loss_type": "vespo"}),

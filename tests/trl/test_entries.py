@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import verl.trl
-from tests.algorithms.support import prepared
+from tests.algorithms.support import loss_input, prepared
 from tests.algorithms.test_with_engine import update
 from verl.algorithms.base import FurtherMetrics
 from verl.training.forward import Forward
@@ -86,3 +86,25 @@ def test_entries_cost_no_forward_pass_and_move_nothing(
     assert {key: found[key] for key in plain} == plain and names <= found.keys() - plain.keys()
     divided = entries.whole(update(algorithm.objective("actor"), batch, 2)[0])
     assert {key: divided[key] for key in names} == pytest.approx({key: found[key] for key in names}, rel=1e-4, abs=1e-6)
+
+
+def test_the_kl_of_a_policy_far_from_its_reference_is_that_of_trl(tiny: Path, tmp_path: Path) -> None:
+    args = verl.trl.GRPOConfig(str(tmp_path), beta=0.1, num_generations=4, save_strategy="no", report_to="none")
+    trainer = verl.trl.GRPOTrainer(str(tiny), letters, args, train_dataset=[{"prompt": ask} for ask in ASK])
+    (task,) = trainer.trainer.tasks.values()
+    algorithm, (_, batch) = task.algorithm, prepared("grpo", 3, kl_in="loss")
+    log_probs = batch.tensor("old_log_probs").requires_grad_()
+    distances = torch.linspace(-30, 30, len(log_probs), dtype=torch.float64)
+    reference = log_probs.detach() + distances
+    x = loss_input(
+        algorithm,
+        batch.drop(["ref_log_probs"]).add({"ref_log_probs": (reference, batch.lengths("response_tokens"))}),
+        log_probs=log_probs,
+        entropy=torch.zeros(len(log_probs)),
+    )
+    kl = torch.exp(reference - log_probs) - (reference - log_probs) - 1
+    logged = entries.of_policy(algorithm, x)["sum/kl"]
+    torch.testing.assert_close(logged, (kl * x.mask).sum().detach(), check_dtype=False)
+    loss = algorithm.compute_loss(x)
+    wanted = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()
+    torch.testing.assert_close(loss.metrics["loss/kl"], wanted.detach(), check_dtype=False)

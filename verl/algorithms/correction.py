@@ -17,11 +17,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.algorithms.kl import kl_estimate
+from verl.algorithms.losses import bounded_ratio
 from verl.algorithms.responses import Responses
 from verl.errors import ConfigError
-
-# Bounds against overflow in exp; weights this large are cut by any sensible threshold anyway.
-_MAX_LOG_RATIO = 20.0
 
 Level = Literal["token", "sequence"]
 Rejection = Literal[
@@ -63,7 +62,7 @@ def importance_weights(
     raw = log_ratio.values
     if level == "sequence":
         raw = responses.sum(raw)[responses.sequence]
-    raw = torch.where(log_ratio.usable, raw.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(), 0.0)
+    raw = torch.where(log_ratio.usable, bounded_ratio(raw), 0.0)
     if lower is None:
         weights = raw.clamp(max=threshold)
     else:
@@ -95,9 +94,8 @@ def accepted(log_ratio: LogRatio, rule: Rejection, upper: float, lower: float | 
     low, high = rejection_bounds(rule, upper, lower)
     level, kind = rule.rsplit("_", 1)
     responses = log_ratio.responses
-    d = log_ratio.values.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    statistic = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1 - d}[kind]
-    statistic = torch.where(log_ratio.usable, statistic, 0.0)
+    d = log_ratio.values
+    statistic = torch.where(log_ratio.usable, kl_estimate(-d, torch.zeros_like(d), kind), 0.0)
     if level == "seq_max":
         highest = statistic.new_zeros(responses.rows)
         statistic = highest.scatter_reduce(0, responses.sequence, statistic, "amax")[responses.sequence]
@@ -132,15 +130,15 @@ def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, fl
     absolute log-ratio; ess: effective sample size of the weights as a fraction, (sum w)^2 / (n sum w^2);
     nonfinite: written tokens whose log-ratio is not finite. No usable token: kl 0, ess 1.
     """
-    d = log_ratio.values[log_ratio.usable].clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    d = log_ratio.values[log_ratio.usable]
     bad = float((log_ratio.responses.written & ~log_ratio.usable).sum())
     if not len(d):
         return {"mismatch/kl": 0.0, "mismatch/k3": 0.0, "mismatch/log_ratio/max": 0.0, "mismatch/ess": 1.0,
                 "mismatch/nonfinite": bad}  # fmt: skip
-    w = d.exp() if weights is None else weights[log_ratio.usable]
+    w = bounded_ratio(d) if weights is None else weights[log_ratio.usable]
     return {
         "mismatch/kl": float(-d.mean()),
-        "mismatch/k3": float((d.exp() - 1 - d).mean()),
+        "mismatch/k3": float(kl_estimate(-d, torch.zeros_like(d), "k3").mean()),
         "mismatch/log_ratio/max": float(log_ratio.values.abs().max()),
         "mismatch/ess": float(w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-300)),
         "mismatch/nonfinite": bad,
@@ -157,11 +155,11 @@ def mismatch_shares(log_ratio: Tensor, active: Tensor, computed_tokens: int) -> 
         computed_tokens: how many count in the computed rows of the whole mini-batch.
     """
     usable = active & log_ratio.isfinite()
-    d = torch.where(usable, log_ratio, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    d = torch.where(usable, log_ratio, 0.0)
     count = max(computed_tokens, 1)
     return {
         "mismatch/kl": -d.sum() / count,
-        "mismatch/k3": (d.exp() - 1 - d).sum() / count,
+        "mismatch/k3": kl_estimate(-d, torch.zeros_like(d), "k3").sum() / count,
         "mismatch/log_ratio/max": d.abs().max() if len(d) else 0.0,
         "mismatch/nonfinite": (active & ~usable).sum(),
     }

@@ -15,12 +15,11 @@ from typing import ClassVar
 import torch
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, old_log_probs
+from verl.algorithms.losses import bounded_ratio
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.record import Positive
-
-_MAX_LOG_RATIO = 20.0
 
 
 @register_algorithm("distillation")
@@ -55,6 +54,6 @@ class Distillation(BaseAlgorithm):
     def compute_loss(self, x: LossInput) -> Loss:
         current, active = self.needed_log_probs(x), x.weights != 0
         old = x.columns.get("old_log_probs", current.detach())
-        log_ratio = torch.where(active, current - old, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        ratio = bounded_ratio(torch.where(active, current - old, 0.0))
         advantages = torch.where(active, x.columns["advantages"], 0.0)
-        return Loss(total=-(x.weights * advantages * log_ratio.exp()).sum())
+        return Loss(total=-(x.weights * advantages * ratio).sum())

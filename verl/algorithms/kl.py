@@ -16,14 +16,15 @@ import math
 
 from torch import Tensor
 
+from verl.autograd import bounded
 from verl.errors import ConfigError, nearest
 
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", *_ALIASES)
 
-# Bounds against overflow: a single token off by e^20 says that something is wrong, not how wrong.
-_MAX_LOG_RATIO = 20.0
-_MAX_K3 = 10.0
+# Against overflow, a bound of what is exponentiated. The gradient stays: the further a token is from the reference, the
+# more it needs one.
+MAX_LOG_RATIO = 20.0
 # Less beside a token is the rounding of its log-prob in fp32.
 _LEAST_REST = 2.0**-23
 
@@ -39,11 +40,17 @@ def check_estimator(name: str) -> str:
     return name
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
-    """KL(policy || reference) at each token, the shape of the inputs; differentiable in `log_probs`."""
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3", bound: float = MAX_LOG_RATIO
+) -> Tensor:
+    """KL(policy || reference) at each token, the shape of the inputs; differentiable in `log_probs`.
+
+    Args:
+        bound: of the exponent in k3, in nats. Beyond it k3 grows linearly, and its gradient stays that at the bound.
+    """
     check_estimator(estimator)
     base = estimator.removesuffix("+")
-    value = _value(log_probs - ref_log_probs, _ALIASES.get(base, base))
+    value = _value(log_probs - ref_log_probs, _ALIASES.get(base, base), bound)
     if base == estimator:
         return value
     k2 = 0.5 * (log_probs - ref_log_probs).square()
@@ -60,15 +67,14 @@ def kl_of_token(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return log_probs.exp() * (log_probs - ref_log_probs) + policy * (policy / reference).log()
 
 
-def _value(difference: Tensor, estimator: str) -> Tensor:
+def _value(difference: Tensor, estimator: str, bound: float) -> Tensor:
     if estimator == "k1":
         return difference
     if estimator == "abs":
         return difference.abs()
     if estimator == "k2":
         return 0.5 * difference.square()
-    bounded = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return ((-bounded).exp() - 1 + bounded).clamp(-_MAX_K3, _MAX_K3)
+    return bounded(-difference, -bound, bound).exp() - 1 + difference
 
 
 def adapted(coefficient: float, kl: float, samples: int, target: float, horizon: int) -> float:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.autograd import sum_rows
+from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.autograd import bounded, sum_rows
 
-MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 _MIN_LOG_SEQUENCE_RATIO = math.log(1e-8)
 
@@ -60,20 +60,25 @@ class PolicyLoss:
     clipped_lower: Tensor | None = None
 
 
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """The ratio of a log-ratio, the shape of it. Beyond `MAX_LOG_RATIO` its value stays, and so does its gradient."""
+    return bounded(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def clipped_loss(t: PolicyTerms, low: float, high: float, dual: float | None = None) -> PolicyLoss:
     """PPO's clipped objective (arXiv:1707.06347, equation 7), ratio kept in [1 - low, 1 + high].
 
     With `dual` (> 1), tokens of negative advantage lose at most `dual * |advantage|` (arXiv:1912.09729, equation 5).
     """
-    ratio = t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = bounded_ratio(t.log_ratio)
     free = -t.advantages * ratio
-    bounded = -t.advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.maximum(free, bounded)
+    clipped = -t.advantages * ratio.clamp(1 - low, 1 + high)
+    loss = torch.maximum(free, clipped)
     if dual is None:
-        return PolicyLoss(loss, bounded > free)
+        return PolicyLoss(loss, clipped > free)
     most = -t.advantages * dual
     negative = t.advantages < 0
-    return PolicyLoss(torch.where(negative, torch.minimum(most, loss), loss), bounded > free, negative & (loss > most))
+    return PolicyLoss(torch.where(negative, torch.minimum(most, loss), loss), clipped > free, negative & (loss > most))
 
 
 def gspo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
@@ -82,15 +87,15 @@ def gspo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
     The token form of the paper: value of the row's ratio, gradient through the token's own log-prob.
     """
     row = t.row_mean(t.log_ratio).detach()
-    ratio = (t.log_probs - t.log_probs.detach() + row).clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+    ratio = bounded(t.log_probs - t.log_probs.detach() + row, -math.inf, _MAX_LOG_SEQUENCE_RATIO).exp()
     free = -t.advantages * ratio
-    bounded = -t.advantages * ratio.clamp(1 - low, 1 + high)
-    return PolicyLoss(torch.maximum(free, bounded), bounded > free)
+    clipped = -t.advantages * ratio.clamp(1 - low, 1 + high)
+    return PolicyLoss(torch.maximum(free, clipped), clipped > free)
 
 
 def cispo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
     """CISPO (arXiv:2506.13585, equation 4): REINFORCE weighted by the clipped, detached ratio."""
-    ratio = t.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = bounded_ratio(t.log_ratio.detach())
     weight = ratio.clamp(1 - low, 1 + high)
     return PolicyLoss(-weight * t.advantages * t.log_probs, ratio != weight)
 
@@ -101,18 +106,18 @@ def gmpo_loss(t: PolicyTerms, low: float, high: float) -> PolicyLoss:
     The row's advantage is the mean of its tokens' (they are equal in the paper).
     """
     sign = t.advantages.sign()
-    free = t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    bounded = free.clamp(-low, high)
-    log_ratio = sign * torch.minimum(sign * free, sign * bounded)
+    free = bounded(t.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clipped = free.clamp(-low, high)
+    log_ratio = sign * torch.minimum(sign * free, sign * clipped)
     loss = -t.row_mean(t.advantages) * t.row_mean(log_ratio).exp()
-    outside = (free != bounded) & t.active
+    outside = (free != clipped) & t.active
     return PolicyLoss(loss, outside & (sign > 0), outside & (sign < 0))
 
 
 def sapo_loss(t: PolicyTerms, positive: float, negative: float) -> PolicyLoss:
     """SAPO (arXiv:2511.20347): the ratio r as 4 / T s(T (r - 1)), whose slope at 1 is 1, with the temperature T of the
     advantage's sign."""
-    ratio = t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = bounded_ratio(t.log_ratio)
     temperature = torch.where(t.advantages > 0, positive, negative).to(ratio.dtype)
     return PolicyLoss(-t.advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature)
 
@@ -149,5 +154,5 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     free = (values - returns).square()
     if clip is None:
         return 0.5 * free, torch.zeros_like(free, dtype=torch.bool)
-    bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
-    return 0.5 * torch.maximum(free, bounded), bounded > free
+    clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    return 0.5 * torch.maximum(free, clipped), clipped > free

@@ -7,6 +7,8 @@ prompt's tokens, as TRL's does and the paper's does not.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -16,6 +18,7 @@ from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.pairs import WithoutReference
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
+from verl.autograd import bounded
 from verl.batch import Batch
 
 
@@ -40,5 +43,5 @@ class ORPO(WithoutReference):
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, finite at 0."""
-    return torch.log1p(-x.clamp(max=-1e-7).exp())
+    """log(1 - exp(x)) for x <= 0, finite at 0, with a gradient there."""
+    return torch.log1p(-bounded(x, -math.inf, -1e-7).exp())

@@ -31,8 +31,8 @@ from verl.algorithms.correction import (
     rejection_bounds,
 )
 from verl.algorithms.episodes import Episodes
-from verl.algorithms.kl import adapted, check_estimator, kl_estimate
-from verl.algorithms.losses import MAX_LOG_RATIO, PolicyLoss, PolicyTerms, clipped_loss
+from verl.algorithms.kl import MAX_LOG_RATIO, adapted, check_estimator, kl_estimate
+from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
@@ -131,6 +131,8 @@ class PolicyGradient(BaseAlgorithm):
             raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")
         if self.rollout_rs is not None:
             rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
+        #: `bound` of `kl_estimate`.
+        self.kl_bound = MAX_LOG_RATIO
         self._kl_coef = self.kl_coef  # as `kl_target` has moved it
 
     @property
@@ -188,10 +190,10 @@ class PolicyGradient(BaseAlgorithm):
         low, high = self.clip_ratio_low, self.clip_ratio_high
         return self.clip_ratio if low is None else low, self.clip_ratio if high is None else high
 
-    @property
-    def kl_name(self) -> str:
-        """The KL estimator in use."""
-        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
+    def token_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        """KL to the reference at each token, by the estimator in use."""
+        default = "k3" if self.kl_in == "loss" else "k1"
+        return kl_estimate(log_probs, ref_log_probs, self.kl_estimator or default, self.kl_bound)
 
     @abstractmethod
     def estimate(self, e: Experience) -> dict[str, Tensor]:
@@ -214,7 +216,7 @@ class PolicyGradient(BaseAlgorithm):
 
     def ratio(self, t: PolicyTerms) -> Tensor:
         """`[R]`: of each token's probability to that under the old policy, with gradient."""
-        return t.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return bounded_ratio(t.log_ratio)
 
     def importance(self, t: PolicyTerms, weights: Tensor) -> Tensor:
         """Factor of each token's loss from the importance weights `[R]` of the off-policy correction."""
@@ -278,7 +280,7 @@ class PolicyGradient(BaseAlgorithm):
         if "rollout_log_probs" in x.columns:  # the policy is the one that sampled, and nothing has measured it yet
             metrics |= mismatch_shares(current.detach() - x.columns["rollout_log_probs"], active, x.computed_tokens)
         if self.kl_in == "loss":
-            kl = kl_estimate(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0), self.kl_name)
+            kl = self.token_kl(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0))
             kl = kl * self.ratio(terms) if self.kl_by_ratio else kl
             penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()
             total = total + penalty
@@ -313,7 +315,7 @@ class PolicyGradient(BaseAlgorithm):
             return nothing, {}
         if "old_log_probs" not in responses.batch:
             raise DataError("KL to the reference needs 'log_probs' or 'rollout_log_probs' of the policy in the batch")
-        estimate = kl_estimate(responses.tokens("old_log_probs"), responses.tokens("ref_log_probs"), self.kl_name)
+        estimate = self.token_kl(responses.tokens("old_log_probs"), responses.tokens("ref_log_probs"))
         estimate = torch.where(responses.written, estimate, 0.0)
         kl = float((responses.sum(estimate) / responses.count(responses.written).clamp(min=1)).mean())
         coefficient = self._kl_coef

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from verl.algorithms import BaseAlgorithm, LossInput, PolicyGradient
 from verl.algorithms.base import FurtherMetrics
-from verl.algorithms.kl import kl_estimate
 from verl.algorithms.losses import PolicyTerms, vespo_weights
 from verl.algorithms.pairs import sequence_log_probs, sequence_tokens, split_pairs
 from verl.algorithms.responses import Responses
@@ -91,7 +90,7 @@ def of_policy(algorithm: Any, x: LossInput) -> Parts:
     """Of samples: their entropy, and the KL in the loss."""
     terms, parts = _terms(algorithm, x), _mean("entropy", x.entropy, x.mask)
     if "ref_log_probs" in x.columns:
-        kl = kl_estimate(terms.log_probs, x.columns["ref_log_probs"], algorithm.kl_name)
+        kl = algorithm.token_kl(terms.log_probs, x.columns["ref_log_probs"])
         parts |= _mean("kl", kl * algorithm.ratio(terms) if algorithm.kl_by_ratio else kl, x.mask)
     return parts
 

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.algorithms import BaseAlgorithm, PolicyGradient, make_algorithm
 from verl.cluster.controller import Controller
 from verl.errors import ConfigError, nearest
 from verl.models.heads import SCORE_AT_EOS, ValueModel, as_classifier, share_head
@@ -313,6 +313,8 @@ class BaseTrainer(Attributes, ABC):
     def _trainer(self, source: Any, options: Mapping[str, Any]) -> ObservedTrainer:
         args, every, algorithm = self.args, self._every("save"), self._algorithm()
         algorithm.further_metrics = entries_of(algorithm, getattr(args, "loss_type", None))
+        if isinstance(algorithm, PolicyGradient):
+            algorithm.kl_bound = math.inf  # TRL has none
         trainer = ObservedTrainer(
             self.actor,
             reward=source,
