@@ -211,9 +211,11 @@ def test_whatever_ends_the_supervisor_is_told_to_those_who_wait(monkeypatch: pyt
     waiting = threading.Thread(target=lambda: found.append(outcome(reward, "a")), daemon=True)
     waiting.start()
     waiting.join(60)
-    group.close()
     assert isinstance(found[0], verl.errors.ClusterError)
     assert str(found[0]) == "reward 'length': its workers cannot be kept: KeyError: 'lost'"
+    monkeypatch.undo()
+    assert outcome(reward, "abc") == [3.0]  # the next sample starts workers
+    group.close()
 
 
 @pytest.mark.slow
@@ -291,6 +293,8 @@ def test_a_file_that_is_edited_ends_the_run_where_it_would_be_read_again(
     with pytest.raises(RewardError, match=rf"{file} is not what it was when this run began"):
         reward.get_reward(texts_of("a"))
     assert make(f"{file}:f", workers=1).get_reward(texts_of("a"))["reward"] == [2.0]
+    file.write_text("def f(solution_str): return 1.0\n")
+    assert reward.get_reward(texts_of("a"))["reward"] == [1.0]
 
 
 @pytest.mark.slow

@@ -84,15 +84,15 @@ WHOLE_BATCH = {
     "blocks its loop": (blocks_its_loop, "no answer within 0.3 s"),
     "spins": (spins, "no answer within 0.3 s"),
     "too few": (lambda texts: [1.0], "returned 1 results for 3 samples"),
-    "too many": (lambda texts: [1.0] * 4, "returned 4 results for 3 samples"),
-    "endless": (endless, "returned more results for 3 samples"),
-    "one number": (lambda texts: 1.0, "instead of 3 results"),
-    "None": (lambda texts: None, "instead of 3 results"),
-    "a text": (lambda texts: "1.0", "instead of 3 results"),
-    "a huge text": (lambda texts: "9" * 10**6, "instead of 3 results"),
-    "a mapping": (lambda texts: {"value": [1, 2, 3]}, "instead of 3 results"),
-    "a number by index": (lambda texts: dict.fromkeys(range(3), 0.9), "instead of 3 results"),
-    "a set": (lambda texts: {1.0, 2.0, 3.0}, "instead of 3 results"),
+    "too many": (lambda texts: [1.0] * 4, r"returned 4 results for \d samples"),
+    "endless": (endless, r"returned more results for \d samples"),
+    "one number": (lambda texts: 1.0, "instead of"),
+    "None": (lambda texts: None, "instead of"),
+    "a text": (lambda texts: "1.0", "instead of"),
+    "a huge text": (lambda texts: "9" * 10**6, "instead of"),
+    "a mapping": (lambda texts: {"value": [1, 2, 3]}, "instead of"),
+    "a number by index": (lambda texts: dict.fromkeys(range(3), 0.9), "instead of"),
+    "a set": (lambda texts: {1.0, 2.0, 3.0}, "instead of"),
     "a set of a size": (lambda texts: torch.zeros(3, 2), "no number"),
 }
 
@@ -193,6 +193,7 @@ def test_retries() -> None:
             raise ConnectionError("try again")
         return [1.0] * len(texts)
 
+    flaky.whole_batch = True  # type: ignore[attr-defined]
     assert run_reward(make_reward(flaky, retries=1), SAMPLES).reward == [None] * 3
     assert run_reward(make_reward(flaky, retries=1), SAMPLES).reward == [1.0] * 3
     assert calls == [3, 3, 3]

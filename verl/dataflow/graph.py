@@ -55,6 +55,7 @@ class Node:
         of a source, "score" of others.
     role: whose work it is, for the timeline; empty: the node's name.
     skip_empty: a "batch" node of which no row is left is left out; else that is an error.
+    at_end: called when the graph has run.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Node:
     phase: Phase | None = field(default=None, compare=False)
     role: str = field(default="", compare=False)
     skip_empty: bool = False
+    at_end: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Order of columns carries no meaning; sorted, two nodes of the same structure are equal.

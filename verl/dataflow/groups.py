@@ -95,6 +95,9 @@ class Groups:
             await all_of(self._tasks.values())
         finally:
             await self._calls.settle()
+            for node in self.graph.nodes.values():
+                if node.at_end is not None:
+                    node.at_end()
         clock = self._calls.clock
         return Result(self._columns.everything(self._tasks), self._all_metrics(), clock.timings, clock.epoch)
 

@@ -7,6 +7,7 @@ other columns are named at both ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from verl.algorithms import BaseAlgorithm
@@ -17,7 +18,7 @@ from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError
 from verl.record import Count
 from verl.rewards.forms import trajectories_of
-from verl.rewards.source import RewardResult, columns_read
+from verl.rewards.source import RewardResult, columns_read, say_failures
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
@@ -155,6 +156,7 @@ class RewardNode:
             inputs=("finish?", "episode_error?", "episode?", "episode_reward?", *inputs),
             outputs=(column, *reason, f"{column}/{ANY}"),
             groups=None if self.reward.whole_batch else 1,
+            at_end=partial(say_failures, self.reward.source),
         )
 
     async def _scores(self, samples: Batch) -> tuple[Batch, dict[str, float]]:

@@ -11,3 +11,4 @@ class RowMetric(FunctionReward):
     """Called as a reward is; messages say that it is a metric."""
 
     what: ClassVar[str] = "metric"
+    calls_on_fewer: ClassVar[bool] = True

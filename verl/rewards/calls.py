@@ -65,9 +65,12 @@ class Caller(Protocol):
     slots: Slots
     width: int
     max_late: float
+    #: Whether a late call is ended. If not, it goes on beside those that follow.
+    ends_late: bool
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        """Scores of `rows` samples, or None if there is no answer within `timeout` seconds."""
+        """Scores of `rows` samples; one score if the call failed for all of them; None if there is no answer within
+        `timeout` seconds."""
 
     def take_counts(self) -> dict[str, int]:
         """The number of its processes ("workers"), and of those that died since the last call ("deaths")."""
@@ -153,6 +156,7 @@ class FunctionCaller:
     keeps stays until a call is late or ends the host; then it begins anew."""
 
     max_late = 3.0
+    ends_late = True
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.name = function, name
@@ -179,7 +183,7 @@ class FunctionCaller:
                 return scores
             self._deaths += self._host is host  # each async call under way learns of it; the first counts it
             self._end(host)
-        return [failure("its process died (the function ended it: os._exit, a crash, too much memory)")] * rows
+        return [failure("its process died (the function ended it: os._exit, a crash, too much memory)")]
 
     def take_counts(self) -> dict[str, int]:
         deaths, self._deaths = self._deaths, 0

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
+import re
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +24,7 @@ from verl.record import Count, Portion, Retries, Seconds
 from verl.rewards.calls import is_async
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
+from verl.rewards.isolation import isolate
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
@@ -71,6 +75,8 @@ class FunctionReward:
     what: ClassVar[str] = "reward"
     #: Columns of which it needs one.
     one_of: ClassVar[tuple[str, ...]] = ()
+    #: Whether a function that gets all samples in one call is called on fewer, too, where that call fails.
+    calls_on_fewer: ClassVar[bool] = False
     #: Whether a call retries what fails in it.
     has_own_retries: ClassVar[bool] = False
     #: Whether calls are made in worker processes also where none were asked for.
@@ -119,6 +125,9 @@ class FunctionReward:
         else:
             weakref.finalize(self, self.group.close)
         self._lock = threading.Lock()
+        self._unsaid: Counter[str] = Counter()
+        self._scored = 0
+        self._latest: str | None = None
 
     def call_in(self, workers: Callable[[Callable[..., Any] | str, str], Caller], spec: str | None = None) -> None:
         """Have the calls made by workers; `spec` is the function as "FILE.py:FUNCTION"."""
@@ -184,6 +193,7 @@ class FunctionReward:
                 scores[index] = await self._attempts(rows, counts)
 
     async def _attempts(self, rows: list[dict[str, Any]], counts: Counter[str]) -> list[Score]:
+        """The scores of the rows of one call, which is tried again where it fails."""
         scores: list[Score] = []
         for attempt in range(1 + self.retries):
             if counts["late"] >= self.group.max_late:
@@ -191,32 +201,66 @@ class FunctionReward:
                     failure(f"not tried: {counts['late']} calls before gave no answer within {self.timeout:g} s")
                 ] * len(rows)
             counts["retries"] += attempt > 0
-            args, kwargs = self.form.arguments(rows)
-            answer = await self.group.call(args, kwargs, len(rows), self.timeout)
-            if answer is None:
-                counts["late"] += 1
-                answer = [failure(f"gave no answer within {self.timeout:g} s")] * len(rows)
+            answer = await self._call(rows, self.timeout)
+            is_late = answer is None
+            counts["late"] += is_late
+            answer = answer or [self._late()]
+            failed_whole = len(answer) < len(rows)
+            answer = answer * len(rows) if failed_whole else answer
             # A retry replaces failures only.
-            tried = zip(scores, answer, strict=True) if scores else ((new, new) for new in answer)
-            scores = [new if old.failed else old for old, new in tried]
+            scores = [new if old.failed else old for old, new in zip(scores or answer, answer, strict=True)]
             if not any(score.failed for score in scores):
-                break
+                return scores
+        may_call_on_fewer = self.calls_on_fewer or not self.whole_batch
+        if failed_whole and may_call_on_fewer and (self.group.ends_late or not is_late):
+            return await self._isolate(rows, scores[0], is_late)
         return scores
+
+    async def _isolate(self, rows: list[dict[str, Any]], failed: Score, is_late: bool) -> list[Score]:
+        """The scores of the rows of a call that failed for all of them: see `isolate`. Its calls together have as
+        long as that one had; if that was late, each has half its share of it by its rows."""
+        until, seconds = time.monotonic() + self.timeout, self.timeout / (2 * len(rows)) if is_late else math.inf
+
+        async def call(part: Sequence[int]) -> list[Score]:
+            left = min(until - time.monotonic(), seconds * len(part))
+            answer = None if left <= 0 else await self._call([rows[row] for row in part], left)
+            if answer is None and (left <= 0 or not self.group.ends_late):
+                raise TimeoutError
+            return answer or [self._late()]
+
+        return await isolate(call, len(rows), failed)
+
+    async def _call(self, rows: Sequence[dict[str, Any]], seconds: float) -> list[Score] | None:
+        args, kwargs = self.form.arguments(rows)
+        return await self.group.call(args, kwargs, len(rows), seconds)
+
+    def _late(self) -> Score:
+        return failure(f"gave no answer within {self.timeout:g} s")
+
+    def say_failures(self) -> None:
+        """Log, in one line, how many samples have failed since this was called last, and why."""
+        with self._lock:
+            unsaid, scored = self._unsaid, self._scored
+            self._unsaid, self._scored = Counter(), 0
+        if unsaid:
+            reasons = ", ".join(f"{reason} (x{count})" for reason, count in unsaid.most_common(5))
+            logger.warning(
+                "%s %s: %d of %d samples have no score: %s; the latest: %s",
+                *(self.what, self.name, unsaid.total(), scored, reasons, self._latest),
+            )
 
     def _result(self, scores: Sequence[Score], counts: Counter[str]) -> RewardResult:
         with self._lock:
             self.failures.add(score.failed for score in scores)
+            self._unsaid.update(_place(score.reason or "") for score in scores if score.failed)
+            self._scored += len(scores)
+            self._latest = next((score.reason for score in scores if score.failed), self._latest)
             too_many = str(self.failures) if self.failures.too_many else None
-        reasons = [score.reason for score in scores]
-        latest = next((reason for score, reason in zip(scores, reasons, strict=True) if score.failed), None)
-        if latest is not None:
-            failed = sum(score.failed for score in scores)
-            logger.warning("%s %s: %d of %d failed: %s", self.what, self.name, failed, len(scores), latest)
-            for text in dict.fromkeys(score.traceback for score in scores):
-                show_once(logger, f"{self.what} {self.name}", text)
+        for text in dict.fromkeys(score.traceback for score in scores):
+            show_once(logger, f"{self.what} {self.name}", text)
         if too_many is not None:
             raise RewardError(
-                f"{self.what} function '{self.name}' failed on {too_many} (latest: {latest}). "
+                f"{self.what} function '{self.name}' failed on {too_many} (latest: {self._latest}). "
                 "Fix it, raise its timeout, or raise max_failure_rate"
             )
         counts.update(self.group.take_counts(), failures=sum(score.failed for score in scores))
@@ -224,9 +268,15 @@ class FunctionReward:
         return RewardResult(
             [self.default_reward if score.failed else score.value for score in scores],
             {name: [score.components.get(name) for score in scores] for name in names},
-            reasons,
+            [score.reason for score in scores],
             {what: count for what, count in counts.items() if count},
         )
+
+
+def _place(reason: str) -> str:
+    """A reason without what differs from sample to sample: of an error its type, and the line that raised it."""
+    raised = re.fullmatch(r"raised (\w+).* \((?:.*/)?(.+) line (\d+), in .*\)", reason, re.DOTALL)
+    return f"{raised[1]} at {raised[2]}:{raised[3]}" if raised else reason
 
 
 def _weak(function: Callable[..., Any]) -> Callable[..., Any]:

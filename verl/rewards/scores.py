@@ -44,7 +44,8 @@ def raised(error: BaseException) -> Score:
 def call_plain(
     function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int, loop: asyncio.AbstractEventLoop
 ) -> list[Score]:
-    """Call a function on `rows` samples; errors become scores, too. What it may return: see `read_result`.
+    """Call a function on `rows` samples. What it may return: see `read_result`. If it raises, or does not return an
+    entry for each sample, the answer is one score, which says so.
 
     No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result.
     """
@@ -53,7 +54,7 @@ def call_plain(
         result = loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
         return read_result(result, rows, kwargs)
     except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
-        return [raised(error)] * rows
+        return [raised(error)]
 
 
 async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int) -> list[Score]:
@@ -61,7 +62,7 @@ async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict
     try:
         return read_result(await function(*args, **kwargs), rows, kwargs)
     except BaseException as error:  # as above
-        return [raised(error)] * rows
+        return [raised(error)]
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
@@ -76,7 +77,8 @@ def read_result(result: Any, rows: int, kwargs: Mapping[str, Any]) -> list[Score
 
 def read_scores(result: Any, rows: int) -> list[Score]:
     """The scores in a result: a sequence, an array or a tensor with an entry per sample, or a mapping of such columns
-    (OpenRLHF's has `rewards`, `scores` and `extra_logs`). A bare entry is no list, not even of one sample."""
+    (OpenRLHF's has `rewards`, `scores` and `extra_logs`). A bare entry is no list, not even of one sample. Where there
+    are not as many entries as samples, one score says so."""
     result = _renamed(result)
     if isinstance(result, Mapping) and _number_key(result) is not None:
         result = _transpose(result)
@@ -85,11 +87,11 @@ def read_scores(result: Any, rows: int) -> list[Score]:
     # The entries of a mapping or a set do not belong to samples.
     if isinstance(result, str | bytes | Mapping | Set) or not isinstance(result, Iterable):
         wanted = f"{rows} results" if rows > 1 else "a list of 1 result: it gets a list, of however many samples"
-        return [failure(f"returned {_show(result)} instead of {wanted}")] * rows
+        return [failure(f"returned {_show(result)} instead of {wanted}")]
     values = list(islice(result, rows + 1))
     if len(values) != rows:
         count = len(result) if isinstance(result, Sized) else "more" if len(values) > rows else len(values)
-        return [failure(f"returned {count} results for {rows} samples")] * rows
+        return [failure(f"returned {count} results for {rows} samples")]
     return [read_score(value) for value in values]
 
 

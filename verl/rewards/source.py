@@ -104,5 +104,15 @@ async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
 
 def run_reward(source: RewardSource, batch: Batch) -> RewardResult:
     """`score_finished` for synchronous code, whether or not an event loop runs in this thread."""
-    result: RewardResult = beside(asyncio.run, score_finished(source, batch)).result()
+    try:
+        result: RewardResult = beside(asyncio.run, score_finished(source, batch)).result()
+    finally:
+        say_failures(source)
     return result
+
+
+def say_failures(source: RewardSource) -> None:
+    """Log how many samples have failed since this was called last, in one line for each part of a source."""
+    for leaf in leaves(source):
+        if hasattr(leaf, "say_failures"):
+            leaf.say_failures()

@@ -37,6 +37,7 @@ class ThreadCaller(FunctionCaller):
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function, name)
+        self.ends_late = self.is_async
         self._hung: set[threading.Thread] = set()
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:

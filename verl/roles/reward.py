@@ -20,7 +20,7 @@ from verl.ranks import registry
 from verl.record import Processes
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
-from verl.rewards.source import RewardSource, leaves, run_reward, score_finished
+from verl.rewards.source import RewardSource, leaves, run_reward, say_failures, score_finished
 from verl.roles.columns import as_responses
 from verl.roles.settings import as_name
 
@@ -151,7 +151,10 @@ class Reward:
 
     async def score(self, sequences: Batch) -> Batch:
         """Columns `reward`, `abstain_reason` and `reward/<component>`, one number a sample."""
-        return (await self.score_and_count(sequences))[0]
+        try:
+            return (await self.score_and_count(sequences))[0]
+        finally:
+            say_failures(self.source)
 
     async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
         """`score`, and metrics of failures, retries and workers."""

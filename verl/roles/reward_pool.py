@@ -77,6 +77,7 @@ class RewardPool(Pool):
     worker_class = Scorer
     error_class = RewardError
     max_late = math.inf  # a late call costs a process, no thread that cannot be ended
+    ends_late = True
     backlog = 2.0
 
     @checked
@@ -92,10 +93,10 @@ class RewardPool(Pool):
         self._seconds = 0.0  # that a call takes, in the mean
         self._queue: deque[_Job] = deque()
         self._supervisor: threading.Thread | None = None
-        self._failure: Exception | None = None
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        """Scores of `rows` samples; None: no answer within `timeout` seconds since a worker began.
+        """Scores of `rows` samples; one score if the call failed; None: no answer within `timeout` seconds since a
+        worker began.
 
         Raises:
             RewardError: the function does not load in a worker; with the worker's own traceback.
@@ -131,8 +132,6 @@ class RewardPool(Pool):
             return {"workers": self.size, "deaths": dead}
 
     def _open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
         if not self.workers:
             self.scale(self._wanted)
 
@@ -157,8 +156,8 @@ class RewardPool(Pool):
                     self.fit(under_way * self._seconds, self.backlog)
                     self._assign()
                 except Exception as error:  # any: nobody else would end the waits of others
-                    self._failure = _named(error, self.name)
-                    self._give_up(self._failure)
+                    self._supervisor = None  # the next call starts anew: the cause may have been mended by then
+                    self._give_up(_named(error, self.name))
                     return
 
     def _events(self) -> list[tuple[Worker, str, Any]]:
@@ -174,7 +173,7 @@ class RewardPool(Pool):
 
         job = worker.jobs.get(name)
         if isinstance(answer, RayTaskError) and job is not None:  # its arguments cannot be unpickled there
-            answer = [failure(f"cannot be scored in a worker: {answer.cause}")] * job.rows, 0.0
+            answer = [failure(f"cannot be scored in a worker: {answer.cause}")], 0.0
         if isinstance(answer, RayError):
             self._died(worker, answer)
         elif isinstance(answer, Exception):
@@ -199,7 +198,7 @@ class RewardPool(Pool):
         for job in jobs:
             if job.has_lost_a_worker:
                 self._queue.remove(job)
-                job.answer([failure(f"{worker} {how}")] * job.rows)
+                job.answer([failure(f"{worker} {how}")])
             job.has_lost_a_worker = True
         # Several may have died at once, and one that is idle shows it by an answer alone: none of them may get a job
         # that another has lost.

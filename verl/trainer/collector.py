@@ -159,7 +159,7 @@ class SampleCollector:
             # write nothing would be run again by `replay`.
             waits = is_async(node.run) and node.slot == name and any(node.writes.values())
             if node.kind == "rows" and node.groups == 1 and waits and alone.keys() >= {*graph.needs[name]}:
-                alone[name] = node
+                alone[name] = replace(node, at_end=None)  # of a whole step, see `record`
         return await self._runner.draw(Graph(alone.values(), group.columns), group, scored)
 
     async def collect_drawn(self, groups: Sequence[Future[Result]], key: str) -> Samples:
@@ -189,6 +189,9 @@ class SampleCollector:
         Raises:
             DataError, RewardError, ConfigError: of a user's metric, see `Metric`.
         """
+        for node in self.nodes:
+            if node.at_end is not None:
+                node.at_end()
         first = own_samples(samples.draws[0].batch)
         ended = by_episode(first)
         record: dict[str, Any] = score_metrics(ended)
