@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -28,6 +29,36 @@ def give_name(known: dict[str, Any], what: str, name: str, thing: Any) -> None:
     if owner != wanted:
         raise ConfigError(f"{what} name '{name}' is taken by {owner}: choose another")
     known[name] = thing
+
+
+def check_known(
+    what: str, names: Iterable[Any], known: Collection[Any], error: type[Exception] = ConfigError, hint: str = ""
+) -> None:
+    """Look up names that a user wrote, such as those of layers, tasks or metrics.
+
+    Args:
+        what: begins the message, before the name.
+        known: the names there are.
+        hint: ends it.
+
+    Raises:
+        error: one of the names is not known; with the nearest one that is.
+    """
+    for name in names:
+        if name not in known:
+            raise error(f"{what} {repr(name)[:80]}: {nearest(name, map(str, known))}{hint}")
+
+
+def check_logged(what: str, name: str, record: Collection[str]) -> None:
+    """Look up the name of a metric in the record of a step.
+
+    Raises:
+        ConfigError: it is misspelt, by a name that is there. Metrics of evaluations and of tasks come later.
+    """
+    section = name.rpartition("/")[0]
+    has_section = any(key.startswith(f"{section}/") for key in record)
+    if (has_section or section.partition("/")[0] not in ("eval", "task")) and get_close_matches(name, record, 1, 0.8):
+        check_known(what, [name], record)
 
 
 def disjoint(who: str, *parts: Mapping[str, T]) -> dict[str, T]:

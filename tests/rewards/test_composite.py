@@ -79,7 +79,7 @@ def test_whole_batch_is_asked_of_the_parts() -> None:
 @pytest.mark.parametrize(
     ("parts", "options", "message"),
     [
-        ({"a": length}, {"weights": {"b": 1.0}}, r"weights name \['b'\]"),
+        ({"a": length}, {"weights": {"b": 1.0}}, "weights: there is no reward 'b'"),
         ([length], {"weights": [1, 2]}, "2 weights for 1 rewards"),
         ({"a": (length, float("nan"))}, {}, "reward 'a'.weight: must be a number, not nan"),
         ([length, odd], {"weights": [1, float("-inf")]}, "CompositeReward.weights: must be a finite number, not -inf"),

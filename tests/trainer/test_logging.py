@@ -239,7 +239,7 @@ def test_resumed_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
 
 
 def test_unknown_and_missing_loggers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="unknown logger 'tensorbord', did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match="unknown logger 'tensorbord': did you mean 'tensorboard'"):
         open_logger(tmp_path, ["tensorbord"])
     monkeypatch.setitem(sys.modules, "wandb", None)  # what an import of a package that is absent meets
     with pytest.raises(ConfigError, match=r"pip install 'verl-hybrid\[wandb\]'"):

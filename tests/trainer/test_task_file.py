@@ -137,14 +137,14 @@ def test_streams_are_split_by_task_and_go_on_at_the_exact_row() -> None:
         assert {name: rows["id"] for name, rows in next(resumed).items()} == {n: r["id"] for n, r in batch.items()}
     with pytest.raises(ConfigError, match="give task_weights"):
         get_dataloader(Stream())
-    with pytest.raises(DataError, match="of task 'code', and there is no such task"):
+    with pytest.raises(DataError, match="there is no task 'code"):
         next(get_dataloader(Stream(), {"chat": 1.0}))
 
 
 def test_rows_without_a_task_and_shares_of_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="names no task"):
         get_dataloader([{"prompt": "a"}], {"chat": 1.0})
-    with pytest.raises(ConfigError, match="no task 'code' to give a share"):
+    with pytest.raises(ConfigError, match="a share is given to a task that is not there, 'code'"):
         get_dataloader({"chat": ["a", "b"]}, {"chat": 1.0, "code": 1.0})
     mixed = get_dataloader(ROWS[:9], batch_size=4)
     assert mixed.shares == pytest.approx({"chat": 5 / 9, "code": 4 / 9})

@@ -143,8 +143,11 @@ def test_shares_beside_tasks_that_are_not_named_keep_the_floor(
 
 
 def test_a_metric_that_no_task_has_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = DynamicTaskWeightScheduler({"a": 1.0, "b": 1.0}, metric_key="reward_scor")
+    scheduler = DynamicTaskWeightScheduler({"a": 1.0, "b": 1.0}, metric_key="accuracy")
     for step in range(5):
         scheduler.update(step, metrics(a=1.0, b=2.0))
     (record,) = caplog.records
-    assert record.message == "the scheduler has not seen 'reward_scor' of task 'a': did you mean 'reward_score'?"
+    assert record.message.startswith("the scheduler has not seen 'accuracy' of task 'a': known: ")
+    scheduler = DynamicTaskWeightScheduler({"a": 1.0, "b": 1.0}, metric_key="reward_scor")
+    with pytest.raises(ConfigError, match="of task 'a', 'reward_scor': did you mean 'reward_score'"):
+        scheduler.update(0, metrics(a=1.0, b=2.0))

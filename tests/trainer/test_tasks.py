@@ -205,8 +205,8 @@ def test_rows_are_told_apart_by_their_task() -> None:
     assert [*split] == ["b", "a"] and split["a"]["x"] == [1, 3] and "y" not in split["a"]
     for rows, words in (
         ([{"prompt": "p"}], "row 0 names no task"),
-        ([{"task": "a"}, {"task": "bb"}], "row 1 is of task 'bb'.*did you mean 'b'"),
-        ({"c": ["p"]}, "of task 'c'"),
+        ([{"task": "a"}, {"task": "bb"}], "row 1: there is no task 'bb': did you mean 'b'"),
+        ({"c": ["p"]}, "the prompts: there is no task 'c'"),
         (["text"], "row 0 names no task"),
     ):
         with pytest.raises(DataError, match=words):
@@ -250,7 +250,7 @@ def test_shares_that_are_given_anew_leave_the_others_alone() -> None:
     mixed = TaskLoader(dict.fromkeys(("a", "b", "c")), {"a": 1, "b": 1, "c": 2}, batch_size=4)  # type: ignore[arg-type]
     mixed.set_shares({"a": 0.9, "b": 0.1})
     assert mixed.shares == pytest.approx({"a": 0.45, "b": 0.05, "c": 0.5})
-    for shares, words in (({"a": -1.0}, "at least 0"), ({"d": 1.0}, "no task 'd'"), ({"a": 0.0, "b": 0.0}, "all 0")):
+    for shares, words in (({"a": -1.0}, "at least 0"), ({"d": 1.0}, "not there, 'd'"), ({"a": 0.0, "b": 0.0}, "all 0")):
         with pytest.raises(ConfigError, match=words):
             mixed.set_shares(shares)
 

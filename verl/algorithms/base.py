@@ -28,7 +28,8 @@ from verl.algorithms.loss_terms import Loss, LossFn, LossInput
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.checked import validated
-from verl.errors import ConfigError, DataError, nearest
+from verl.errors import ConfigError, DataError
+from verl.names import check_known
 from verl.record import Positive
 
 __all__ = [
@@ -109,9 +110,7 @@ class BaseAlgorithm(ABC):
         self._refuse_unread(label)
         #: Metrics of the actor's micro-batches beside the loss's own, by a function that a module has under its name.
         self.further_metrics: FurtherMetrics | None = None
-        for role in self.roles:
-            if role not in ROLES:
-                raise ConfigError(f"algorithm '{label}' asks for an unknown role '{role}': {nearest(role, ROLES)}")
+        check_known(f"algorithm '{label}' asks for an unknown role", self.roles, ROLES)
         if "actor" not in self.roles:
             raise ConfigError(f"algorithm '{label}': roles must name 'actor', the model it trains")
         if self.head not in ("lm", "score"):

@@ -15,6 +15,7 @@ from typing import Any
 from verl.checked import checked
 from verl.device import default_kind
 from verl.errors import ConfigError, nearest
+from verl.names import check_known
 from verl.weights.layout import PARALLEL
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference", "reward", "cost")
@@ -105,8 +106,7 @@ class ResourcePool:
             if isinstance(form, str | Device | Sequence):
                 return cls(form)
             raise ConfigError(f"placement: give devices such as 'cuda:0-3' or {{'gpu_ids': [0, 1]}}, not {form!r}")
-        if unknown := next((key for key in form if key not in _KEYS), None):
-            raise ConfigError(f"placement has no key '{unknown}': {nearest(str(unknown), _KEYS)}")
+        check_known("placement has no key", form, _KEYS)
         where = [key for key in _KEYS[:4] if form.get(key) is not None]
         if len(where) != 1:
             raise ConfigError(f"placement: give one of {', '.join(_KEYS[:4])}, got {', '.join(where) or 'none'}")
@@ -152,8 +152,7 @@ class DeviceMesh:
         pools: dict[str, ResourcePool] = {}
         free = 0  # the first device that no role before this one has taken
         for role, where in by_role.items():
-            if role not in ROLES:
-                raise ConfigError(f"placement: there is no role '{role}': {nearest(str(role), ROLES)}")
+            check_known("placement: there is no role", [role], ROLES)
             is_count = isinstance(where, int) and not isinstance(where, bool)
             pools[role] = ResourcePool.numbered(free, where) if is_count else ResourcePool.parse(where)
             free = max(free, pools[role].devices[-1].index + 1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.batch import Batch
-from verl.errors import DataError, nearest
+from verl.errors import DataError
+from verl.names import check_known
 
 #: Names the task of a row.
 COLUMN = "task"
@@ -41,11 +42,10 @@ def by_task(rows: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: [rows[number] for number in numbers] for name, numbers in split.items()}
 
 
-def _check(name: Any, names: Iterable[str], where: str) -> None:
+def _check(name: Any, names: Sequence[str], where: str) -> None:
     if name is None:
         raise DataError(f"{where} names no task: of several tasks, each row says its own in the column '{COLUMN}'")
-    if name not in names:
-        raise DataError(f"{where} is of task '{name}', and there is no such task: {nearest(str(name), names)}")
+    check_known(f"{where}: there is no task", [name], names, DataError)
 
 
 def _without_empty(rows: Batch) -> Batch:

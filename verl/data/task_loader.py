@@ -17,7 +17,8 @@ from verl.data.cursor import hashed, saved_count
 from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
 from verl.data.shared_source import read_once
-from verl.errors import ConfigError, DataError, nearest
+from verl.errors import ConfigError, DataError
+from verl.names import check_known
 from verl.record import Count, Weights
 
 
@@ -70,9 +71,7 @@ class TaskLoader:
         Raises:
             ConfigError: a share is negative, not finite, or of no task; or all are 0.
         """
-        for name in shares:
-            if name not in self.sources:
-                raise ConfigError(f"there is no task '{name}' to give a share: {nearest(name, self.sources)}")
+        check_known("a share is given to a task that is not there,", shares, self.sources)
         self.shares = rescaled(self.shares, shares)
 
     def __len__(self) -> int:

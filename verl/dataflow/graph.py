@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.errors import ConfigError, nearest
+from verl.names import check_known
 
 Kind = Literal["source", "rows", "batch"]
 #: The parts of a training step, in their order; see `verl.trainer.step`.
@@ -175,9 +176,7 @@ class Graph:
         if node.kind == "batch" and ANY in node.inputs and not node.after:
             names = [*self.nodes]
             needs = dict.fromkeys(names[: names.index(node.name)])
-        for name in node.after:
-            if name not in self.nodes:
-                raise ConfigError(f"node '{node.name}' comes after '{name}', {nearest(name, self.nodes)}")
+        check_known(f"node '{node.name}' comes after", node.after, self.nodes)
         for column, is_needed in node.reads.items():
             writer = self.writers.get(column)
             if writer is not None and node.kind != "source":

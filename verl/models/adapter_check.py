@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl.errors import ModelError
+from verl.models.adapter_names import check_adapter_names
 from verl.models.int4 import weight_bytes
 from verl.models.lora import (
     adapters_off,
@@ -43,11 +44,13 @@ def check_adapters(model: Any) -> None:
     they were tied to are no longer tied, in the configuration too.
 
     Raises:
+        ConfigError: their configuration names a layer that is not there.
         ModelError: something of it is not computed or not exact in this form of adapters.
     """
     inner = getattr(model, "backbone", model)
     (config,) = inner.peft_config.values()
     form = str(getattr(config.peft_type, "value", config.peft_type))
+    check_adapter_names(inner, config, "peft_config")
     _part_embeddings(inner)
     try:
         _try_out(model, form)

@@ -21,6 +21,7 @@ from torch import nn
 
 from verl.errors import ConfigError, ModelError
 from verl.extras import load_extra
+from verl.models.adapter_names import check_layers
 from verl.models.options import LoraOptions
 from verl.weights.layout import ModelShape
 from verl.weights.meta import is_on_meta
@@ -53,6 +54,8 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     config = peft.LoraConfig(
         r=options.r, lora_alpha=options.alpha, target_modules=targets, base_model_name_or_path=base
     )
+    if targets != "all-linear":
+        check_layers("model.lora.targets", targets, _inner(model))
     with torch.random.fork_rng(), torch.device("meta") if is_on_meta(model) else nullcontext():
         torch.manual_seed(seed)
         try:

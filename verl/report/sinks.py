@@ -18,7 +18,8 @@ from pydantic import Field
 
 from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError
+from verl.names import check_known
 from verl.record import Count, Natural
 from verl.report.completions import CompletionFiles, without_tokens
 from verl.report.record import Record, numbers_of, plain
@@ -240,8 +241,7 @@ def _metrics(directory: Path) -> JsonlSink:
 def check_loggers(sinks: Iterable[str]) -> None:
     """Raises ConfigError for an unknown sink, and for one whose package is not installed."""
     for name in sinks:
-        if name not in SINKS:
-            raise ConfigError(f"trainer.loggers: unknown logger '{name}', {nearest(name, SINKS)}")
+        check_known("trainer.loggers: unknown logger", [name], SINKS)
         if name in EXTRAS:
             from verl.report.trackers import load_tracker
 

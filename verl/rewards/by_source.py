@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.errors import RewardError
+from verl.batch import Batch
+from verl.errors import DataError, RewardError
+from verl.names import check_known
 from verl.rewards.answers import boxes
 
 GSM8K = ("openai/gsm8k",)
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+_KNOWN = (*GSM8K, *MATH)
+_OWN = (
+    "; for others write reward.path=FILE.py:FUNCTION of a function compute_score(data_source, solution_str, "
+    "ground_truth, extra_info)"
+)
 #: What a response has to end with in GSM8K, within this many characters.
 _MARKED, _END = re.compile(r"#### (-?[0-9.,]+)"), 300
 #: Spellings of one answer: (pattern, what it becomes), in order.
@@ -41,11 +48,14 @@ def score_by_source(data_source: str, solution_str: str, ground_truth: Any) -> f
     if data_source in MATH:
         inside = boxes(solution_str)
         return float(bool(inside) and _spelt(inside[-1]) == _spelt(str(ground_truth)))
-    known = ", ".join((*GSM8K, *MATH))
-    raise RewardError(
-        f"rows of data_source '{data_source}' have no score here (there are: {known}): write "
-        "reward.path=FILE.py:FUNCTION of a function compute_score(data_source, solution_str, ground_truth, extra_info)"
-    )
+    raise RewardError(f"rows of data_source '{data_source}' have no score here ({', '.join(_KNOWN)} have{_OWN})")
+
+
+def _check_values(where: str, rows: Batch) -> None:
+    check_known(f"{where}: the column 'data_source' has", rows["data_source"], _KNOWN, DataError, _OWN)
+
+
+score_by_source.check_values = _check_values  # type: ignore[attr-defined]
 
 
 def _spelt(answer: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.checked import checked, validated
 from verl.errors import CheckpointError, ConfigError
-from verl.names import disjoint
+from verl.names import check_known, disjoint
 from verl.rewards.source import RewardResult, RewardSource, source_of
 
 
@@ -88,9 +88,7 @@ class CompositeReward:
             if len(weights) != len(self.parts):
                 raise ConfigError(f"{len(weights)} weights for {len(self.parts)} rewards")
             weights = dict(zip(self.parts, weights, strict=True))
-        unknown = set(weights) - set(self.parts)
-        if unknown:
-            raise ConfigError(f"weights name {sorted(unknown)}, the rewards are {sorted(self.parts)}")
+        check_known("weights: there is no reward", weights, self.parts)
         self.weights.update(weights)
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Environments(Protocol):
     @property
     def rewards(self) -> Mapping[str, Sequence[str | None]]: ...
 
+    def check_values(self, where: str, rows: Batch) -> None: ...
+
     def of_row(self, row_id: str) -> Any: ...
 
     def release(self, row_ids: Iterable[str]) -> None: ...
@@ -107,6 +109,10 @@ class EnvironmentSum(CompositeReward):
         for source in leaves(self):
             if isinstance(source, FunctionReward) and PARAMETER in source.form.named:
                 _bind(source, episode)
+
+    def check_values(self, where: str, batch: Batch) -> None:
+        """Raises DataError if a row chooses an environment that there is not."""
+        self._episode.check_values(where, batch)
 
     async def score(self, batch: Batch) -> RewardResult:
         if not self._episode.is_read:

@@ -158,6 +158,10 @@ class FunctionReward:
                 f"{nearest(self.one_of[0], user_columns(dict(rows[0])))}"
             )
 
+    def check_values(self, where: str, batch: Batch) -> None:
+        """Raises DataError if a column names what the function does not know."""
+        getattr(self.function, "check_values", lambda *_: None)(where, batch)
+
     async def score(self, batch: Batch) -> RewardResult:
         """Raises RewardError if a column that the function needs is missing, or it fails too often."""
         rows = list(batch.rows())

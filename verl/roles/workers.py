@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from verl.errors import ConfigError, nearest
+from verl.names import check_known
 from verl.ranks import local_ranks, registry, torchrun_ranks
 from verl.roles.actor import Actor
 from verl.roles.keywords import ActorArguments
@@ -178,11 +179,8 @@ class MegatronWorker(BuiltWorker):
         megatron_config: Mapping[str, Any] | None = None,
         **options: Unpack[BuiltArguments],
     ) -> None:
-        sizes = {}
-        for name, size in (megatron_config or {}).items():
-            if name not in _MEGATRON_SIZES:
-                raise ConfigError(f"megatron_config: there is no '{name}' here: {nearest(name, _MEGATRON_SIZES)}")
-            sizes[_MEGATRON_SIZES[name]] = size
+        check_known("megatron_config: there is no", megatron_config or {}, _MEGATRON_SIZES)
+        sizes = {_MEGATRON_SIZES[name]: size for name, size in (megatron_config or {}).items()}
         options["train"] = TrainOptions.of(options.get("train"), "train").replace(**sizes)
         options.setdefault("strategy", "megatron")
         super().__init__(model_name, tokenizer, **options)

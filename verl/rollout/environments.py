@@ -34,13 +34,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from verl.batch import WRITTEN
+from verl.batch import WRITTEN, Batch
 from verl.checked import checked
 from verl.data.chat import ChatTokenizer, template_inputs
 from verl.data.prompts import USER_PREFIX
 from verl.data.tokenize import encode_behind
-from verl.errors import ConfigError, DataError, RolloutError, nearest
-from verl.record import Count, Seconds
+from verl.errors import ConfigError, DataError, RolloutError
+from verl.names import check_known
+from verl.record import Count, Portion, Seconds
 from verl.rewards.forms import user_columns
 from verl.rollout.base import Sample
 from verl.rollout.episode import Client, LateError, with_deadline
@@ -98,6 +99,7 @@ class EnvironmentEpisode(ToolEpisode):
         max_turns: of the policy; None: as many as `max_new_tokens` has room for.
         max_result_tokens: of one result; None: `max_new_tokens`.
         deadline: seconds for one run of an episode.
+        max_left_out: share of a step's episodes; where more are left out, the run ends.
 
     Raises:
         ConfigError: the environment has no `reset`, or a public method is no tool.
@@ -116,6 +118,7 @@ class EnvironmentEpisode(ToolEpisode):
         max_turns: Count | None = None,
         max_result_tokens: Count | None = None,
         deadline: Seconds = 600.0,
+        max_left_out: Portion = 0.5,
     ) -> None:
         if not factory and not tools:
             raise ConfigError("EnvironmentEpisode: give it an environment, or tools")
@@ -131,6 +134,7 @@ class EnvironmentEpisode(ToolEpisode):
         #: The prompts of rows are rendered here, with the tools of their environments.
         self.schemas: list[dict[str, Any]] = []
         self.chat_template, self.seconds = chat_template, deadline
+        self.max_left_out = max_left_out
         self.max_turns, self.max_result_tokens = max_turns, max_result_tokens
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
@@ -139,6 +143,14 @@ class EnvironmentEpisode(ToolEpisode):
         self._held: dict[str, tuple[EnvironmentKind, Any]] = {}
         self._hung: list[threading.Thread] = []
         self._templates: dict[int, ChatTemplate] = {}
+
+    def check_values(self, where: str, rows: Batch) -> None:
+        """Raises DataError if a row chooses an environment that there is not."""
+        if self.kinds and None not in self.kinds:
+            self._check_chosen(where, rows["environment"] if "environment" in rows.columns else [None])
+
+    def _check_chosen(self, where: str, names: Iterable[Any]) -> None:
+        check_known(f"{where}: the column 'environment' has", names, [*self.kinds], DataError)
 
     def _kind(self, name: str | None, factory: Any) -> EnvironmentKind:
         what = "environment" if name is None else f"environment '{name}'"
@@ -216,9 +228,7 @@ class EnvironmentEpisode(ToolEpisode):
         if not self.kinds:
             return None, None
         name = None if None in self.kinds else row.get("environment")
-        if name not in self.kinds:
-            known = nearest(str(name), map(str, self.kinds))
-            raise DataError(f"column 'environment' is {name!r}, and the environments are others: {known}")
+        self._check_chosen(f"row '{row['id']}'", [name])
         kind = self.kinds[name]
         return kind, kind.free.pop() if kind.free else await call_beside(kind.factory, {}, self._hung)
 

@@ -12,7 +12,8 @@ from verl.config import Config, CostConfig, differences
 from verl.config.schema import KL
 from verl.data.by_task import by_task
 from verl.data.prompts import PromptDataset
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError
+from verl.names import check_known
 from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
 from verl.rewards.source import RewardSource
@@ -59,8 +60,8 @@ def check_settings(config: Config) -> Checked:
     _check_together(config, algorithms)
     _check_trainer(config, algorithms)
     _check_paths(config)
-    if config.data.pools is not None and (stray := min(config.data.pools.tasks - {*algorithms}, default=None)):
-        raise ConfigError(f"data.pools has numbers of task '{stray}': {nearest(stray, algorithms)}")
+    if config.data.pools is not None:
+        check_known("data.pools has numbers of task", config.data.pools.tasks, algorithms)
     if config.trainer.task_scheduler is not None:
         from verl.tasks.weights import DynamicTaskWeightScheduler
 

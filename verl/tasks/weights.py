@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from verl.checked import checked
 from verl.errors import CheckpointError, ConfigError, nearest
+from verl.names import check_logged
 from verl.record import Count, Share, Weights
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ class DynamicTaskWeightScheduler:
             elif self._unseen and metrics.get(name, {}).keys() - {"share"}:  # which every task has
                 self._unseen = False
                 near = nearest(self.metric_key, [*metrics[name], *_ALIASES])
+                check_logged(
+                    f"the scheduler has not seen, of task '{name}',", self.metric_key, {**metrics[name], **_ALIASES}
+                )
                 logger.warning("the scheduler has not seen '%s' of task '%s': %s", self.metric_key, name, near)
         learning = {name: w for name, w in self._initial.items() if not self._has_converged(name, step)}
         goal = self._floored(learning if sum(learning.values()) else self._initial)

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from verl.checked import checked
 from verl.errors import CheckpointError, ConfigError, TrainingError
+from verl.names import check_logged
 from verl.record import Count, Natural, Strings
 
 if TYPE_CHECKING:
@@ -266,6 +267,8 @@ class Guards:
         """
         self.observe(record, trainer.steps)
         for guard in self._guards:
+            for name in guard.unseen if record.get("updated") else ():
+                check_logged("trainer.guards: nothing logs the metric", name, record)
             for name in (name for name in guard.unseen if name not in self._warned):
                 self._warned.add(name)
                 logger.warning("the guard has not seen metric '%s' yet: nothing logs it so far", name)

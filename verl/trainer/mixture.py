@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.batch import Batch
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError
+from verl.names import check_known
 from verl.report.metrics import add_metrics
 from verl.trainer.active_task import ActiveTask
 from verl.trainer.task_records import rates
@@ -50,9 +51,7 @@ class Mixture:
         """
         if len(self.tasks) < 2:
             raise ConfigError("a scheduler weighs several tasks against each other, and this trainer has one")
-        for name in scheduler.weights:
-            if name not in self.tasks:
-                raise ConfigError(f"the scheduler weighs task '{name}': {nearest(name, self.tasks)}")
+        check_known("the scheduler weighs task", scheduler.weights, self.tasks)
         self.scheduler = scheduler
         self._share_out()
 
@@ -63,9 +62,7 @@ class Mixture:
             ConfigError: it has prompts of other tasks.
         """
         if hasattr(loader, "set_shares") and loader is not self._loader:
-            for name in loader.sources:
-                if name not in self.tasks:
-                    raise ConfigError(f"the loader has prompts of task '{name}': {nearest(name, self.tasks)}")
+            check_known("the loader has prompts of task", loader.sources, self.tasks)
             self._base = {name: loader.shares.get(name, 0.0) for name in self.tasks}
             self._loader = loader
             self._share_out()

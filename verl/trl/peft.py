@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
+from verl.models.adapter_names import check_adapter_names
 from verl.models.lora import has_adapters
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ def with_adapters(model: Any, config: Any, seed: int) -> Any:
         raise ConfigError("peft_config: the model has adapters already, which are trained: leave peft_config out")
     if getattr(config, "lora_dropout", 0):
         logger.warning("peft_config: lora_dropout=%s is not applied: nothing is dropped here", config.lora_dropout)
+    check_adapter_names(model, config, "peft_config")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:

@@ -231,6 +231,8 @@ class ActorWorker(TrainedWorker):
         else:
             from verl.rollout.episode import outcomes
 
+            if (check_values := getattr(episode, "check_values", None)) is not None:
+                check_values("the prompts", prompts)
             ends, start = self.eos_token_ids, self._start_engine
             ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, ends, start)
             groups = _played(engine, prompts, ended, is_double)

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError
 from verl.models.packed import PackedModel
+from verl.names import check_known
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import FSDPConfig
@@ -112,12 +113,8 @@ def units(packed: PackedModel, config: FSDPConfig) -> list[nn.Module]:
     inner = [module for module in backbone.modules() if module not in (backbone, embedding)]
     names, policy = config.wrap_policy.transformer_layer_cls_to_wrap, config.wrap_policy_fn
     if names is not None:
-        known = sorted({type(module).__name__ for module in inner})
-        if unknown := [name for name in names if name not in known]:
-            raise ConfigError(
-                f"wrap_policy.transformer_layer_cls_to_wrap: no module of this {type(backbone).__name__} is a "
-                f"'{unknown[0]}': {nearest(unknown[0], known)}"
-            )
+        what = f"wrap_policy.transformer_layer_cls_to_wrap: no module of this {type(backbone).__name__} is a"
+        check_known(what, names, {type(module).__name__ for module in inner})
         return [module for module in inner if type(module).__name__ in names]
     if policy is not None:
         function = load_function(policy) if isinstance(policy, str) else policy
