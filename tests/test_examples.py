@@ -180,7 +180,7 @@ def test_an_engine_of_the_users_own_trains(tiny: Path) -> None:
     for step in range(2):
         record = trainer.step(["Once upon a time", "In the beginning"])
         # Every engine's mismatch is reported; this one reads the live weights.
-        assert 0 < record["mismatch/log_ratio/max"] < 1e-4, step
+        assert 0 <= record["mismatch/log_ratio/max"] < 1e-4, step
 
 
 def test_rewards_of_every_form() -> None:

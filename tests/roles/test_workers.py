@@ -95,7 +95,8 @@ def test_a_function_makes_the_optimizer_of_every_actor(tiny: Path) -> None:
     for one in (actor, own):
         one.update(sequences, [1.0, 0.0, 0.5, 0.2])
     theirs = {shard.name: shard.tensor for shard in own.shards()}
-    assert all(torch.equal(shard.tensor, theirs[shard.name]) for shard in actor.shards())
+    for shard in actor.shards():
+        assert shard.tensor.numpy() == pytest.approx(theirs[shard.name].numpy(), rel=1e-4, abs=1e-6), shard.name
 
 
 def test_the_mesh_has_the_names_that_are_given() -> None:
