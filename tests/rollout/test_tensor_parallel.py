@@ -60,3 +60,14 @@ def test_episodes_guards_grammars_and_stop_strings_are_those_of_one_process(make
     assert sum(error is not None for error in alone["episode"]["episode_error"]) == 1
     assert "reject" in alone["guard"]["finish"] and sum(alone["guard"]["rejected"]) > 0
     assert "stop" in alone["grammar"]["finish"] and any(len(tokens) < 24 for tokens in alone["stop"]["response_tokens"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["leader", "all"])
+def test_a_forward_that_fails_is_raised_at_once(who: str) -> None:
+    """The rank that leads does not wait for those that it can no longer reach; they learn of it as it ends."""
+    done = ranks.job(2, SCRIPT.with_name("rank_failures.py"), who)
+    ended = {each["leads"]: each for each in map(json.loads, done.stdout.splitlines())}
+    assert ended[True]["raised"] == "MemoryError"
+    assert ended[False]["raised"] == ("MemoryError" if who == "all" else "RuntimeError")
+    assert max(each["seconds"] for each in ended.values()) < 20  # a collective waits for 60

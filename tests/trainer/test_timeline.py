@@ -53,6 +53,30 @@ def test_an_injected_gap_is_seen_in_the_trace(tiny: Path, tmp_path: Path) -> Non
     assert busy["busy/actor"] <= 1 - PAUSE * 0.9 / took
 
 
+def test_work_between_two_steps_counts_in_the_next_one_but_for_evaluations(tiny: Path) -> None:
+    """Asynchronous training scores groups as they come, also while a checkpoint is saved or a hook runs."""
+    pauses = [0.0]
+
+    def reward(texts: list[str]) -> list[float]:
+        time.sleep(pauses[0])
+        return [float(len(text)) for text in texts]
+
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=4, ignore_eos=True))
+    trainer = verl.Trainer(actor, reward_fn=reward, algorithm="grpo", log_dir=False, n=2)
+    samples = trainer.actor.generate_sequences(["one"], n=2)
+    before = trainer.step(["one"])
+    pauses[0] = PAUSE
+    trainer.runner.begin(trainer.collector.score(samples)).result(timeout=30)  # as AsyncTrainer begins it
+    pauses[0] = 0.0
+    after = trainer.step(["one"])
+    pauses[0] = PAUSE
+    trainer.evaluate(["one"])
+    pauses[0] = 0.0
+    evaluated = trainer.step(["one"])
+    assert after["busy/reward"] >= min(1.0, 0.9 * PAUSE / after["time/step"])
+    assert max(before["busy/reward"], evaluated["busy/reward"]) < 0.5
+
+
 def test_a_trace_is_chrome_trace_json(tmp_path: Path) -> None:
     timeline = TraceFile(tmp_path / "timeline.json")
     timeline.add([Span("rollout", "actor", 10.0, 0.5, rank=1, host="a")], step=3)

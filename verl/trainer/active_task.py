@@ -124,13 +124,13 @@ class ActiveTask:
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())
-            return evaluate(problems, lambda rows: self._runner.run(graph, rows).batch, metrics)
+            return evaluate(problems, lambda rows: self._runner.run(graph, rows, in_step=False).batch, metrics)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """See `Trainer.evaluate_loss`."""
         state_before = self.algorithm.state_dict()
         try:
-            recorded = self._runner.wait(self.collector.replay(self.rows(batch, "eval"), "eval"))
+            recorded = self._runner.wait(self.collector.replay(self.rows(batch, "eval"), "eval", in_step=False))
             prepared, metrics = self.updater.prepare(recorded.batch)
         finally:
             self.algorithm.load_state_dict(state_before)

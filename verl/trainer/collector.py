@@ -172,12 +172,12 @@ class SampleCollector:
         keep = await self._keep(result.batch)
         return Samples(result.batch if keep is None else result.batch.filter(keep), [result])
 
-    async def replay(self, rows: Batch, key: str) -> Result:
+    async def replay(self, rows: Batch, key: str, *, in_step: bool = True) -> Result:
         """Recorded responses: without a rollout, and without the nodes whose column has been recorded."""
         rows = self.algorithm.extend(rows)
         if "id" not in rows:
             rows = rows.add({"id": [f"{key}.{row}" for row in range(len(rows))]})
-        return await self._runner.draw(Graph(self._unwritten(rows), rows.columns), rows)
+        return await self._runner.draw(Graph(self._unwritten(rows), rows.columns), rows, in_step=in_step)
 
     def _unwritten(self, rows: Batch) -> list[Node]:
         """The nodes that work on samples, without those whose column has been recorded."""

@@ -37,7 +37,7 @@ class GraphRunner:
         timeline: where a trace of what worked when is written; None: nowhere.
 
     Attributes:
-        spans: what worked when, since the present step began.
+        spans: what worked when, and is in no step's record yet.
     """
 
     def __init__(self, *, deadline: float, shares_models: bool, timeline: str | Path | None) -> None:
@@ -54,16 +54,36 @@ class GraphRunner:
 
     def begin_step(self, step: int) -> None:
         self._step = step
-        self.spans.clear()
 
-    def run(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]] = draw) -> Result:
-        """Run a part of a step (`verl.trainer.step`) and wait for it."""
-        return self.wait(self.draw(graph, batch, part))
+    def take_spans(self) -> list[Span]:
+        """What a step's record counts: what has worked since the one before, between the two steps as well."""
+        with self._noting:
+            spans, self.spans = self.spans, []
+        return spans
 
-    async def draw(self, graph: Graph, batch: Batch, part: Callable[[Groups], Awaitable[Result]] = draw) -> Result:
-        """Samples with all that is read of them, or what another part of a step makes of them; on the event loop."""
+    def run(
+        self,
+        graph: Graph,
+        batch: Batch,
+        part: Callable[[Groups], Awaitable[Result]] = draw,
+        *,
+        in_step: bool = True,
+    ) -> Result:
+        """Run a part of a step (`verl.trainer.step`) and wait for it; see `draw`."""
+        return self.wait(self.draw(graph, batch, part, in_step=in_step))
+
+    async def draw(
+        self,
+        graph: Graph,
+        batch: Batch,
+        part: Callable[[Groups], Awaitable[Result]] = draw,
+        *,
+        in_step: bool = True,
+    ) -> Result:
+        """Samples with all that is read of them, or what another part of a step makes of them; on the event loop.
+        `in_step`: not for an evaluation, whose work no step's record counts."""
         result = await part(Groups(graph, batch, deadline=self.deadline, slots=self._slots))
-        self.add(spans_of(graph, result))
+        self.add(spans_of(graph, result), in_step=in_step)
         return result
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -76,11 +96,11 @@ class GraphRunner:
         start()
         return loop.begin(work)
 
-    def add(self, spans: Iterable[Span]) -> None:
+    def add(self, spans: Iterable[Span], *, in_step: bool = True) -> None:
         """Note what worked when; from any thread."""
         spans = list(spans)
         with self._noting:
-            self.spans += spans
+            self.spans += spans if in_step else []
             for span in spans:
                 logger.debug("step %d: %s (%s) took %.3f s", self._step, span.node, span.role, span.seconds)
             if self._trace is not None:

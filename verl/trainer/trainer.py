@@ -434,7 +434,7 @@ class Trainer:
     def _finish_step(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
         seconds = time.perf_counter() - began
-        self._add(record, {"time/step": seconds, **busy_shares(self.runner.spans, seconds)})
+        self._add(record, {"time/step": seconds, **busy_shares(self.runner.take_spans(), seconds)})
         self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
         updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
@@ -610,7 +610,7 @@ class Trainer:
             evaluation = self.evaluate(rows.batch, options.metrics, **options.sampling)
             if options.kl:
                 graph = Graph([*log_prob_nodes(self.actor)], evaluation.samples.columns)
-                samples = self.runner.run(graph, evaluation.samples).batch
+                samples = self.runner.run(graph, evaluation.samples, in_step=False).batch
                 measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=options.temperature == 0)
         result = self.held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured

@@ -205,11 +205,11 @@ class ActorWorker(TrainedWorker):
         columns added; under an episode one row a trajectory, with more columns: see `episode_rows`."""
         engine = self.rollout_engine
         with self._weights(overlap=self.rollout.overlap_comm) as weights:
-            engine.wake()
-            self._refill(weights)
-            if self._sync is not None:
-                self._sync.probe = None
             try:
+                engine.wake()
+                self._refill(weights)
+                if self._sync is not None:
+                    self._sync.probe = None
                 if isinstance(engine, EmbeddedEngine) and not engine.leads:
                     engine.follow()
                 else:

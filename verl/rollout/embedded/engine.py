@@ -198,19 +198,19 @@ class EmbeddedEngine:
         Raises:
             CheckpointError: a shard does not fit the model.
         """
-        self._take(self._drawn)
-        take_model_shards(self.packed.model, shards)
-        self._put_all_back()
+        self._pause()
         self.cache.clear()
+        take_model_shards(self.packed.model, shards)
         self._look_at_model()
         self.policy_version = version
 
     def sleep(self) -> None:
         """Free the memory of the KV cache; unfinished requests are kept. Ranks that follow this one go on."""
-        self._take(self._drawn)
-        self._put_all_back()
-        self.cache.release()
-        self.runner.end()
+        try:
+            self._pause()
+        finally:
+            self.cache.release()
+            self.runner.end()
 
     def follow(self) -> None:
         """Compute what the rank that leads decides, until it sleeps."""
@@ -260,6 +260,13 @@ class EmbeddedEngine:
     def _end(self, state: ResponseState) -> None:
         self.scheduler.end(state)
         self._finished.append(state)
+
+    def _pause(self) -> None:
+        """Read what is in flight, and let all responses wait; where that fails, what was not read is drawn again."""
+        try:
+            self._take(self._drawn)
+        finally:
+            self._put_all_back()
 
     def _put_all_back(self) -> None:
         self._drawn = []

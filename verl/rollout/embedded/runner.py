@@ -6,7 +6,8 @@ the device. Blocks of the cache are the scheduler's affair: the batch says which
 
 By tensor parallelism ranks compute one forward together, each with its heads and its part of the KV cache. One of them,
 the first, has the requests: it decides what is computed, samples, and sends the others what they need to follow it. So
-order, admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck.
+order, admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck. If it
+fails in a forward, it raises at once and orders nothing more: the others wait in that forward until the job ends them.
 
 Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabulary.
 """
@@ -14,7 +15,8 @@ Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabu
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.device import is_host, to_device
+from verl.errors import RolloutError
 from verl.kernels.compiled import kernels
 from verl.models.packed import PackedModel, evaluating
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks
@@ -73,6 +76,8 @@ class ModelRunner:
         self._rows = FIXED_ROWS if batch_invariant else None
         self._first = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
         self.leads = self.group is None or dist.get_rank() == self._first
+        #: Whether the others compute what this rank has ordered: they take no other order then.
+        self._is_computing = False
         self._max_batch = max_batch
         self.last_draw: Tensor | None = None
         self.decoder: Decoder | None = None
@@ -105,13 +110,14 @@ class ModelRunner:
         to its slot; the logits of its hidden state are what the next token is drawn from.
         """
         started, model = time.perf_counter(), self.packed.model
+        together: AbstractContextManager[None] = nullcontext()
         if self.group is not None and (batch.tokens or batch.copies):
             text = torch.frombuffer(bytearray(batch.to_json()), dtype=torch.uint8)
-            self._order(_HIDDEN, len(text), text)
-        if batch.copies:
-            copy_blocks(self.cache, batch.copies)
+            together = self._together(_HIDDEN, len(text), text)
         stats.steps += bool(batch.tokens)
-        with evaluating(model) if model.training else nullcontext():
+        with together, evaluating(model) if model.training else nullcontext():
+            if batch.copies:
+                copy_blocks(self.cache, batch.copies)
             # The same forward and draw in fixed buffers; it fills `last_draw` itself.
             if self.decoder is not None and batch.is_decode and self.packed.ready is None:
                 drawn = [self.decoder.step(batch, self.filled(len(batch.samples)), policy_version)]
@@ -137,8 +143,9 @@ class ModelRunner:
         """Free what is kept between steps, and let the ranks that follow go on with something else."""
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
         self.forget_steps()
-        if self.group is not None and self.leads:
+        if self.group is not None and self.leads and not self._is_computing:
             self._order(_END, 0)
+        self._is_computing = False
 
     def forget_steps(self) -> None:
         """Drop recorded decode steps: weights or KV cache have moved in memory."""
@@ -167,10 +174,19 @@ class ModelRunner:
             with evaluating(self.packed.model):
                 self._forward(batch)
 
-    def _order(self, order: int, count: int, content: Tensor | None = None) -> None:
+    @contextmanager
+    def _together(self, order: int, count: int, content: Tensor) -> Iterator[None]:
+        """Inside, all ranks compute what is ordered. Where that fails, they take no order until the engine sleeps."""
+        if self._is_computing:
+            raise RolloutError("the ranks that generate together are no longer in step: a forward of theirs failed")
+        self._is_computing = True
+        self._order(order, count)
+        dist.broadcast(content, self._first, group=self.group)
+        yield
+        self._is_computing = False
+
+    def _order(self, order: int, count: int) -> None:
         dist.broadcast(torch.tensor([order, count]), self._first, group=self.group)
-        if content is not None:
-            dist.broadcast(content, self._first, group=self.group)
 
     def _forward(self, batch: ScheduledBatch) -> Tensor:
         """Final hidden states `[T, d]` of the batch's tokens."""
@@ -216,7 +232,8 @@ class ModelRunner:
         """Logits `[N, V]` of states `[N, d]`; in the model's dtype, without an fp32 copy, where the head is plain and
         kernels sample."""
         if self.group is not None:
-            self._order(_LOGITS, len(states), states)
+            with self._together(_LOGITS, len(states), states):
+                return self.packed.logits(states)
         if not self._plain_head:
             return self.packed.logits(states)
         weight, bias = self._head.weight, self._head.bias

@@ -157,8 +157,8 @@ class ScheduledBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence is one token of a response, which draws its next one."""
-        return bool(self.samples) and len(self.tokens) == len(self.samples) == len(self.ends) and not self.completed
+        """Whether each token is the last one of a response, which draws its next one from it."""
+        return bool(self.samples) and [index for _, index in self.samples] == [*range(len(self.tokens))]
 
     def to_json(self) -> bytes:
         """What is computed, for other ranks, which do not know for whom."""
@@ -232,11 +232,12 @@ class Scheduler:
             self._leave(state)
 
     def put_all_back(self) -> None:
-        """Let all running responses wait again, in the order in which they run; tokens in flight are forgotten, and
-        drawn again."""
+        """Let all running responses wait again, in the order in which they run; tokens in flight are forgotten, those
+        of preempted responses too, and drawn again."""
         for state in reversed(self.running.copy()):
-            state.response.in_flight = 0
             self._put_back(state)
+        for state in self.waiting:
+            state.response.in_flight = 0
 
     def _admit(self) -> None:
         """Start waiting responses while the batch and the cache have room."""
