@@ -378,6 +378,7 @@ def outcomes(target: Target, calls: list[tuple[str, Any]]) -> Iterator[str | Non
         with tempfile.TemporaryFile("w+") as file:
             if (pid := os.fork()) == 0:
                 try:
+                    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
                     with target.within():
                         for name, value in calls[done:]:
                             print(json.dumps(attempt(target, name, value)), file=file, flush=True)
