@@ -37,6 +37,13 @@ def rewritten(base_url, api_key, row):
         ask(base_url, api_key, [{"role": "user", "content": text}])
 
 
+def titled(base_url, api_key, row):
+    tools = [{"type": "function", "function": TOOL}]
+    ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}], tools=tools)
+    ask(base_url, api_key, [{"role": "system", "content": row["system"]}, {"role": "user", "content": row["prompt"]}])
+    return 1.0
+
+
 def silent(base_url, api_key, row):
     return 1.0
 
@@ -109,6 +116,22 @@ def test_calls_that_are_not_linked_are_named(tiny: Path, agents: Path) -> None:
     assert len(episode["conversations"]) == 2 and result.exit_code == 0
     assert any("message 1 is user 'two', and was user 'one'" in warning for warning in episode["warnings"])
     assert any("it says no reward" in warning for warning in episode["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("system", "is_named"),
+    [
+        ("Write a title of at most five words for this conversation.", True),
+        ("Summarize what was said so far.", True),
+        ("Plan how to answer. Answer with the steps.", False),
+    ],
+)
+def test_calls_for_titles_are_trained_and_named(tiny: Path, agents: Path, system: str, is_named: bool) -> None:
+    result = check(tiny, f"{agents}:titled", "--json", row={"prompt": "Q", "system": system})
+    (episode,) = as_json(result)
+    assert len(episode["conversations"]) == 2 and episode["calls_left_out"] == {}
+    named = [warning for warning in episode["warnings"] if "call 2 looks like one for a title" in warning]
+    assert bool(named) == is_named and all("X-Verl-Train: 0" in warning for warning in named)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def two_calls(second: dict[str, Any], **headers: str) -> Callable[..., float]:
     [
         ({"messages": OTHER, "tools": [ADD]}, {}, {}, None, [WORK, BESIDE]),
         ({"messages": HELLO, "tools": [ADD]}, {}, {}, None, [WORK, BESIDE]),  # equal requests: best of two
-        ({"messages": OTHER}, {}, {}, "auxiliary", [WORK]),
+        ({"messages": OTHER}, {}, {}, None, [WORK, BESIDE]),  # a last call without tools
         ({"messages": OTHER, "tools": [ADD]}, {"X-Verl-Train": "0"}, {}, "excluded", [WORK]),
         (
             {"messages": OTHER, "tools": [ADD]},
@@ -124,6 +124,23 @@ def test_a_branch(second: Any, headers: Any, options: Any, reason: str | None, t
     assert run.record.left_out == ({} if reason is None else {reason: 2 - len(trained)})
     assert run.record.truncated == any(turns.truncated for turns in run.outcome.responses) == ("max_calls" in options)
     check_learned(run.outcome, run.engine.tokenizer, trained, 1.0)
+
+
+def test_a_planner_a_worker_with_a_tool_and_a_writer_all_learn() -> None:
+    def agent(base_url: str, api_key: str, row: Any) -> dict[str, Any]:
+        post(base_url, api_key, {"messages": OTHER}, **{"X-Verl-Name": "planner"})
+        post(base_url, api_key, {"messages": HELLO, "tools": [ADD]})
+        report = [{"role": "user", "content": "Write the report."}]
+        answer = post(base_url, api_key, {"messages": report}, **{"X-Verl-Name": "writer"}).json()
+        return {"reward": 1.0, "trajectories": {"writer": 0.5}, "calls": {answer["id"]: 0.25}}
+
+    run = Run(agent, TURNS)
+    assert run.record.left_out == {}
+    assert [turns.name for turns in run.outcome.responses] == ["planner", "", "writer"]
+    writer = run.outcome.responses[-1]
+    assert writer.own_reward == 0.5 and writer.call_rewards == {len(writer.response_tokens) - 1: 0.25}
+    same = Run(lambda *given: agent(*given)["reward"], TURNS)
+    check_learned(same.outcome, same.engine.tokenizer, TURNS, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -455,7 +455,7 @@ def test_a_retry_takes_the_place_of_what_was_not_delivered(monkeypatch: pytest.M
 
 def test_calls_that_are_left_out() -> None:
     bodies = [
-        ({"messages": [*HELLO, *HELLO]}, {}),  # a title: without tools, in an episode with tools
+        ({"messages": [*HELLO, *HELLO]}, {"X-Verl-Train": "0"}),
         ({"messages": HELLO, "tools": [ADD]}, {}),
         ({"messages": [{"role": "user", "content": "Judge."}], "tools": [ADD]}, {"X-Verl-Train": "0"}),
     ]
@@ -467,7 +467,7 @@ def test_calls_that_are_left_out() -> None:
 
     turns = [f"{name}.<|im_end|>" for name in ("Title", "Work", "Judged")]
     run = Run(agent, turns)
-    assert run.record.left_out == {"auxiliary": 1, "excluded": 1}
+    assert run.record.left_out == {"excluded": 2}
     assert run.engine.tokenizer.decode(run.outcome.responses[0].response_tokens) == "Work.<|im_end|>"
     chosen = Run(agent, turns, train=lambda call: call.reply.content == "Judged.")
     assert chosen.record.left_out == {"excluded": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,11 @@ from verl.user_functions import load_function
 
 #: Characters of a message in a warning.
 _SHOWN = 60
+_OF_TITLES = re.compile(r"\b(titles?|summar(y|ies|i[sz]e[ds]?|i[sz]ing)|compact(ed|ion)?)\b", re.IGNORECASE)
+_LEAVE_OUT = (
+    "To leave it out, send it with the header X-Verl-Train: 0; or with X-Verl-Name: title, and give "
+    "Gateway(train=lambda call: call.name != 'title')"
+)
 
 
 @dataclass
@@ -147,7 +153,18 @@ def _of_calls(record: EpisodeRecord) -> list[str]:
     for number, call in enumerate(record.calls, start=1):
         if call.prompt.tools and "tool_call" in call.reply.content:
             warnings.append(f"reply {number} looks like a call of a tool, but is none: {call.reply.content[:_SHOWN]!r}")
+    for number, call in enumerate(record.calls, start=1):
+        if _may_be_title(record, call):
+            warnings.append(f"call {number} looks like one for a title or a summary, and is trained. {_LEAVE_OUT}")
     return warnings
+
+
+def _may_be_title(record: EpisodeRecord, call: Call) -> bool:
+    """Whether it asks for a title or a summary, without tools, and nothing continues it; of several calls."""
+    asked = (call.prompt.messages[0], call.prompt.messages[-1])
+    is_last = not any(other.prompt.parent is call for other in record.calls)
+    is_plain = not call.prompt.tools and not call.left_out and len(record.calls) > 1
+    return is_plain and is_last and any(_OF_TITLES.search(message.content) for message in asked)
 
 
 def _difference(record: EpisodeRecord, call: Call) -> str:

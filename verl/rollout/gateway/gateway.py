@@ -35,7 +35,7 @@ from verl.rollout.gateway.agents import (
 )
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
-from verl.rollout.gateway.session import START, Bounds, Rules, Session, left_out
+from verl.rollout.gateway.session import START, Bounds, Rules, Session
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Turns
 from verl.sandbox import require
@@ -82,7 +82,8 @@ class Gateway:
         deadline: seconds for one run of the agent.
         max_calls, max_tokens: of an episode: replies of the policy, and tokens that it samples.
         on_agent_error: the reward of an episode whose agent raises; None: it is left out. The policy may be the cause.
-        train: whether a call is trained, in place of the rules for those that were answered.
+        train: whether a call that was answered is trained, whatever its header says; None: all are, but those whose
+            header `X-Verl-Train` is 0.
         environment: more variables for a command.
         max_left_out: share of a step's episodes; where more count for nothing, the run ends.
         models: names of other models: with the address of their server (`http://.../v1`), "start" for the weights that
@@ -210,7 +211,9 @@ class Gateway:
         if not session.calls:
             raise LeftOutError("the agent made no call that was answered", "no_call")
         _check_names(session.calls, verdict)
-        left_out(session.calls, self.train)
+        for call in session.calls if self.train is not None else ():
+            if call.left_out in ("", "excluded"):
+                call.left_out = "" if self.train(call) else "excluded"
         reasons = Counter(call.left_out for call in session.calls if call.left_out)
         reasons += session.lost
         kept: Sequence[Trajectory] = trajectories(session.calls)

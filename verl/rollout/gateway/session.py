@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -429,19 +429,3 @@ def _callable_tools(request: ChatRequest, prompt: Prompt) -> Tools:
 def ended() -> RequestError:
     """The answer to a key whose episode is over."""
     return RequestError(403, "the episode of this key has ended", code="episode_ended")
-
-
-def left_out(calls: Sequence[Call], train: Callable[[Call], bool] | None = None) -> None:
-    """Say of each call of an episode that has ended why it is not trained, if it is not.
-
-    Args:
-        train: decides for calls that were answered; None: those without tools that nothing continues are auxiliary,
-            such as titles and summaries, where others have tools.
-    """
-    continued = {call.prompt.parent for call in calls}
-    has_tools = any(call.prompt.tools for call in calls)
-    for call in calls:
-        if call.left_out in ("", "excluded") and train is not None:
-            call.left_out = "" if train(call) else "excluded"
-        elif not call.left_out and has_tools and not call.prompt.tools and call not in continued:
-            call.left_out = "auxiliary"
