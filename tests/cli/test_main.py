@@ -112,6 +112,24 @@ def test_the_plan_tells_when_is_evaluated(overrides, said):
     assert said in plan(load_config(RECIPE, ["trainer.eval_every=null", *overrides]))["steps"]
 
 
+def test_a_dry_run_shows_the_steps_of_its_epochs_and_who_rewards(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n' * 7)
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def reset(self, **row):\n        return 'go'\n\n"
+        "    def get_reward(self):\n        return 1.0\n"
+    )
+    result = verl(
+        "train", f"data.train={tmp_path / 'train.jsonl'}", "data.batch_size=4", "trainer.total_epochs=3", "--dry-run",
+        f"actor_rollout_ref.rollout.environment={tmp_path / 'game.py'}:Game", "actor_rollout_ref.model.path=x",
+        "actor_rollout_ref.rollout.n=2",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "steps  6, never evaluated" in result.stdout
+    assert "reward  the environment" in result.stdout and "4 prompts x 2 samples = 8 responses" in result.stdout
+    epochs = load_config(RECIPE, ["trainer.total_steps=100", "trainer.total_epochs=3"])
+    assert "as many as 3 epochs have" in plan(epochs)["steps"]
+
+
 def test_debug_shows_the_traceback():
     result = verl("train", "nowhere.yaml", LOG_LEVEL="DEBUG")
     assert result.returncode == 2

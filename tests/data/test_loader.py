@@ -42,6 +42,31 @@ def test_every_row_once_an_epoch_with_unique_ids() -> None:
         assert [f"p{name.split('.')[1]}" for name in batch["id"]] == batch["prompt"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "epochs", "sizes"), [(7, 4, 1, [4, 3]), (3, 8, 1, [3]), (7, 4, 2, [4, 4, 4, 2])]
+)
+def test_the_last_batch_of_the_last_epoch_has_what_is_left(rows: int, size: int, epochs: int, sizes: list[int]) -> None:
+    loader = PromptLoader(load_prompts([f"p{i}" for i in range(rows)]), size, seed=4)
+    loader.end = rows * epochs
+    batches = [next(loader) for _ in sizes]
+    assert [len(batch) for batch in batches] == sizes
+    ids = {name for batch in batches for name in batch["id"]}
+    assert ids == {f"e{epoch}.{row}" for epoch in range(epochs) for row in range(rows)}
+    assert len(next(loader)) == size  # which is read ahead and not used
+
+
+def test_a_run_of_one_epoch_goes_on_for_another() -> None:
+    prompts = load_prompts([f"p{i}" for i in range(7)])
+    first = PromptLoader(prompts, 4, seed=4)
+    first.end = 7
+    seen = [name for _ in range(2) for name in next(first)["id"]]
+    longer = PromptLoader(prompts, 4, seed=4)
+    longer.load_state_dict(first.state_dict())
+    longer.end = 14
+    later = [next(longer)["id"] for _ in range(2)]
+    assert [len(ids) for ids in later] == [4, 3] and len({*seen, *later[0], *later[1]}) == 14
+
+
 class Stream:
     """Rows that depend on the epoch, as a shuffled stream's do."""
 

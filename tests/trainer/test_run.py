@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -389,3 +390,33 @@ def test_of_recorded_rows_only_those_that_lost_something_are_told(tmp_path: Path
     told = [line.partition("verl.run.train: ")[2] for line in log if "WARNING" in line]
     # Five bytes and the end of sequence are six tokens.
     assert told == ["5 rows of data.train have responses longer than data.max_response_length, which lost their end"]
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "kind", "sizes"), [(7, 4, "grpo", [8, 6]), (3, 8, "grpo", [6]), (7, 4, "dpo", [8, 6])]
+)
+def test_an_epoch_trains_on_every_row(
+    tmp_path: Path, tiny: Path, count: int, size: int, kind: str, sizes: list[int]
+) -> None:
+    changes: dict[str, Any] = {
+        "data.eval": None, "data.batch_size": size, "trainer.total_steps": 100, "trainer.total_epochs": 1,
+        "trainer.save_every": None, "trainer.eval_every": None, "algorithm.name": kind,
+        "actor_rollout_ref.rollout.n": 2 if kind == "grpo" else 1,
+        "actor_rollout_ref.actor.mini_batch_size": size if kind == "grpo" and size == 4 else None,
+    }  # fmt: skip
+    configuration = settings(tmp_path, tiny, **changes)
+    lines = [{"prompt": f"say {i}", "chosen": f"this is {i}", "rejected": "no"} for i in range(count)]
+    if kind == "grpo":
+        lines = [{"prompt": line["prompt"]} for line in lines]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if kind == "dpo":
+        del configuration["reward"]
+    train(build_config(configuration))
+    assert len(rows(run_dir(tmp_path))) == len(sizes)
+    if kind == "grpo":
+        files = sorted((run_dir(tmp_path) / "completions").glob("train-*"))
+        tables = [Batch.from_columns(pq.read_table(file).to_pydict()) for file in files]
+        assert [len(table) for table in tables] == sizes
+        assert {prompt for table in tables for prompt in table["prompt"]} == {f"say {i}" for i in range(count)}
+    logged = "".join(file.read_text() for file in run_dir(tmp_path).rglob("*.log"))
+    assert logged.count(f"1 epoch of {count} rows in batches of {size}: {len(sizes)} steps") == 1

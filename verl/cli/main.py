@@ -140,9 +140,10 @@ def train(
     if dry_run:
         from verl.cli.plan import memory, plan
         from verl.run.check import check_settings
+        from verl.run.data import in_steps
 
         checked = check_settings(config)
-        for label, text in plan(config).items():
+        for label, text in plan(in_steps(config, checked.data)).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {text}")
         if device is not None:
             typer.echo("\n" + memory(config, list(checked.algorithms.values()), device))

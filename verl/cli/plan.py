@@ -36,7 +36,7 @@ def plan(config: Config) -> dict[str, str]:
         "data": f"{_source(config.data.train)}; held out: {_source(config.data.eval)}",
         "a step": _step(config),
         "engine": _engine(policy.rollout, policy.model),
-        "steps": f"{trainer.total_steps}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
+        "steps": f"{_steps(config)}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
     }
     if trainer.placement is not None:
         lines["placement"] = str(DeviceMesh(trainer.placement)).replace("\n", "\n" + " " * 16)
@@ -139,7 +139,7 @@ def _one_task(config: Config) -> dict[str, str]:
     algorithm = config.algorithm
     return {
         "algorithm": " ".join([algorithm.name or "the default", *map(_option, algorithm.options.items())]),
-        "reward": _reward(config.reward),
+        "reward": _rewards(config),
         **({"cost": _reward(config.cost)} if config.cost.is_given else {}),
     }
 
@@ -182,7 +182,7 @@ def _step(config: Config) -> str:
     rollout, update, prompts = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.data.batch_size
     if config.tasks:
         return f"{prompts} prompts (or recorded groups) by the tasks' shares, then an update on the sum of their losses"
-    if not config.reward.is_given:
+    if _rewards(config) == "none":
         return f"{prompts} recorded groups (a pair is one), each learned from {_count(update.epochs, 'time')}"
     samples = prompts * rollout.n
     updates = update.epochs * ceil(samples / (update.mini_batch_size or samples))
@@ -190,6 +190,14 @@ def _step(config: Config) -> str:
         f"{prompts} prompts x {rollout.n} samples = {samples} responses of at most {rollout.max_new_tokens} tokens, "
         f"then {_count(updates, 'optimizer step')}"
     )
+
+
+def _rewards(config: Config) -> str:
+    """The section `reward`, or what rewards the episodes without one."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.reward.is_given or not (rollout.environment or rollout.episode):
+        return _reward(config.reward)
+    return "the environment" if rollout.environment else "the episode"
 
 
 def _reward(section: CostConfig) -> str:
@@ -204,6 +212,12 @@ def _origin(part: RewardPart) -> str:
 
 def _option(item: tuple[str, Any]) -> str:
     return f"{item[0]}={item[1]}"
+
+
+def _steps(config: Config) -> str:
+    """How many, which an epoch's rows alone can say."""
+    epochs = config.trainer.total_epochs
+    return str(config.trainer.total_steps) if epochs is None else f"as many as {_count(epochs, 'epoch')} have"
 
 
 def _evaluated(config: Config) -> str:

@@ -68,6 +68,11 @@ class Cursor:
                 self.epoch, self.position = self.epoch + 1, 0
         return visits
 
+    def left_of(self, end: int | None, count: int) -> int:
+        """`count`, or as many visits as are left up to number `end`, if these are fewer and there are any."""
+        left = count if end is None else end - self.epoch * self.size - self.position
+        return min(left, count) if left > 0 else count
+
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position, **self.identity}
 

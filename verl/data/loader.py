@@ -46,6 +46,8 @@ class PromptLoader:
         if isinstance(data, PromptStream) and shuffle:
             raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
         self.data, self.batch_size = data, batch_size
+        #: Prompts up to which batches are drawn, the last one as large as what is left; None: without end.
+        self.end: int | None = None
         #: None: every prompt is drawn once an epoch.
         self.pools: Pools | None = None
         self._walk: _DatasetWalk | StreamWalk
@@ -68,7 +70,10 @@ class PromptLoader:
         return self
 
     def __next__(self) -> Batch:
-        return self.take(self.batch_size)
+        count = self.batch_size
+        if isinstance(self._walk, _DatasetWalk) and self.pools is None:
+            count = self._walk.left_of(self.end, count)
+        return self.take(count)
 
     def take(self, count: int) -> Batch:
         """The next `count` prompts, as `next` would give them."""

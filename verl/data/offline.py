@@ -96,6 +96,8 @@ class OfflineDatasetLoader:
                 raise ConfigError("OfflineDatasetLoader.max_length: goes without max_prompt_length and truncation")
             max_prompt_length, truncation = max_length - 1, "drop"
         self.max_length = max_length
+        #: Groups up to which batches are drawn, the last one as large as what is left; None: without end.
+        self.end: int | None = None
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation: Truncation = truncation
@@ -151,7 +153,7 @@ class OfflineDatasetLoader:
         return self
 
     def __next__(self) -> Batch:
-        return self.take(self.batch_size)
+        return self.take(self._cursor.left_of(self.end, self.batch_size))
 
     def take(self, count: int) -> Batch:
         """The next `count` groups, as `next` would give them."""

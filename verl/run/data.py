@@ -98,8 +98,28 @@ def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int
     return rows
 
 
-def build_data(config: Config, actor: Actor, data: ReadData) -> tuple[Loader, PromptDataset | Batch | None, list[str]]:
+def in_steps(config: Config, data: ReadData) -> Config:
+    """The settings with `trainer.total_epochs`, if it is given, as steps, the last of which has what is left.
+
+    Raises:
+        ConfigError: the run has several tasks.
+    """
+    if config.trainer.total_epochs is None:
+        return config
+    if config.tasks:
+        raise ConfigError("trainer.total_epochs: each of several tasks has data of its own: give trainer.total_steps")
+    steps = ceil(config.trainer.total_epochs * data.rows / config.data.batch_size)
+    return config.replace(trainer=config.trainer.replace(total_steps=steps, total_epochs=None))
+
+
+def build_data(
+    config: Config, actor: Actor, data: ReadData, epochs: int | None = None
+) -> tuple[Loader, PromptDataset | Batch | None, list[str]]:
     """The data, tokenised; what is held out and has a prompt of the training data is left out.
+
+    Args:
+        epochs: after which training ends: their last batch has what is left. Not of several files, which are drawn by
+            their shares.
 
     Returns:
         Training batches without end; what is held out, problems to sample and score or recorded rows whose loss is
@@ -111,11 +131,11 @@ def build_data(config: Config, actor: Actor, data: ReadData) -> tuple[Loader, Pr
     notes: list[str] = []
     train = {name: _tokenized(config, rows, actor, "train", notes) for name, rows in data.train.items()}
     held_out = None if data.held_out is None else _tokenized(config, data.held_out, actor, "eval", notes)
-    loader = _loader(config, train, data.shares)
+    loader = _loader(config, train, data.shares, None if epochs is None else epochs * data.rows)
     return loader, None if held_out is None else _unseen(held_out, train, notes), notes
 
 
-def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, float]) -> Loader:
+def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, float], end: int | None) -> Loader:
     data, seed = config.data, config.trainer.seed
     many = len(config.tasks) > 1  # the batches of one task are those of a run without `tasks`
     shares = {task.name: task.share for task in config.tasks if many and task.name in train}
@@ -127,6 +147,7 @@ def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, flo
     }
     if not shares and not mixture:
         (source,) = sources.values()
+        source.end = end
         return source
     from verl.data.task_loader import MixedLoader, TaskLoader
 

@@ -34,7 +34,7 @@ from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, scal
 from verl.report.sinks import Logger, open_logger
 from verl.run import build
 from verl.run.check import Checked, check_settings
-from verl.run.data import build_data
+from verl.run.data import build_data, in_steps
 from verl.run.folder import Run, open_run
 from verl.run.memory import check_memory
 from verl.run.resolved import resolve, resolve_engine
@@ -65,8 +65,7 @@ def train(
     clock = _Clock(began)
     _seed(config.trainer.seed)
     checked = check_settings(config)
-    if config.trainer.total_epochs is not None:
-        config = _with_steps(config, checked, config.trainer.total_epochs)
+    epochs, config = config.trainer.total_epochs, in_steps(config, checked.data)
     settings = config.trainer
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -87,11 +86,14 @@ def train(
             others = [run.log_of(rank) for rank in range(1, controller.size)]
             controller.everywhere(setup_logging, each=[(log,) for log in (first, *others)])
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
+        if epochs is not None:
+            count = f"{epochs} epoch{'s' * (epochs > 1)} of {checked.data.rows} rows"
+            logger.info("%s in batches of %d: %d steps", count, config.data.batch_size, settings.total_steps)
         trainer: Trainer | None = None
         report = _LiveReport(run)
         try:
             run.note_code(user_files(), accept_edits=accept_edits)
-            trainer, prompts = _open_trainer(config, checked, run, controller)
+            trainer, prompts = _open_trainer(config, checked, run, controller, epochs)
             trainer.on_log_hook(report)
             clock.started(trainer.steps, kernels)
             trainer.fit(prompts, settings.total_steps - trainer.steps)
@@ -126,21 +128,15 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _with_steps(config: Config, checked: Checked, epochs: int) -> Config:
-    """`trainer.total_epochs` as steps: a batch that an epoch does not fill is not counted."""
-    if config.tasks:
-        raise ConfigError("trainer.total_epochs: each of several tasks has data of its own: give trainer.total_steps")
-    steps = max(1, epochs * checked.data.rows // config.data.batch_size)
-    return config.replace(trainer=config.trainer.replace(total_steps=steps, total_epochs=None))
-
-
-def _open_trainer(config: Config, checked: Checked, run: Run, controller: Controller) -> tuple[Trainer, Loader]:
+def _open_trainer(
+    config: Config, checked: Checked, run: Run, controller: Controller, epochs: int | None
+) -> tuple[Trainer, Loader]:
     """The trainer where the run's newest checkpoint left it, and its prompts."""
     settings, algorithms, rows, identity = config.trainer, checked.algorithms, checked.rows, config_hash(config)
     config = resolve(config, run.path)
     actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
     check_memory(config, algorithms.values(), actor)
-    prompts, held_out, notes = build_data(config, actor, checked.data)
+    prompts, held_out, notes = build_data(config, actor, checked.data, epochs)
     for note in notes:
         logger.warning("%s", note)
     if settings.total_steps == 0:
