@@ -19,7 +19,8 @@ Columns the system knows (others are the user's and travel along untouched):
     values, advantages, returns   [float]
     token_rewards      [float]  in the place of `reward`; one on a token not written counts at the one before it
     call_rewards       [float]  beside `reward`: those of single calls of an episode, each at its last token
-    response           string   the decoded response, for rewards and readers
+    response           string   what the policy wrote, decoded: all its turns, a line each, without what it read
+    last_turn          string   the last of these turns; null: there is one turn, the response
     reward             double   null: the reward abstained (null is not zero)
     abstain_reason     string   why
     cost, label        double   Safe-RLHF's cost; KTO's or a preference's label (1 good, 0 bad)
@@ -78,6 +79,7 @@ SCHEMA: dict[str, pa.DataType] = {
     "token_rewards": _FLOATS,
     "call_rewards": _FLOATS,
     "response": pa.string(),
+    "last_turn": pa.string(),
     "reward": pa.float64(),
     "abstain_reason": pa.string(),
     "cost": pa.float64(),
@@ -93,6 +95,7 @@ SCHEMA: dict[str, pa.DataType] = {
 EPISODE = frozenset((
     "episode", "episode_error", "episode_reward", "left_out", "truncated", "calls_left_out", "rejected", "trajectory",
     "trajectory_reward", "call_rewards", "conversation", "trajectories", "token_versions", "other_calls",
+    "last_turn",
 ))  # fmt: skip
 
 #: Further columns that the system writes; rows of a data set come without them.

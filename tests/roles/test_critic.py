@@ -17,6 +17,7 @@ from tests.conftest import byte_tokenizer
 from tests.roles.test_cells import MODELS
 from verl.algorithms import value_algorithm
 from verl.data.alignment import CharacterAlignment
+from verl.data.text import ResponseText
 from verl.errors import ConfigError
 
 TEXTS = ["Once upon a time", "naïve café – déjà vu", "日本語と😀 emoji", "", "a"]
@@ -135,7 +136,13 @@ def test_sequences_of_an_unknown_tokenizer_are_refused(tiny: Path) -> None:
     spelt["model"]["vocab"] = dict(sorted(spelt["model"]["vocab"].items(), key=lambda item: item[1]))
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spelt)), eos_token="<|end|>")
     critic = verl.Critic(str(tiny), tokenizer=other)
-    for method in (lambda: critic.compute_values(sequences), lambda: critic.update(sequences, [1.0, 2.0])):
+    # With something read between two turns, only the turns are in the text.
+    masks = [[int(position != 2) for position in range(length)] for length in known.lengths("response_tokens")]
+    read = sequences.drop(["response", "response_mask"]).add({"response_mask": masks})
+    read = read.add(ResponseText(actor.tokenizer, actor.ends).columns(read))
+    assert verl.Critic.from_pretrained(str(tiny)).compute_values(read)["values"]
+    calls = [lambda: critic.compute_values(sequences), lambda: critic.update(sequences, [1.0, 2.0])]
+    for method in (*calls, lambda: critic.compute_values(read)):
         with pytest.raises(ConfigError, match=r"actor_tokenizer=actor\.tokenizer"):
             method()
     of_known = critic.compute_values(known)["values"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.batch import Batch
 
 
 def spelled(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -15,6 +19,23 @@ def spelled(tokenizer: Any, tokens: Sequence[int]) -> str:
 def behind_thoughts(text: str) -> str:
     """A response without the thoughts that end with `</think>`, whether the prompt or the model began them."""
     return text.rpartition("</think>")[2]
+
+
+def written_turns(samples: Batch) -> list[list[list[int]]]:
+    """Of each row the tokens that the policy wrote, turn by turn: a turn ends where something was read. Without
+    `response_mask` all tokens are its."""
+    tokens = samples["response_tokens"]
+    written = samples["response_mask"] if "response_mask" in samples else [[1] * len(row) for row in tokens]
+    if "token_versions" in samples:  # what a grammar forced has no loss, but the policy said it
+        versions = zip(written, samples["token_versions"], strict=True)
+        written = [mask if of is None else [version >= 0 for version in of] for mask, of in versions]
+    return [runs(*row) for row in zip(tokens, written, strict=True)]
+
+
+def runs(tokens: Sequence[int], marks: Sequence[int]) -> list[list[int]]:
+    """The tokens that are marked, cut where others stand between them."""
+    pieces = groupby(zip(tokens, marks, strict=True), key=lambda pair: bool(pair[1]))
+    return [[token for token, _ in piece] for is_marked, piece in pieces if is_marked]
 
 
 class ResponseText:
@@ -35,3 +56,11 @@ class ResponseText:
         if tokens and tokens[-1] in self.ends:
             tokens = tokens[:-1]
         return spelled(self.tokenizer, [token for token in tokens if token not in self._left_out])
+
+    def columns(self, samples: Batch) -> dict[str, list[str | None]]:
+        """The columns `response` and, where something was read between turns, `last_turn`."""
+        turns = [list(map(self, said)) for said in written_turns(samples)]
+        columns: dict[str, list[str | None]] = {"response": ["\n".join(filter(None, said)) for said in turns]}
+        if any(len(said) > 1 for said in turns):
+            columns["last_turn"] = [said[-1] if len(said) > 1 else None for said in turns]
+        return columns

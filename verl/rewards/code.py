@@ -17,6 +17,7 @@ from verl.errors import RewardError
 from verl.record import Processes, Retries, Seconds
 from verl.rewards.blocks import extract_code
 from verl.rewards.calls import Slots
+from verl.rewards.forms import judges
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.sandbox.code_tests import Tests, judge, parse
 
@@ -89,6 +90,7 @@ class CodeReward(FunctionReward):
     def call_seconds(options: Mapping[str, Any]) -> float:
         return float(2 * options["timeout"] + _GRACE)
 
+    @judges("last_turn")
     async def scores(
         self, solution_str: str, tests: Any = None, reference: Any = None, entry_point: str | None = None
     ) -> dict[str, float] | None:

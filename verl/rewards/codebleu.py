@@ -27,6 +27,7 @@ from verl.checked import checked
 from verl.errors import ConfigError
 from verl.record import Seconds
 from verl.rewards.blocks import extract_code
+from verl.rewards.forms import judges
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.syntax import syntax_tree
 
@@ -70,9 +71,9 @@ class CodeBleuReward(FunctionReward):
             raise ConfigError(f"reward '{name}': weights are four numbers of at least 0 that sum to 1, not {weights!r}")
         super().__init__(self.scores, name=name, timeout=timeout, **options)
 
-    def scores(self, completions: list[Any], reference: list[str | None]) -> list[dict[str, float] | None]:
+    @judges("last_turn")
+    def scores(self, texts: list[str], reference: list[str | None]) -> list[dict[str, float] | None]:
         """The score of each response with its parts."""
-        texts = [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
         return [
             None if wanted is None else codebleu(extract_code(text), wanted, self.weights)
             for text, wanted in zip(texts, reference, strict=True)

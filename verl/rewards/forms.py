@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from verl.batch import SCHEMA, Batch
 from verl.data.prompts import content_text
@@ -57,6 +57,7 @@ class Form(NamedTuple):
         named: parameters that are passed by name.
         required: those without a default.
         rest: whether `**columns` takes the remaining columns.
+        judges: the column with the text that is judged, see `judges`.
     """
 
     kind: Literal["texts", "pairs", "trl", "openrlhf", "verl"]
@@ -64,6 +65,7 @@ class Form(NamedTuple):
     named: tuple[str, ...] = ()
     required: frozenset[str] = frozenset()
     rest: bool = False
+    judges: str | None = None
 
     @property
     def by_row(self) -> bool:
@@ -75,6 +77,7 @@ class Form(NamedTuple):
         """What it reads, see `verl.rewards.source.columns_read`. Columns of the data are known once they are there."""
         read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl", "openrlhf") else ()))
         read = (*read, *(("response_tokens?", "conversation?") if self.kind == "trl" else ()))
+        read = (*read, *([f"{self.judges}?"] if self.judges else []))
         further = [name for name in self.named if name not in _OWN[self.kind]]
         user = [f"{name}?" for name in further if name not in SCHEMA]
         return (*read, *user, *(["*"] if further or self.rest or self.kind == "openrlhf" else []))
@@ -90,6 +93,8 @@ class Form(NamedTuple):
 
     def arguments(self, rows: Sequence[Row]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of a call on these samples."""
+        if self.judges:
+            rows = [_judged(row, self.judges) for row in rows]
         if self.by_row:
             row = rows[0]
             known = {"solution_str": row["response"] or "", "extra_info": _value(row, "extra_info") or {}}
@@ -102,12 +107,30 @@ class Form(NamedTuple):
         return [values[role] for role in self.positional], columns
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def judges(column: Literal["response", "last_turn"]) -> Callable[[_F], _F]:
+    """Marks a function that judges only what the policy wrote: all its turns (`response`), or the last. It gets this
+    text instead of an episode's conversation, which also has the results of tools."""
+
+    def mark(function: _F) -> _F:
+        vars(function)["judges"] = column
+        return function
+
+    return mark
+
+
 def recognise(function: Callable[..., Any]) -> Form:
     """The signature of a function.
 
     Raises:
         ConfigError: it has none of these.
     """
+    return _recognise(function)._replace(judges=getattr(function, "judges", None))
+
+
+def _recognise(function: Callable[..., Any]) -> Form:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # compiled code may have no signature
@@ -190,6 +213,11 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
     ]
     ids = [row.get("response_tokens") for row in rows]
     return {"prompts": prompts, "completions": completions, "completion_ids": ids}
+
+
+def _judged(row: Row, column: str) -> Row:
+    text = row.get(column)
+    return {**row, "response": row["response"] if text is None else text, "conversation": None}
 
 
 def _text(prompt: Any) -> str:

@@ -62,6 +62,8 @@ class MathReward(FunctionReward):
 class _Equality:
     """The reward function of `MathReward`."""
 
+    judges = "last_turn"
+
     def load(self) -> None:
         """Import the library, which takes seconds, before the deadline of a sample begins."""
         importlib.import_module("math_verify")

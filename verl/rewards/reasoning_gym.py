@@ -64,6 +64,8 @@ class TaskReward(FunctionReward):
 class _Verifier:
     """The reward function of `TaskReward`."""
 
+    judges = "last_turn"
+
     def __init__(self, answer: Answer, exact: bool) -> None:
         if answer not in get_args(Answer):
             raise ConfigError(f"answer is one of {', '.join(get_args(Answer))}, not '{answer}'")

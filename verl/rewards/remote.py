@@ -22,7 +22,7 @@ from verl.errors import ConfigError, RolloutError, nearest
 from verl.http_servers import ServerPool, check_key, check_model_path
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
-from verl.rewards.forms import user_columns
+from verl.rewards.forms import judges, user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.last_words import computing
 from verl.rewards.scores import Score, failure, read_score, read_scores
@@ -129,6 +129,7 @@ class RemoteReward(_ServedReward):
         self.batch_size = batch_size
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
+    @judges("response")
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         responses = [_text(completion) for completion in completions]
@@ -207,6 +208,7 @@ class JudgeReward(_ServedReward):
             text = f"the template's {{{name}}} is no column of the data and stays as it is: {nearest(name, known)}"
             logger.warning("reward '%s': %s", self.name, text)
 
+    @judges("response")
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         texts = [

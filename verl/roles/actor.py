@@ -357,14 +357,14 @@ class Actor(ModelHandle[ActorWorker]):
             )
 
     def stamped(self, samples: Batch, writer: tuple[int, str] | None = None) -> Batch:
-        """Samples that have just come from an engine, with their text (`response`) and what wrote them: `tokenizer`
-        and `policy_id`, which is null where older weights than the present ones began them. `writer`: the present
-        ones, by version and id; None: as the actor has them."""
-        texts = list(map(ResponseText(self.tokenizer, self.ends), samples["response_tokens"]))
+        """Samples that have just come from an engine, with what the policy wrote as text (`response`, `last_turn`) and
+        what wrote them: `tokenizer` and `policy_id`, which is null where older weights than the present ones began
+        them. `writer`: the present ones, by version and id; None: as the actor has them."""
+        texts = ResponseText(self.tokenizer, self.ends).columns(samples)
         version, policy_id = writer or (self.policy_version, self.policy_id)
         writers = [policy_id if v == version else None for v in samples["policy_version"]]
         vocabulary = [vocabulary_id(self.tokenizer)] * len(samples)
-        return samples.add({"response": texts, "policy_id": writers, "tokenizer": vocabulary})
+        return samples.add({**texts, "policy_id": writers, "tokenizer": vocabulary})
 
     def compute_log_probs(self, sequences: Batch) -> Batch:
         """Column `log_probs`: log-probs of the response tokens under the policy as it is now."""

@@ -11,7 +11,7 @@ from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.chat import ChatTokenizer
-from verl.data.text import spelled
+from verl.data.text import spelled, written_turns
 from verl.data.vocabulary import tokenizer_of, vocabulary_id
 from verl.errors import ConfigError, ModelError
 from verl.log import follow_log_level
@@ -159,15 +159,15 @@ class Critic(ModelHandle[CriticWorker]):
         """Raises ConfigError if the first responses, read by the critic's tokenizer, are not their own texts."""
         if self.tokenizer is None or "response" not in sequences:
             return
-        rows = [row for row in sequences.slice(0, 8).select(["response", "response_tokens"]).rows() if row["response"]]
-        read = [spelled(self.tokenizer, row["response_tokens"]) for row in rows]
+        first = sequences.slice(0, 8)
+        read = ["\n".join(spelled(self.tokenizer, turn) for turn in turns) for turns in written_turns(first)]
         # A response's text has no ends and padding, and which tokens those are is the actor's affair.
         added = ChatTokenizer(self.tokenizer).added
-        names = [{added[token] for token in row["response_tokens"] if token in added} for row in rows]
-        pairs = zip(read, rows, names, strict=True)
-        if rows and not any(_without(text, some) == _without(row["response"], some) for text, row, some in pairs):
+        names = [{"\n", *(added[t] for t in tokens if t in added)} for tokens in first["response_tokens"]]
+        rows = [row for row in zip(read, first["response"], names, strict=True) if row[1]]
+        if rows and not any(_without(text, some) == _without(response, some) for text, response, some in rows):
             raise ConfigError(
-                f"the critic's tokenizer reads {read[0][:50]!r} where the response is {rows[0]['response'][:50]!r}: "
+                f"the critic's tokenizer reads {rows[0][0][:50]!r} where the response is {rows[0][1][:50]!r}: "
                 "the actor has another. Give Critic(..., actor_tokenizer=actor.tokenizer) for values to be carried over"
             )
 

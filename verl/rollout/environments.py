@@ -212,7 +212,7 @@ class EnvironmentEpisode(ToolEpisode):
         text = template.chat.render(chat, inputs)
         prompt = list(client.tokenizer([text], add_special_tokens=False)["input_ids"][0])
         form = _TemplateForm(template, schemas, tools, text)
-        turns = await self._play(client, prompt, tools, form, inputs)
+        turns = await self._play(client, prompt, tools, form, inputs, [])
         turns.prompt_tokens, turns.messages = prompt, [*chat, *form.whole(turns)]
         if kind is not None:
             if kind.has_reward:

@@ -31,7 +31,8 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
         conversation      its messages as JSON, or null
         call_rewards      [float] rewards of single turns, each at its last token
         other_calls       JSON: how many requests of its episode other models answered, by name, or null
-        token_versions    [int64] where weights changed between its turns: the version that wrote each token; -1: none
+        token_versions    [int64] where weights changed between its turns, or a grammar forced tokens: the version that
+                          wrote each token; -1: none
 
     Args:
         outcomes: one for each of the prompts.
@@ -77,10 +78,22 @@ def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
     if any(turn.call_rewards for turn in turns):
         at_calls = [[turn.call_rewards.get(i, 0.0) for i in range(len(turn.response_tokens))] for turn in turns]
         columns["call_rewards"] = pa.array(at_calls, pa.large_list(pa.float64() if is_double else pa.float32()))
-    if any(len({*turn.token_versions} - {-1}) > 1 for turn in turns):
-        versions = [turn.token_versions or [turn.policy_version] * len(turn.response_tokens) for turn in turns]
+    if any(_tells_versions(turn) for turn in turns):
+        versions = [
+            turn.token_versions or [turn.policy_version if mask else -1 for mask in turn.response_mask]
+            for turn in turns
+        ]
         columns["token_versions"] = pa.array(versions, pa.large_list(pa.int64()))
     return columns
+
+
+def _tells_versions(turn: Turns) -> bool:
+    """Whether several versions wrote it, or a grammar forced some of its tokens: these have mask 0 and a version."""
+    if len({*turn.token_versions} - {-1}) > 1:
+        return True
+    return any(
+        version >= 0 and not mask for version, mask in zip(turn.token_versions, turn.response_mask, strict=False)
+    )
 
 
 def _counts(turns: Sequence[Turns]) -> str:

@@ -25,12 +25,13 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from verl import sandbox
 from verl.checked import checked
 from verl.data.chat import ChatTokenizer, template_inputs
-from verl.data.text import spelled
+from verl.data.text import runs, spelled
 from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, nearest
 from verl.record import Count, Processes, Seconds
@@ -249,9 +250,10 @@ class ToolEpisode:
         self.form.check(tokenizer)
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
-        return [
-            await self._play(client, row["prompt_tokens"], self.tools, self.form, template_inputs(row, self.schemas))
-        ]
+        inputs, answers = template_inputs(row, self.schemas), list[list[str]]()
+        turns = await self._play(client, row["prompt_tokens"], self.tools, self.form, inputs, answers)
+        turns.messages = _conversation(client, row, turns, answers)
+        return [turns]
 
     async def _play(
         self,
@@ -260,11 +262,13 @@ class ToolEpisode:
         tools: Mapping[str, Tool],
         form: Form,
         inputs: Mapping[str, Any],
+        answers: list[list[str]],
     ) -> Turns:
         """The turns of the policy behind a prompt, and the results of the tools that it calls.
 
         Args:
             inputs: of the chat template, see `template_inputs`.
+            answers: gets the results that each turn is answered with.
         """
         assert client.tokenizer is not None
         turns, limit, turn = Turns(), client.params.max_new_tokens, 0
@@ -296,8 +300,9 @@ class ToolEpisode:
             turn += 1
             if turn == self.max_turns:  # nobody would read the results
                 break
-            answers = (_result(call, tools) for call in calls)
-            results = [self._cut(result, client) for result in await asyncio.gather(*answers)]
+            called = (_result(call, tools) for call in calls)
+            results = [self._cut(result, client) for result in await asyncio.gather(*called)]
+            answers.append(results)
             reply = form.reply(chat, inputs, sample, results)
         turns.finish = "length"  # cut before a result
         return turns
@@ -312,6 +317,20 @@ class ToolEpisode:
         if len(tokens) <= most and len(text) == len(whole):
             return text
         return spelled(client.tokenizer, tokens[:most]) + " [cut]"
+
+
+def _conversation(
+    client: Client, row: Mapping[str, Any], turns: Turns, answers: Sequence[Sequence[str]]
+) -> list[Mapping[str, Any]]:
+    """The row's messages, then each turn as it was written, with the results that answer it."""
+    assert client.text is not None
+    said = [client.text(tokens) for tokens in runs(turns.response_tokens, turns.response_mask)]
+    before = row.get("messages") or [{"role": "user", "content": row.get("prompt") or ""}]
+    behind = [
+        [{"role": "assistant", "content": text}, *({"role": "tool", "content": result} for result in results)]
+        for text, results in zip_longest(said, answers[: len(said) - 1], fillvalue=())
+    ]
+    return [*before, *chain(*behind)]
 
 
 #: A tool's name and arguments, or an error message.
