@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import sysconfig
 import threading
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 from verl.errors import VerlError
 
-_NOT_THE_USERS = tuple(
+#: Folders of code that is not the user's: this package, Python and what is installed.
+NOT_THE_USERS = tuple(
     str(Path(folder).resolve())
     for folder in (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 )
@@ -28,7 +29,7 @@ _lock = threading.Lock()
 
 def describe(error: BaseException) -> str:
     """The type and text of an error, and the innermost line of the user's own files; never raises."""
-    where_raised = _innermost_line(error.__traceback__)
+    where_raised = _innermost_line(traceback.extract_tb(error.__traceback__))
     name, where = type(error).__name__, f" ({where_raised})" if where_raised else ""
     try:
         text = str(error)[: max(_TEXT, _MESSAGE - len(name) - len(where))]
@@ -56,9 +57,15 @@ def show_once(logger: logging.Logger, what: str, text: str | None) -> None:
     logger.warning("%s: the traceback, shown once:\n%s", what, text.rstrip(), extra={DETAIL: True})
 
 
-def _innermost_line(frames: TracebackType | None) -> str | None:
+def line_of(thread: int) -> str | None:
+    """The innermost line of the user's own files at which a thread is."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else _innermost_line(traceback.extract_stack(frame))
+
+
+def _innermost_line(stack: traceback.StackSummary) -> str | None:
     """The innermost line that is neither this package's nor an installed library's."""
-    for frame in reversed(traceback.extract_tb(frames)):
-        if not frame.filename.startswith(("<frozen", *_NOT_THE_USERS)):
+    for frame in reversed(stack):
+        if not frame.filename.startswith(("<frozen", *NOT_THE_USERS)):
             return f"{frame.filename} line {frame.lineno}, in {frame.name}"
     return None

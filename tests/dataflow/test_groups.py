@@ -389,7 +389,10 @@ def test_stall_names_the_node_and_logs_the_stacks(kind: str, caplog: pytest.LogC
     began = time.perf_counter()
     with (
         caplog.at_level(logging.ERROR),
-        pytest.raises(ClusterError, match=r"node 'stuck'.* within 0\.2 s; waiting for it: prepare"),
+        pytest.raises(
+            ClusterError,
+            match=r"node 'stuck'.* within 0\.2 s( \(.*test_groups.py line \d+, in hang.*\))?; waiting for it: prepare",
+        ),
     ):
         run_graph(Graph([stuck, after]), PROMPTS)
     assert time.perf_counter() - began < 5
@@ -415,11 +418,20 @@ def test_source_that_only_says_it_is_alive_is_a_stall() -> None:
 def test_async_function_that_blocks_the_loop_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "LOOP_DEADLINE", 0.4)
 
-    async def block(batch: Batch) -> None:
+    async def block() -> None:
         time.sleep(3)
 
     with pytest.raises(ClusterError, match="event loop has not moved"):
-        run_graph(Graph([Node(name="n", run=block)]), PROMPTS)
+        loop.run_sync(block())
+    assert run_graph(Graph([Node(name="n", run=lambda b: None)]), PROMPTS).timings["n"].calls == 3
+
+
+def test_an_async_node_of_the_user_s_that_blocks_is_late_by_name() -> None:
+    async def block(batch: Batch) -> None:
+        time.sleep(3)
+
+    with pytest.raises(ClusterError, match=r"'n'.* within 0\.3 s \(.*test_groups.py line \d+, in block\)"):
+        run_graph(Graph([Node(name="n", run=block, deadline=0.3)]), PROMPTS)
     assert run_graph(Graph([Node(name="n", run=lambda b: None)]), PROMPTS).timings["n"].calls == 3
 
 

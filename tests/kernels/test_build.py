@@ -16,11 +16,11 @@ from tests.package import PACKAGE, modules
 from verl.kernels.build import library
 
 
-def test_ctypes_and_compilers_are_named_by_the_kernels_and_the_sandbox_and_four_more() -> None:
+def test_ctypes_and_compilers_are_named_by_the_kernels_and_the_sandbox_and_three_more() -> None:
     named = re.compile(r"\bctypes\b|\bCDLL\b|\bg\+\+|clang|\bcpp_extension\b|\bcffi\b")
     files = {place for place, (text, _) in modules().items() if named.search(text)}
-    # Of a signal's handler in C, of another thread, of a process's parent, and of C's heap, Python says nothing.
-    of_the_system = {"ray_session.py", "data/time_limit.py", "rewards/processes.py", "device.py"}
+    # Of a signal's handler in C, of a process's parent, and of C's heap, Python says nothing.
+    of_the_system = {"ray_session.py", "rewards/processes.py", "device.py"}
     assert {place.partition("/")[0] for place in files - of_the_system} == {"kernels", "sandbox"}
     assert {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.cpp")} == {"kernels"}
 

@@ -23,8 +23,8 @@ from verl.batch import Batch
 from verl.errors import RewardError
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, run_reward
-from verl.rewards.threads import MAX_HUNG
 from verl.roles.reward import Reward
+from verl.user_calls import MAX_HUNG
 
 SAMPLES = Batch.from_rows([{"prompt": "p", "response": text, "reward_model": {"ground_truth": "1"}} for text in "abc"])
 
@@ -380,5 +380,5 @@ def test_a_function_that_ends_the_process_is_named(tmp_path: Path, define: str, 
         command = [sys.executable, str(script), *texts]
         return forked.run(command, timeout=120).stderr
 
-    assert "ended while it computed reward grade: the function ended it" in run("good", "end")
+    assert "ended while it ran reward grade: that code ended it" in run("good", "end")
     assert run("good", "good") == ""

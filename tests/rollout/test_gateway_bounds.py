@@ -25,10 +25,11 @@ from tests.templates import TOOL_FAMILIES
 from verl.errors import RolloutError
 from verl.rollout.base import Sample, SamplingParams
 from verl.rollout.episode import run_episodes
-from verl.rollout.gateway import agents, server
+from verl.rollout.gateway import server
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.gateway.linking import Conversations
 from verl.rollout.turns import Outcome
+from verl.user_calls import MAX_HUNG
 
 pytest.importorskip("aiohttp")
 
@@ -255,7 +256,7 @@ def test_functions_that_never_return_end_the_run_by_name() -> None:
         stop.wait(60)
 
     try:
-        with pytest.raises(RolloutError, match=f"{agents.MAX_LEFT} agents never returned, and a function cannot be"):
+        with pytest.raises(RolloutError, match=f"{MAX_HUNG} calls of agent never returned, and cannot be"):
             play(agent, 17, deadline=0.3)
     finally:
         stop.set()

@@ -24,11 +24,12 @@ import torch
 from tests.rollout.test_tools import Scripted
 from tests.sockets import LOOPBACK, listeners
 from tests.templates import TOOL_FAMILIES
+from verl import user_calls
 from verl.batch import Batch
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import run_episodes
-from verl.rollout.gateway import agents, server
+from verl.rollout.gateway import server
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Conversations
 from verl.rollout.rows import episode_rows
@@ -627,7 +628,7 @@ def test_an_agent_that_is_late_runs_once_more() -> None:
 
 
 def test_functions_that_never_return_are_left_behind_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "MAX_LEFT", 2)
+    monkeypatch.setattr(user_calls, "MAX_HUNG", 2)
     stop = threading.Event()
     first = Gateway(lambda base_url, api_key, row: stop.wait(30), deadline=0.2)
     tokenizer = TOOL_FAMILIES["qwen2.5"].make()
@@ -639,7 +640,7 @@ def test_functions_that_never_return_are_left_behind_up_to_a_number(monkeypatch:
 
     try:
         assert "twice: the agent took longer than 0.2 s" in str(asyncio.run(play("a")).error)
-        with pytest.raises(RolloutError, match="2 agents never returned"):  # and the run ends
+        with pytest.raises(RolloutError, match="2 calls of agent never returned"):  # and the run ends
             asyncio.run(play("b"))
     finally:
         stop.set()

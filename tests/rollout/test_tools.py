@@ -23,9 +23,10 @@ from verl.roles.actor import Actor
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.embedded.response import check_prompt
 from verl.rollout.episode import Client, run_episodes
-from verl.rollout.tools import MAX_HUNG, ToolEpisode, calculator, interpreter, tool
+from verl.rollout.tools import ToolEpisode, calculator, interpreter, tool
 from verl.rollout.turns import Outcome, Turns
 from verl.sandbox import Limits
+from verl.user_calls import MAX_HUNG
 from verl.weights.shard import Shard
 
 

@@ -2,7 +2,7 @@
 
 Reading order: `prompts`, `cursor`, `loader`, `stream_walk`, `pool_options`, `pools`, `files`, `forms`, `chat`,
 `tokenize`, `text`, `vocabulary`, `prefixes`, `tasks`, `offline`, `buffer`, `buffers`, `disk_buffer`,
-`distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`, `rows_ahead`, `alignment`, `time_limit`.
+`distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`, `rows_ahead`, `alignment`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 
 from verl.data.forms import loaded, tool_schemas
 from verl.data.prompts import SAID, content_text
-from verl.data.time_limit import time_limit
 from verl.errors import ConfigError, DataError, nearest
+from verl.user_calls import HungError, LateError, UserCode
 
 #: Columns of a row that a chat template reads besides the messages.
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
@@ -26,6 +26,7 @@ _NOT_OF_ROWS = frozenset((
 ))  # fmt: skip
 #: Seconds that a template may take for a chat.
 RENDER_SECONDS = 10.0
+_code = UserCode("chat template")
 #: A text that no template writes by itself.
 _PROBE = "8093517"
 _ASK, _REPLY = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE[::-1]}
@@ -280,7 +281,7 @@ class ChatTokenizer:
     def _apply(self, messages: list[Any], reply: bool, begun: bool, **read: Any) -> str:
         options = {"tokenize": False, "add_generation_prompt": reply, "continue_final_message": begun, **read}
         try:
-            with time_limit(RENDER_SECONDS):
-                return str(self.tokenizer.apply_chat_template(messages, **options))
-        except TimeoutError as error:
-            raise DataError(f"the chat template cannot render {str(messages)[:200]}: {error}") from None
+            return str(_code.run(RENDER_SECONDS, self.tokenizer.apply_chat_template, messages, **options))
+        except (LateError, HungError) as error:
+            what = f"it takes more than {RENDER_SECONDS:g} s" if isinstance(error, LateError) else error
+            raise DataError(f"the chat template cannot render {str(messages)[:200]}: {what}") from None

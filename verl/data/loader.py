@@ -81,10 +81,10 @@ class PromptLoader:
         ids = [f"e{epoch}.{row}" for epoch, row in visits]
         return batch.add({"id": ids, "group": ids})
 
-    def read_ahead(self) -> None:
-        """From now on read as many rows of a stream as were taken last, while these are used."""
+    def read_ahead(self, seconds: float) -> None:
+        """From now on read as many rows of a stream as were taken last, while these are used, in so many seconds."""
         if not isinstance(self._walk, _DatasetWalk):
-            self._walk.reads_ahead = True
+            self._walk.reads_ahead = seconds
 
     def note(self, scores: Mapping[str, Sequence[float | None]]) -> None:
         """Tell how the samples of drawn prompts scored, by the prompts' `group`; others are none of this."""

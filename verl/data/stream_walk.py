@@ -10,6 +10,7 @@ from verl.data.cursor import saved_count
 from verl.data.prompts import PromptStream
 from verl.data.rows_ahead import RowsAhead
 from verl.errors import DataError
+from verl.user_calls import DEADLINE
 
 
 class StreamWalk:
@@ -18,7 +19,8 @@ class StreamWalk:
         self.epoch = self.position = 0
         self._rows: RowsAhead | None = None
         self._mark: Any = None  # of the last row
-        self.reads_ahead = False
+        #: Seconds that rows may take which are read ahead; None: none are.
+        self.reads_ahead: float | None = None
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
@@ -26,7 +28,9 @@ class StreamWalk:
         barren = 0
         while len(rows) < count:
             if self._rows is None:
-                self._rows = RowsAhead(self.data.marked_rows(self.epoch, self.position, self._mark))
+                self._rows = RowsAhead(
+                    self.data.marked_rows(self.epoch, self.position, self._mark), self.reads_ahead or DEADLINE
+                )
             number, row, mark = self._rows.next((-1, {}, None))
             if row:
                 visits.append((self.epoch, number))

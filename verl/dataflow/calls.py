@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 from verl.batch import Batch
@@ -15,8 +16,8 @@ from verl.dataflow import loop
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.result import Clock
 from verl.errors import ClusterError, DataError, TrainingError, VerlError
-from verl.rewards.calls import is_async
-from verl.user_code import describe
+from verl.user_calls import LateError, UserCode, is_async, is_users, watching, within
+from verl.user_code import describe, line_of
 
 _END = object()
 
@@ -71,8 +72,10 @@ class Calls:
         """What `node.run(batch)` returns; `rows` are those of the batch, which may have no columns."""
         if not is_async(node.run):
             return await self._compute(node, rows, node.run, batch)
+        # An async function of the user's may block its event loop, which is not to be ours.
+        run = partial(UserCode(_label(node)).call, self.limit(node)) if is_users(node.run) else None
         with self.clock.call(node.name, rows):
-            return await self._bounded(node, node.run(batch))
+            return await self._bounded(node, node.run(batch) if run is None else run(node.run, batch))
 
     async def stream(self, node: Node, prompts: Batch) -> AsyncGenerator[Any, None]:
         """What a source yields, each wait bounded. However it ends, the source is closed and frees its engine."""
@@ -110,11 +113,16 @@ class Calls:
         """Seconds for one call of a node, or until a source gives its next sample."""
         return node.deadline or self.deadline
 
-    def stalled(self, node: Node) -> ClusterError:
-        """The error of a missed deadline. The stacks of all threads are logged."""
+    def stalled(self, node: Node, where: str | None = None) -> ClusterError:
+        """The error of a missed deadline. The stacks of all threads are logged.
+
+        Args:
+            where: the line of the user's at which it is.
+        """
         waiting = [name for name, needs in self.graph.needs.items() if node.name in needs]
         what = "gave no sample" if node.kind == "source" else "did not return"
         reason = f"node '{node.name}' (slot '{node.slot}') {what} within {self.limit(node):g} s"
+        reason += f" ({where})" if where else ""
         loop.dump_stacks(reason)
         return ClusterError(
             f"{reason}; waiting for it: {', '.join(waiting) or 'the end of the run'}. "
@@ -123,7 +131,7 @@ class Calls:
 
     async def _compute(self, node: Node, rows: int, function: Any, *args: Any) -> Any:
         """A call in the compute thread; its deadline begins when the thread gets to it."""
-        job = loop.submit(function, *args)
+        job = loop.submit(watching(function, _label(node), self.limit(node)), *args)
         self._jobs.add(job)
         await asyncio.shield(asyncio.wrap_future(job.started))
         with self.clock.call(node.name, rows):
@@ -132,32 +140,26 @@ class Calls:
         return value
 
     async def _bounded(self, node: Node, work: Awaitable[Any], job: loop.Job | None = None) -> Any:
-        task = asyncio.ensure_future(_ordinary(work))
+        where = None
         try:
-            done, _ = await asyncio.wait({task}, timeout=self.limit(node))
-            if task.cancelled():
-                raise TrainingError("it was cancelled from within")
-            if done:
-                return task.result()
+            return await within(work, self.limit(node))
+        except LateError as error:
+            where = str(error).removeprefix("it was at ")
         except VerlError as error:
             raise type(error)(f"node '{node.name}': {error}") from error
         except Exception as error:
             raise TrainingError(f"node '{node.name}' failed: {describe(error)}") from error
-        finally:
-            task.cancel()
         # A thread cannot be stopped from outside. The one that is stuck is left behind, and calls that wait for it go
         # to a new one: the process can still report the error, save and end.
         if job is not None:
+            where = line_of(job.thread)
             self._jobs.discard(job)
             loop.abandon(job)
-        raise self.stalled(node)
+        raise self.stalled(node, where)
 
 
-async def _ordinary(work: Awaitable[Any]) -> Any:
-    try:
-        return await work
-    except (KeyboardInterrupt, SystemExit) as error:
-        raise loop.ordinary(error) from error
+def _label(node: Node) -> str:
+    return f"node '{node.name}'"
 
 
 async def _next(stream: AsyncIterator[Any]) -> Any:

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.errors import ClusterError, ConfigError
+from verl.user_calls import hear_signals, ordinary
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -47,28 +48,20 @@ def dump_stacks(reason: str) -> None:
 
 @dataclass(eq=False)
 class Job:
-    """A call for the compute thread; `started` ends when the call begins, `result` when it is over."""
+    """A call for the compute thread; `started` ends when the call begins, `result` when it is over. `thread`: where."""
 
     call: Callable[[], Any]
     started: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     result: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
+    thread: int = 0
 
     def run(self) -> None:
+        self.thread = threading.get_ident()
         self.started.set_result(None)
         try:
             self.result.set_result(self.call())
         except BaseException as error:  # the caller gets it, whatever it is
             self.result.set_exception(ordinary(error))
-
-
-def ordinary(error: BaseException) -> Exception:
-    """The error, or one in its place that may be raised on the event loop: that ends with a `SystemExit` or
-    `KeyboardInterrupt`, and no future takes a `StopIteration`."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    raisable = RuntimeError(f"{type(error).__name__}: {error}")
-    raisable.__cause__ = error
-    return raisable
 
 
 class _Threads:
@@ -181,6 +174,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """
     if on_compute_thread():
         return asyncio.run(coroutine)
+    hear_signals()
     loop = _threads.event_loop()
     try:
         if asyncio.get_running_loop() is loop:

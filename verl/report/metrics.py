@@ -13,6 +13,7 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.failures import Failures
 from verl.rewards.forms import TEXTS, recognise
 from verl.rewards.source import run_reward
+from verl.user_calls import DEADLINE, LateError, UserCode
 from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ class Metric:
         if not callable(function):
             raise ConfigError(f"metric '{name}' is a {type(function).__name__}: give a function of the scored samples")
         self.name, self.function, self._failures = name, function, Failures(_MOST_FAILURES)
+        self._code = UserCode(f"metric {name}")
         self.by_row = None if takes_batch(function) else _by_row(name, function)
 
-    def __call__(self, samples: Batch) -> tuple[float, list[float | None] | None]:
+    def __call__(self, samples: Batch, seconds: float = DEADLINE) -> tuple[float, list[float | None] | None]:
         """The metric (NaN: it failed, or no row has a number), and the number of each row where it gives those.
+
+        Args:
+            seconds: that a function of all samples may take. (One in a form of rewards has those of a reward.)
 
         Raises:
             DataError: it returns no number, or not as many as there are rows.
@@ -56,7 +61,9 @@ class Metric:
             return mean(rows), rows
         failed: Exception | None = None
         try:
-            value = self.function(samples)
+            value = self._code.run(seconds, self.function, samples)
+        except LateError as error:
+            failed = TimeoutError(f"it took longer than {seconds:g} s{f' ({error})' if str(error) else ''}")
         except Exception as error:  # a user's code may raise anything
             failed = error
         self._failures.add([failed is not None] * len(samples))

@@ -24,6 +24,7 @@ from verl.record import Count, Natural
 from verl.report.completions import CompletionFiles, without_tokens
 from verl.report.record import Record, numbers_of, plain
 from verl.schemas import RUN_FILE, write_run_schema
+from verl.user_calls import DEADLINE, UserCode
 from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -56,9 +57,11 @@ class Logger:
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self.sinks: list[Sink] = list(sinks)
 
-    def on_log_hook(self, fn: Hook) -> None:
-        """`fn(step, record)` gets every record from now on; the record is a copy, its own to change."""
-        self.sinks.append(_HookSink(f"hook {getattr(fn, '__qualname__', type(fn).__name__)}", fn))
+    def on_log_hook(self, fn: Hook, seconds: float = DEADLINE) -> None:
+        """`fn(step, record)` gets every record from now on, in a thread, and has so many seconds; the record is a copy,
+        its own to change."""
+        name = f"hook {getattr(fn, '__qualname__', type(fn).__name__)}"
+        self.sinks.append(_HookSink(name, fn, seconds, UserCode(name)))
 
     def log(self, step: int, record: Record) -> None:
         self._call("write", step, record)
@@ -172,9 +175,11 @@ def _second_of(directory: Path) -> int:
 class _HookSink(NamedTuple):
     name: str
     fn: Hook
+    seconds: float
+    code: UserCode
 
     def write(self, step: int, record: Record) -> None:
-        self.fn(step, dict(record))
+        self.code.run(self.seconds, self.fn, step, dict(record))
 
 
 @checked

@@ -2,5 +2,5 @@
 
 Reading order: `source`, `functions`, `forms`, `calls`, `processes`, `threads`, `scores`, `isolation`, `failures`,
 `answers`, `maths`, `by_source`, `blocks`, `code`, `codebleu`, `model`, `remote`, `reasoning_gym`, `composite`,
-`environments`, `smoothing`, `last_words`, `make`, `registry`, `portable`.
+`environments`, `smoothing`, `make`, `registry`, `portable`.
 """

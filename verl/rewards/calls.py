@@ -7,16 +7,15 @@ The alternative is a process, which is killed: `verl.rewards.processes`, or seve
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Protocol
 
 from verl.rewards.scores import Score, call_async, call_plain, failure
+from verl.user_calls import is_async
 
 ASYNC_CALLS = 64
 PULSE_SECONDS = 0.5
@@ -204,10 +203,3 @@ class FunctionCaller:
     def _leave(self, host: Any) -> None:
         """End a host at which a call is late."""
         self._end(host)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives something to await: of an async function, an object with an async `__call__`, a partial."""
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
-from verl.rewards.calls import is_async
 from verl.rewards.composite import CompositeReward
 from verl.rewards.forms import recognise
 from verl.rewards.functions import FunctionReward
@@ -18,6 +17,7 @@ from verl.rewards.processes import ProcessCaller
 from verl.rewards.scores import is_usable
 from verl.rewards.source import RewardResult, leaves
 from verl.rewards.threads import ThreadCaller
+from verl.user_calls import is_async
 
 #: What the parameter of a reward function is called that gets the environments of its samples.
 PARAMETER = "environments"

@@ -21,13 +21,13 @@ from verl.batch import WRITTEN, Batch
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError, nearest
 from verl.record import Count, Portion, Retries, Seconds
-from verl.rewards.calls import is_async
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.isolation import isolate
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import RewardResult
+from verl.user_calls import is_async
 from verl.user_code import show_once
 from verl.user_functions import load_function, split_spec
 

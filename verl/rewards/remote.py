@@ -24,8 +24,8 @@ from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
 from verl.rewards.forms import judges, user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.last_words import computing
 from verl.rewards.scores import Score, failure, read_score, read_scores
+from verl.user_calls import UserCode
 from verl.user_code import describe, traceback_of
 
 logger = logging.getLogger(__name__)
@@ -200,6 +200,7 @@ class JudgeReward(_ServedReward):
         self.template, self.parse, self.system, self.model = template, parse, system, model
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
+        self._code = UserCode(f"reward {self.name}")
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         super().check_data(rows)
@@ -233,8 +234,7 @@ class JudgeReward(_ServedReward):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
-            with computing(self.name, self._servers[1]):
-                return [self._within(self._parsed(said), said)]
+            return [self._within(await self._code.call(self._servers[1], self._parsed, said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
             return [
                 failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))

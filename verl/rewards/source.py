@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from verl.batch import Batch
 from verl.errors import RewardError
-from verl.threads import beside
+from verl.user_calls import beside
 
 
 @dataclass

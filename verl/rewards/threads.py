@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -9,11 +10,8 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.calls import FunctionCaller, Host, serve
-from verl.rewards.last_words import computing
 from verl.rewards.scores import Score
-
-#: Threads of one function that were left behind and may be alive at the same time.
-MAX_HUNG = 16
+from verl.user_calls import MAX_HUNG, watching
 
 
 class _Thread(Host):
@@ -39,13 +37,15 @@ class ThreadCaller(FunctionCaller):
         super().__init__(function, name)
         self.ends_late = self.is_async
         self._hung: set[threading.Thread] = set()
+        self._timeout = math.inf
 
     async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        with computing(self.name, timeout):
-            return await super().call(args, kwargs, rows, timeout)
+        self._timeout = timeout
+        return await super().call(args, kwargs, rows, timeout)
 
     def _start(self) -> Host:
-        return _Thread(self.function, self.is_async, f"reward {self.name}")
+        name = f"reward {self.name}"
+        return _Thread(watching(self.function, name, self._timeout), self.is_async, name)
 
     def _leave(self, host: _Thread) -> None:
         self._end(host)

@@ -27,9 +27,9 @@ import copy
 import inspect
 import json
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -44,11 +44,12 @@ from verl.names import check_known
 from verl.record import Count, Portion, Seconds
 from verl.rewards.forms import user_columns
 from verl.rollout.base import Sample
-from verl.rollout.episode import Client, LateError, with_deadline
+from verl.rollout.episode import Client
 from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.template import ChatTemplate
-from verl.rollout.tools import MAX_HUNG, Call, Tool, ToolEpisode, call_beside, tool
+from verl.rollout.tools import Call, Tool, ToolEpisode, tool
 from verl.rollout.turns import Turns
+from verl.user_calls import HungError, LateError, UserCode, is_async, within
 from verl.user_code import describe, show_once, traceback_of
 from verl.user_functions import load_function
 
@@ -123,7 +124,7 @@ class EnvironmentEpisode(ToolEpisode):
         if not factory and not tools:
             raise ConfigError("EnvironmentEpisode: give it an environment, or tools")
         functions = [one if isinstance(one, Tool) else tool(one) for one in tools]
-        self.tools = {one.name: _Method(one.name, one.schema, one.function) for one in functions}
+        self.tools = {one.name: _Method(one.name, one.schema, one.function, deadline) for one in functions}
         if len(self.tools) < len(functions):
             raise ConfigError("EnvironmentEpisode.tools: must have different names")
         #: By the value of the column `environment`; of an only one, None.
@@ -141,7 +142,7 @@ class EnvironmentEpisode(ToolEpisode):
         #: Whether rewards read the environments: then each is held, by the id of its row, until `release`.
         self.is_read = False
         self._held: dict[str, tuple[EnvironmentKind, Any]] = {}
-        self._hung: list[threading.Thread] = []
+        self._code = UserCode("environments")
         self._templates: dict[int, ChatTemplate] = {}
 
     def check_values(self, where: str, rows: Batch) -> None:
@@ -191,7 +192,7 @@ class EnvironmentEpisode(ToolEpisode):
     async def __call__(self, client: Client, row: Row) -> list[Turns]:
         for _ in range(2):
             try:
-                return [await with_deadline(self._episode(client, row), self.seconds)]
+                return [await within(self._episode(client, row), self.seconds)]
             except LateError:
                 continue
         raise RolloutError(f"twice: the environment took longer than {self.seconds:g} s")
@@ -205,7 +206,10 @@ class EnvironmentEpisode(ToolEpisode):
         if kind is not None:
             chat = _with_observation(chat, await self._call(kind, instance, "reset", self._columns(instance, row)))
             lock = asyncio.Lock()
-            tools |= {name: _Method(name, {}, getattr(instance, name), 0.0, self._hung, lock) for name in kind.methods}
+            tools |= {
+                name: _Method(name, {}, getattr(instance, name), self.seconds, self._code, lock)
+                for name in kind.methods
+            }
             schemas += kind.schemas
         template = self._template(client.tokenizer, () if client.text is None else tuple(client.text.ends))
         inputs = template_inputs({**row, "tools": None}, schemas)
@@ -230,15 +234,14 @@ class EnvironmentEpisode(ToolEpisode):
         name = None if None in self.kinds else row.get("environment")
         self._check_chosen(f"row '{row['id']}'", [name])
         kind = self.kinds[name]
-        return kind, kind.free.pop() if kind.free else await call_beside(kind.factory, {}, self._hung)
+        return kind, kind.free.pop() if kind.free else await self._code.call(self.seconds, kind.factory)
 
     async def _call(self, kind: EnvironmentKind, instance: Any, method: str, arguments: Row) -> Any:
         """Raises RolloutError if it raises, or if too many calls never returned."""
-        self._hung[:] = [thread for thread in self._hung if thread.is_alive()]
-        if len(self._hung) >= MAX_HUNG:
-            raise RolloutError(f"{MAX_HUNG} calls of environments never returned, and cannot be stopped: set timeouts")
         try:
-            return await call_beside(getattr(instance, method), arguments, self._hung)
+            return await self._code.call(self.seconds, getattr(instance, method), **arguments)
+        except HungError as error:
+            raise RolloutError(f"{error}: set timeouts") from None
         except Exception as error:  # a user's code may raise anything
             show_once(logger, f"{kind.name}.{method}", traceback_of(error))
             raise RolloutError(f"{kind.name}.{method}() raised {describe(error)}") from error
@@ -275,17 +278,15 @@ class EnvironmentEpisode(ToolEpisode):
 
 @dataclass
 class _Method(Tool):
-    """A tool as TRL calls it: what it returns as text, its exception as `{'error': ...}`; it has no deadline but its
-    episode's. Plain methods of one environment are called one after the other."""
+    """A tool as TRL calls it: what it returns as text, its exception as `{'error': ...}`; it has its
+    episode's deadline. Plain methods of one environment are called one after the other."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         try:
-            if inspect.iscoroutinefunction(self.function):
-                return _text(await call_beside(self.function, arguments, self._hung))
-            async with self.lock:
-                return _text(await call_beside(self.function, arguments, self._hung))
+            async with nullcontext() if is_async(self.function) else self.lock:
+                return _text(await self.code.call(self.timeout, self.function, **arguments))
         except Exception as error:  # a user's code may raise anything; the model gets it as the result
             show_once(logger, f"tool {self.name}", traceback_of(error))
             return str({"error": str(error)})

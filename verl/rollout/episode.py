@@ -20,7 +20,8 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
@@ -29,6 +30,7 @@ from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, ch
 from verl.rollout.hooks import Guard, LogitsProcessor
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.turns import Outcome, Turns
+from verl.user_calls import LateError, UserCode, is_users, within
 from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -38,13 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 #: Seconds for an episode that has no deadline of its own.
 DEADLINE = 600.0
 #: Why log-probs of the likeliest tokens are refused.
 NO_TOP = "this rollout engine gives log-probs of sampled tokens alone: use the engine embedded or hf"
-#: Seconds that a cancelled episode has to close what it has open.
-_GRACE = 2.0
 
 
 class LeftOutError(RolloutError):
@@ -131,7 +130,7 @@ class Client:
         if top_log_probs and not self.tells_top:
             raise RolloutError(f"request '{name}': {NO_TOP}")
         request = Request(name, prompt_tokens, params, processors, guard, grammar, on_token, True, top_log_probs)
-        sample = await self._pump.ask(request, on_tokens and (lambda: on_tokens(tokens)))
+        sample = await self._pump.answer(request, on_tokens and (lambda: on_tokens(tokens)))
         sample.temperature = params.temperature
         if self.text is not None and (params.stop or guard is not None):
             sample.text = cut_text(self.text, sample.tokens, params)
@@ -150,6 +149,7 @@ class _Pump:
         self._dropped: list[str] = []
         self._asked = asyncio.Event()
         self._failure = ""
+        self._loop = asyncio.get_running_loop()
 
     @property
     def max_length(self) -> int | None:
@@ -167,6 +167,14 @@ class _Pump:
             self._has_warned = True
             text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"
             logger.warning(f"{text} have %d", prompt, wanted, limit)
+
+    async def answer(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
+        """`ask`, from any event loop."""
+        here = asyncio.get_running_loop()
+        if here is self._loop:
+            return await self.ask(request, after_step)
+        tell: Any = None if after_step is None else partial(here.call_soon_threadsafe, after_step)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.ask(request, tell), self._loop))
 
     async def ask(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
         if self._failure:
@@ -245,36 +253,9 @@ class EndOfRunError(RolloutError):
     """What an episode raises to end the run, not just itself."""
 
 
-class LateError(Exception):
-    """A user's code exceeded its deadline."""
-
-
-async def with_deadline(work: Awaitable[_T], seconds: float | None) -> _T:
-    """The result of a user's code.
-
-    Raises:
-        LateError: it was not done in time, and was cancelled.
-        Exception: its own; a RuntimeError if it exits or cancels itself.
-    """
-    task = asyncio.ensure_future(_without_exit(work))
-    try:
-        await asyncio.wait([task], timeout=seconds)
-        if not task.done():
-            raise LateError
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=_GRACE)
-    if task.cancelled():
-        raise RuntimeError("it cancelled itself")
-    return task.result()
-
-
-async def _without_exit(work: Awaitable[_T]) -> _T:
-    try:
-        return await work
-    except SystemExit as error:  # would end the event loop
-        raise RuntimeError(repr(error)) from error
+def bounded(episode: Episode, seconds: float) -> Episode:
+    """An episode of ours with a deadline."""
+    return lambda client, row: within(episode(client, row), seconds)
 
 
 async def run_episodes(
@@ -310,6 +291,9 @@ async def run_episodes(
         ends = ChatTokenizer(tokenizer).ends
     text = None if tokenizer is None else ResponseText(tokenizer, ends or ())
 
+    # One of the user's may block its event loop, which is not to be the engine's.
+    played = partial(UserCode("episode").call, seconds, episode) if is_users(episode) else bounded(episode, seconds)
+
     async def one(index: int) -> Outcome:
         row = rows[index]
         if isinstance(row.get("messages"), str):  # as rows keep them
@@ -317,11 +301,12 @@ async def run_episodes(
         sampling = params if isinstance(params, SamplingParams) else params[index]
         client = Client(pumps[0], str(row["id"]), sampling, text, *pumps[1:])
         try:
-            responses: Any = await with_deadline(episode(client, row), seconds)  # of a user
+            responses: Any = await played(client, row)
         except EndOfRunError:
             raise
-        except LateError:
-            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s", "late")
+        except LateError as error:
+            where = f" ({error})" if str(error) else ""
+            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s{where}", "late")
         except Exception as error:  # a user's code may raise anything; only this row fails
             show_once(logger, "episode", traceback_of(error))
             return Outcome(

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RolloutError
@@ -19,6 +19,7 @@ from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.response import check_prompt
 from verl.rollout.vllm.engine import FINISH, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm.transport import FileTransport
+from verl.user_calls import DEADLINE
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
@@ -48,7 +49,12 @@ class RemoteEngine:
             cannot be given.
         eos_token_ids: tokens that end a response.
         seed: the run's seed.
+
+    Attributes:
+        deadline: seconds for an update of the weights, and for the scores of a response.
     """
+
+    deadline = DEADLINE
 
     def __init__(self, model: PreTrainedModel | None, *, eos_token_ids: Sequence[int], seed: int) -> None:
         from verl.weights.shards import tied_names
@@ -122,12 +128,12 @@ class RemoteEngine:
         """
         weights = list(shards)
         with FileTransport().publish(weights) as file:
-            self._submit(self._update({"version": version, "tied": self._tied, **file}, weights)).result()
+            self._wait(self._update({"version": version, "tied": self._tied, **file}, weights), "take the weights")
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
         """Log-probs of a response under the weights that are served, at temperature 1."""
-        scores: list[float] = self._submit(self._score(list(prompt_tokens), list(response_tokens))).result()
+        scores: list[float] = self._wait(self._score(list(prompt_tokens), list(response_tokens)), "score a response")
         return scores
 
     def sleep(self) -> None:
@@ -135,6 +141,15 @@ class RemoteEngine:
 
     def wake(self) -> None:
         """Nothing to do."""
+
+    def _wait(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
+        """Raises RolloutError if work on the engine's loop takes longer than `deadline`."""
+        future = self._submit(work)
+        wait([future], timeout=self.deadline)
+        if not future.done():
+            future.cancel()
+            raise RolloutError(f"the rollout engine did not {what} within {self.deadline:g} s")
+        return future.result()
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         raise NotImplementedError
@@ -211,7 +226,7 @@ class ServerEngine(RemoteEngine):
     def wake(self) -> None:
         """Give the weights to servers that were restarted since the last rollout."""
         if self._latest is not None:
-            self._submit(self._check_all()).result()
+            self._wait(self._check_all(), "take the weights again")
 
     async def _check_all(self) -> None:
         for server in self.pool.servers:
@@ -388,6 +403,9 @@ class AsyncVLLMEngine(RemoteEngine):
             await self.engine.finish_weight_update(str(update["version"]))
             await self.engine.reset_prefix_cache(reset_running_requests=True)
             answers = await self.engine.collective_rpc("verl_served")
+        except asyncio.CancelledError:
+            self._broken = f"it was cut off while it took the weights of version {update['version']}"
+            raise
         except Exception as error:  # vLLM's own, of any kind
             raise RolloutError(
                 f"the engine did not take the weights of version {update['version']}: {error}"

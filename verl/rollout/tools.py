@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import concurrent.futures
 import inspect
 import json
 import logging
@@ -36,9 +35,10 @@ from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, nearest
 from verl.record import Count, Processes, Seconds
 from verl.rollout.base import LongPromptError, Sample
-from verl.rollout.episode import Client, LateError, with_deadline
+from verl.rollout.episode import Client
 from verl.rollout.turns import Turns
 from verl.syntax import syntax_tree
+from verl.user_calls import HungError, LateError, UserCode
 from verl.user_code import show_once, traceback_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: With so many hanging calls, which cannot be stopped, a tool is no longer called.
-MAX_HUNG = 16
-#: Exceptions that a future or a coroutine would take as its own end.
-_SIGNALS = (concurrent.futures.CancelledError, StopIteration)
 #: Characters per token at most, about; a result that is longer for sure is cut before it is tokenised.
 _CHARACTERS = 64
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -76,13 +72,14 @@ class Tool:
     Attributes:
         schema: as chat templates expect it.
         timeout: seconds for a call; a late one is left behind in its thread.
+        code: calls it.
     """
 
     name: str
     schema: dict[str, Any]
     function: Callable[..., Any]
     timeout: float = 10.0
-    _hung: list[threading.Thread] = field(default_factory=list)
+    code: UserCode = field(default_factory=lambda: UserCode("tools"))
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """The function's result as text, or its error. Never raises, and takes at most `timeout` seconds and a moment
@@ -92,48 +89,16 @@ class Tool:
         except TypeError as error:
             return f"error: {self.name}: {error}"
         try:
-            result = await with_deadline(self._start(arguments), self.timeout)
+            result = await self.code.call(self.timeout, self.function, **arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         except LateError:
             return f"error: {self.name} took longer than {self.timeout:g} s"
+        except HungError as error:
+            logger.warning("%s: it is not called any more", error)
+            return f"error: {self.name} is out of order"
         except Exception as error:  # a user's code may raise anything; the model gets it as the result
             show_once(logger, f"tool {self.name}", traceback_of(error))
             return f"error: {type(error).__name__}: {error}"
-
-    async def _start(self, arguments: Mapping[str, Any]) -> Any:
-        self._hung[:] = [thread for thread in self._hung if thread.is_alive()]
-        if len(self._hung) >= MAX_HUNG:
-            logger.warning("tool %s: %d calls hang; it is not called any more", self.name, len(self._hung))
-            return f"error: {self.name} is out of order"
-        return await call_beside(self.function, arguments, self._hung)
-
-
-async def call_beside(function: Callable[..., Any], arguments: Mapping[str, Any], hung: list[threading.Thread]) -> Any:
-    """The result of a user's function, plain or async; a plain one is called in a thread of its own.
-
-    Args:
-        hung: gets that thread, if this is cancelled before the function has returned.
-    """
-    if inspect.iscoroutinefunction(function):
-        return await with_deadline(function(**arguments), None)  # one that exits or cancels itself fails alone
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    thread = threading.Thread(target=_run, args=(function, arguments, future), daemon=True)
-    thread.start()
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        hung.append(thread)
-        raise
-
-
-def _run(function: Callable[..., Any], arguments: Mapping[str, Any], future: concurrent.futures.Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function(**arguments))
-    except BaseException as error:  # sys.exit() in a tool is an error like any other
-        ordinary = isinstance(error, Exception) and not isinstance(error, _SIGNALS)
-        future.set_exception(error if ordinary else RuntimeError(repr(error)))
 
 
 @checked

@@ -38,9 +38,9 @@ from verl.run.data import build_data, in_steps
 from verl.run.folder import Run, open_run
 from verl.run.memory import check_memory
 from verl.run.resolved import resolve, resolve_engine
-from verl.threads import beside
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
+from verl.user_calls import beside
 from verl.user_functions import user_files
 
 logger = logging.getLogger(__name__)

@@ -124,7 +124,8 @@ class ActiveTask:
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())
-            return evaluate(problems, lambda rows: self._runner.run(graph, rows, in_step=False).batch, metrics)
+            collect = lambda rows: self._runner.run(graph, rows, in_step=False).batch  # noqa: E731
+            return evaluate(problems, collect, metrics, self._runner.deadline)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """See `Trainer.evaluate_loss`."""

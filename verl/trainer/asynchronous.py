@@ -40,12 +40,13 @@ from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.standalone import Lost, RolloutPool
 from verl.rollout.options import Temperature
-from verl.threads import beside
+from verl.trainer.batches import next_batch
 from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.keywords import TrainerArguments
 from verl.trainer.requirements import check_asynchronous
 from verl.trainer.trainer import Trainer
+from verl.user_calls import beside
 from verl.workers.standalone import EngineRecipe, Finished
 
 #: Options of `Trainer` that mean nothing here, and what they are if they are not set.
@@ -236,15 +237,8 @@ class AsyncTrainer(Trainer):
 
     def _feed(self, prompts: Iterator[Any]) -> None:
         while self._refused is None and self.schedule.room >= self.schedule.groups:
-            if (rows := next(prompts, None)) is None:  # the steps of what came before can still be taken
-                break
-            batch = self.actor.prompts(rows, key=f"s{self.schedule.version}.{self.schedule.room}")
-            batch = self.actor.prefixed(batch, self.algorithm)
-            if len(batch) != self.schedule.groups:
-                self._refused = ConfigError(
-                    f"a batch of {len(batch)} prompts came, batch_size is {self.schedule.groups}"
-                )
-                break
+            if (rows := next_batch(prompts, self.limits.deadline)) is None:
+                break  # the steps of what came before can still be taken
             for row, group in enumerate(batch["group"]):
                 self.schedule.accept(group)
                 self._prompts[group] = batch.slice(row, 1)

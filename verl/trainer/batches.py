@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader, pooled, sources_of
-from verl.data.prefetch import Loader, Prefetch
+from verl.data.prefetch import Loader, Prefetch, in_time
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
 from verl.errors import ConfigError
+from verl.user_calls import UserCode
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -54,7 +55,7 @@ def as_loader(
         if isinstance(data, DataLoader):
             from verl.trainer.passes import RepeatedLoader
 
-            data = RepeatedLoader(data, partial(prepare_prompts, trainer))
+            data = RepeatedLoader(data, partial(prepare_prompts, trainer), trainer.limits.deadline)
         batches: Iterable[Any] = data
         return batches
     if isinstance(data, Loader | DataLoader):
@@ -105,13 +106,19 @@ def read_ahead(loader: Any, trainer: Trainer) -> Any:
     (shares of a scheduler, pools, tasks that are waited for) is not decided before: rows alone are read then."""
     prepare = partial(prepare_prompts, trainer)
     if isinstance(loader, Prefetch):
-        loader.prepare = prepare
+        loader.prepare, loader.seconds = prepare, trainer.limits.deadline
     elif isinstance(loader, Loader):
         if not (trainer.draws_late or trainer.mixture.scheduler is not None or pooled(loader)):
-            return Prefetch(loader, prepare)
+            return Prefetch(loader, prepare, trainer.limits.deadline)
         for source in sources_of(loader).values():
-            source.read_ahead()
+            source.read_ahead(trainer.limits.deadline)
     return loader
+
+
+def next_batch(prompts: Iterator[Any], seconds: float) -> Any:
+    """The next batch of whatever the user gave; None: there is none. Raises DataError if it is late."""
+    with in_time(seconds):
+        return UserCode("the prompts").run(seconds, next, prompts, None)
 
 
 def prepare_prompts(trainer: Trainer, batch: Any) -> Any:

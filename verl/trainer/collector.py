@@ -30,13 +30,13 @@ from verl.errors import DataError, RolloutError
 from verl.names import disjoint
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
-from verl.rewards.calls import is_async
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.trainer.runner import GraphRunner
 from verl.trainer.step import scored
+from verl.user_calls import is_async
 from verl.workers.actor import load_episode
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,11 @@ class SampleCollector:
             record |= {"rollout/resamples": len(samples.draws) - 1, "rollout/rejected_prompts": samples.rejected}
         of_nodes = combined([(len(result.batch), result.metrics) for result in samples.draws])
         record = disjoint("a metric of a node", record, of_nodes)
-        add_metrics(record, {name: metric(ended)[0] for name, metric in self.metrics.items()}, self.metrics)
+        add_metrics(
+            record,
+            {name: metric(ended, self._runner.deadline)[0] for name, metric in self.metrics.items()},
+            self.metrics,
+        )
         return record
 
     @staticmethod

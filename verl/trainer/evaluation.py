@@ -23,6 +23,7 @@ from verl.report.metrics import Metric, MetricFn, mean
 from verl.report.page import SHARES, finite
 from verl.report.samples import renamed, sample_names
 from verl.rollout.options import Temperature
+from verl.user_calls import DEADLINE
 
 logger = logging.getLogger(__name__)
 
@@ -209,12 +210,14 @@ def evaluate(
     problems: Batch,
     collect: Callable[[Batch], Batch],
     metrics: Metrics = None,
+    seconds: float = DEADLINE,
 ) -> Evaluation:
     """Measure samples of held-out problems; nothing is learned.
 
     Args:
         collect: from problems to samples with `reward`, and `cost` where there is one.
         metrics: the user's own, by name.
+        seconds: for each of them, see `Metric`.
 
     Raises:
         DataError: there is no problem; or see `Metric`.
@@ -230,7 +233,7 @@ def evaluate(
     for name, metric in named_metrics(metrics).items():
         if name in values:
             raise ConfigError(f"a metric cannot be called '{name}': that one is there already")
-        values[name], numbers = metric(samples)
+        values[name], numbers = metric(samples, seconds)
         if numbers is not None:
             rows[name] = numbers
     return Evaluation(samples, rows, values)

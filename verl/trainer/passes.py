@@ -27,8 +27,8 @@ class PromptPasses(PromptLoader):
 class RepeatedLoader:
     """A `DataLoader`, epoch after epoch."""
 
-    def __init__(self, loader: DataLoader[Any], prepare: Callable[[Any], Any]) -> None:
-        self._loader, self._prepare = loader, prepare
+    def __init__(self, loader: DataLoader[Any], prepare: Callable[[Any], Any], seconds: float) -> None:
+        self._loader, self._prepare, self._seconds = loader, prepare, seconds
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -36,7 +36,7 @@ class RepeatedLoader:
     def __iter__(self) -> Iterator[Any]:
         while True:
             batch = None
-            for batch in ahead(iter(self._loader), self._prepare):
+            for batch in ahead(iter(self._loader), self._prepare, self._seconds):
                 yield batch
             if batch is None:
                 return

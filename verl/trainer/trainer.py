@@ -46,7 +46,7 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
 from verl.tasks.task import Task
 from verl.trainer.active_task import ActiveTask, critics_of
-from verl.trainer.batches import as_loader, one_pass, read_ahead
+from verl.trainer.batches import as_loader, next_batch, one_pass, read_ahead
 from verl.trainer.collector import SampleCollector, Samples
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.mixture import Mixture
@@ -280,14 +280,14 @@ class Trainer:
     def use_logger(self, logger: Logger) -> None:
         """Log to `logger` from now on, hooks included."""
         for hook in self._hooks:
-            logger.on_log_hook(hook)
+            logger.on_log_hook(hook, self.limits.deadline)
         self._logger = logger
 
     def on_log_hook(self, fn: Callable[[int, dict[str, Any]], None]) -> None:
         """`fn(step, record)` gets every log record from now on."""
         self._hooks.append(fn)
         if self._logger is not None:
-            self._logger.on_log_hook(fn)
+            self._logger.on_log_hook(fn, self.limits.deadline)
 
     @checked
     def add_metric(self, name: str, fn: MetricFn) -> None:
@@ -547,10 +547,8 @@ class Trainer:
         Raises:
             DataError: there is none.
         """
-        try:
-            batch = next(prompts)
-        except StopIteration:
-            raise self._no_prompts() from None
+        if (batch := next_batch(prompts, self.limits.deadline)) is None:
+            raise self._no_prompts()
         return self.step(batch)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import ipaddress
 import json
 import os
@@ -12,7 +11,6 @@ import shlex
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,10 +25,9 @@ from verl.rewards.scores import as_number, is_usable
 from verl.rollout.episode import EndOfRunError
 from verl.rollout.gateway.server import listening
 from verl.sandbox import Limits, command_job, jailed
+from verl.user_calls import HungError, LateError, UserCode
 from verl.user_code import describe
 
-#: Functions that are left behind, as they cannot be stopped, before the run ends.
-MAX_LEFT = 16
 #: Of the environment of a command's process, what it gets besides the gateway's address and key.
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
 #: Bytes of a command's output that are kept, from its end, and how often it is looked whether it has ended, in seconds:
@@ -114,8 +111,10 @@ class Sandbox:
     seconds: float = 600.0
 
 
-def agent_of(agent: Any, environment: Mapping[str, str] | None = None, sandbox: Sandbox | None = None) -> Agent:
-    """A function, a command (a text or its words), or an address `http://127.0.0.1:...`.
+def agent_of(
+    agent: Any, environment: Mapping[str, str] | None = None, sandbox: Sandbox | None = None, seconds: float = 600.0
+) -> Agent:
+    """A function, which has so many seconds, a command (a text or its words), or an address `http://127.0.0.1:...`.
 
     Raises:
         ConfigError: it is none, or an address of another machine; or no command, and there is a sandbox for one.
@@ -123,7 +122,7 @@ def agent_of(agent: Any, environment: Mapping[str, str] | None = None, sandbox: 
     if sandbox is not None and (callable(agent) or str(agent).startswith(("http://", "https://"))):
         raise ConfigError("sandbox=True is for a command: a function runs in this process, an address somewhere else")
     if callable(agent):
-        return _Function(agent)
+        return _Function(agent, seconds)
     if isinstance(agent, str) and agent.startswith(("http://", "https://")):
         return _Address(agent)
     words = agent
@@ -149,55 +148,22 @@ def is_loopback(url: str) -> bool:
 
 
 class _Function:
-    """Runs plain functions in threads, which cannot be stopped: those that are late are left behind."""
+    """Runs plain functions in threads, which cannot be stopped: those that are late are left behind. Async ones have an
+    event loop of their own: one that blocks it does not keep the gateway from answering."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        call = function if inspect.isroutine(function) else type(function).__call__
-        self._is_async = inspect.iscoroutinefunction(call)
-        self._left: list[threading.Thread] = []
+    def __init__(self, function: Callable[..., Any], seconds: float) -> None:
+        self._function, self._seconds, self._code = function, seconds, UserCode("agent")
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
         row = copy.deepcopy(dict(row))  # which a second run of the agent gets as it was
         try:
-            if self._is_async:
-                return await self._function(base_url, api_key, row)
-            result = await self._in_thread(base_url, api_key, row)
-            return await result if inspect.isawaitable(result) else result  # of a `partial`, or behind a decorator
-        except EndOfRunError:
+            return await self._code.call(self._seconds, self._function, base_url, api_key, row)
+        except HungError as error:
+            raise EndOfRunError(f"{error}: give them deadlines") from None
+        except (EndOfRunError, LateError):
             raise
         except Exception as error:  # a user's code may raise anything
             raise AgentError(describe(error)) from error
-
-    async def _in_thread(self, *arguments: Any) -> Any:
-        self._left = [thread for thread in self._left if thread.is_alive()]
-        if len(self._left) >= MAX_LEFT:
-            raise EndOfRunError(
-                f"{MAX_LEFT} agents never returned, and a function cannot be stopped: give it deadlines"
-            )
-        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if not future.done():
-                future.set_exception(error) if error is not None else future.set_result(result)
-
-        def run() -> None:
-            result, fault = None, None
-            try:
-                result = self._function(*arguments)
-            except BaseException as error:  # exit() in an agent is an error like any other
-                is_odd = not isinstance(error, Exception) or isinstance(error, StopIteration)
-                fault = RuntimeError(repr(error)) if is_odd else error
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(settle, result, fault)
-
-        thread = threading.Thread(target=run, name="agent", daemon=True)
-        thread.start()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._left.append(thread)
-            raise
 
 
 class _Command:

@@ -25,8 +25,14 @@ _CALLS = {
 _NO_CALL = r"[^{\s<][\s\S]*"
 
 
-def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar | None:
-    """What a request says of the form of its reply.
+def asks_form(request: ChatRequest) -> bool:
+    """Whether a request says of what form its reply is to be."""
+    is_held = request.choice not in ("auto", "none") or (request.choice == "auto" and bool(request.strict))
+    return is_held or request.schema is not None
+
+
+def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar:
+    """What a request says of the form of its reply, see `asks_form`.
 
     Args:
         prompt: as the template writes it.
@@ -36,8 +42,6 @@ def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Gram
     """
     is_forced = request.choice not in ("auto", "none")
     is_strict = request.choice == "auto" and bool(request.strict)
-    if not (is_forced or is_strict or request.schema is not None):
-        return None
     if prompt.rstrip().endswith("<think>") and not (is_strict and request.schema is None):
         raise _not_held("a reply that begins with a thought")
     from verl.rollout.grammar import Grammar

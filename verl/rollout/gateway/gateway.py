@@ -23,7 +23,7 @@ from verl.data.chat import template_inputs
 from verl.errors import ConfigError, VerlError, nearest
 from verl.http_servers import check_key
 from verl.record import Count, Portion, Seconds
-from verl.rollout.episode import Client, EndOfRunError, LateError, LeftOutError, with_deadline
+from verl.rollout.episode import Client, EndOfRunError, LeftOutError
 from verl.rollout.gateway.agents import (
     AgentError,
     KilledError,
@@ -39,6 +39,7 @@ from verl.rollout.gateway.session import START, Bounds, Rules, Session
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Turns
 from verl.sandbox import require
+from verl.user_calls import LateError, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,7 +125,7 @@ class Gateway:
     ) -> None:
         paths = tuple(os.path.abspath(path) for path in readable)
         self.sandbox = Sandbox(paths, deadline) if sandbox else None
-        self.agent = agent_of(agent, environment, self.sandbox)
+        self.agent = agent_of(agent, environment, self.sandbox, deadline)
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
         others, keys = dict(models or {}), dict(model_keys or {})
         _check_models(others, keys)
@@ -133,6 +134,8 @@ class Gateway:
         #: Whether the weights that training began with must be there.
         self.asks_start = START in others.values()
         self.seconds, self.max_left_out = deadline, max_left_out
+        #: Of a function the time begins when it is called.
+        self._bound = None if callable(agent) else deadline
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
         self._templates: dict[int, ChatTemplate] = {}
@@ -183,8 +186,10 @@ class Gateway:
                 try:
                     verdict = await self._attempt(listener, session, row)
                 except (KilledError, LateError) as error:
-                    fault = str(error) or f"the agent took longer than {self.seconds:g} s"
-                    reason = "late" if isinstance(error, LateError) else "killed"
+                    fault, reason = str(error), "killed"
+                    if isinstance(error, LateError):
+                        where = f" ({fault})" if fault else ""
+                        fault, reason = f"the agent took longer than {self.seconds:g} s{where}", "late"
                     continue
                 if (failure := session.failure) is None:
                     return self._record(session, verdict)
@@ -196,10 +201,10 @@ class Gateway:
         try:
             with listener.admitting(session):
                 work = self.agent(f"{listener.url}/v1", session.key, row)
-                return verdict_of(await with_deadline(work, self.seconds))
+                return verdict_of(await within(work, self._bound))
         except VerlError:
             raise
-        except (AgentError, RuntimeError) as error:  # the second: it exits or cancels itself, see `with_deadline`
+        except (AgentError, RuntimeError) as error:  # the second: it exits or cancels itself, see `within`
             if session.failure is not None:  # which the agent only passes on
                 return Verdict()
             if self.on_agent_error is None:

@@ -25,7 +25,7 @@ from verl.rollout.gateway.dialects.form import (
     Token,
     Usage,
 )
-from verl.rollout.gateway.forced import grammar_of, only_choices
+from verl.rollout.gateway.forced import asks_form, grammar_of, only_choices
 from verl.rollout.gateway.linking import Call, Conversations, Prompt
 from verl.rollout.gateway.messages import Message
 from verl.rollout.gateway.replies import Tools
@@ -229,11 +229,11 @@ class Session:
         try:
             async with self._lock:
                 prompt = await self._prompt(request)
+                grammar = await self._grammar(request, prompt)
                 await self._others(request)
         except DataError as error:
             raise RequestError(400, str(error), "messages", "invalid_value") from error
         tokens = prompt.tokens
-        grammar = grammar_of(request, self._template.parse.family, prompt.text)
         params = self._params(request, len(tokens))
         self._begun += request.n
         reserved, samples = request.n * params.max_new_tokens, list[Sample]()
@@ -246,6 +246,7 @@ class Session:
         try:
             asked = (self._sample(request, tokens, params, grammar, stream) for stream in streams)
             samples = await asyncio.gather(*asked)
+            forced = [await self._forced(grammar, sample.tokens) for sample in samples]
         except asyncio.CancelledError:
             self.lost["late" if self.ended else "aborted"] += 1
             raise
@@ -257,11 +258,8 @@ class Session:
             self._call(request, prompt, sample, params, headers, id, stream)
             for sample, id, stream in zip(samples, ids, streams, strict=True)
         ]
-        for call in calls:
-            if grammar is not None:
-                call.forced = only_choices(
-                    grammar, self._template.chat.tokenizer, self._template.ends, call.sample.tokens
-                )
+        for call, only in zip(calls, forced, strict=True):
+            call.forced = only
         replies = tuple(self._reply(request, call, params) for call in calls)
         usage = Usage(len(tokens), prompt.cached, sum(len(sample.tokens) for sample in samples))
         delivery = Delivery(request, ChatAnswer(request.model, int(time.time()), replies, usage), calls)
@@ -293,6 +291,20 @@ class Session:
         if sum(len(message.content) for message in request.messages) < LARGE:
             return ask(request.messages, request.tools)
         return await asyncio.to_thread(ask, request.messages, request.tools)
+
+    async def _grammar(self, request: ChatRequest, prompt: Prompt) -> Grammar | None:
+        """What holds the reply to its form. It is made in a thread, as the loop serves all episodes."""
+        if not asks_form(request):
+            return None
+        return await asyncio.to_thread(grammar_of, request, self._template.parse.family, prompt.text)
+
+    async def _forced(self, grammar: Grammar | None, tokens: Sequence[int]) -> list[bool]:
+        """Of each token of a reply, whether its grammar left no other one; empty without a grammar."""
+        if grammar is None:
+            return []
+        return await asyncio.to_thread(
+            only_choices, grammar, self._template.chat.tokenizer, self._template.ends, tokens
+        )
 
     def _params(self, request: ChatRequest, length: int) -> SamplingParams:
         """How a reply is sampled: as the run says, within what the request and the bounds leave.

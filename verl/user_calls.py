@@ -1,0 +1,470 @@
+"""Calls of the user's code: each has a deadline, and what is late is named by its line.
+
+A plain function is called in a daemon thread, which is left behind when it is late; an async one on an event loop that
+serves nothing else. What holds the interpreter (a regular expression, a huge power, a sleep in C) stops all threads of
+this process, its signals too: another process, `verl.watchdog`, ends it then, by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import faulthandler
+import functools
+import inspect
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from verl import watchdog
+from verl.user_code import NOT_THE_USERS, line_of
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+#: Seconds for a call where no setting says another number.
+DEADLINE = 1800.0
+#: Threads of one function that were left behind and may be alive at the same time.
+MAX_HUNG = 16
+#: Seconds after which the line of an async function is logged that neither ends nor awaits.
+BLOCKS = 1.0
+#: Seconds that cancelled code has to close what it has open.
+_GRACE = 2.0
+
+
+class LateError(Exception):
+    """A user's code exceeded its deadline. The text says where it was then."""
+
+
+class HungError(Exception):
+    """So many calls of a function have not returned that it is not called any more."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """What is under way in a thread. `is_step`: of an async function, up to its next `await`."""
+
+    what: str
+    is_step: bool
+    row: int | None
+    began: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+
+
+class _Watch:
+    """The calls that are under way in this process, in a table that the watchdog reads."""
+
+    def __init__(self) -> None:
+        self._calls: set[_Call] = set()
+        self._table: mmap.mmap | None = None
+        self._free = [*range(watchdog.CALLS, 0, -1)]
+        self._lock = threading.Lock()
+        self._signals = -1
+        self._process: subprocess.Popen[bytes] | None = None
+        self._files: list[Any] = []
+        self._blocking: set[tuple[str, str | None]] = set()
+
+    def begin(self, what: str, seconds: float, is_step: bool) -> _Call:
+        table = self._table or self._start()
+        with suppress(IndexError):  # of more calls than there are rows the rest is not seen from outside
+            row = None
+            row = self._free.pop()
+        call = _Call(what, is_step, row)
+        if row is not None:
+            until, name = call.began + seconds, what.encode(errors="replace")
+            numbers = threading.get_native_id(), call.thread
+            watchdog.CALL.pack_into(table, row * watchdog.CALL.size, until, *numbers, name)
+        self._calls.add(call)
+        return call
+
+    def end(self, call: _Call) -> None:
+        self._calls.discard(call)
+        if call.row is not None and self._table is not None:
+            watchdog.CALL.pack_into(self._table, call.row * watchdog.CALL.size, 0.0, 0, 0, b"")
+            self._free.append(call.row)
+
+    def _start(self) -> mmap.mmap:
+        with self._lock:
+            if self._table is not None:
+                return self._table
+            file, stacks = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+            file.truncate(watchdog.SIZE)
+            table, self._files = mmap.mmap(file.fileno(), watchdog.SIZE), [file, stacks]
+            if os.name == "posix":
+                reads, self._signals = os.pipe()
+                os.set_blocking(self._signals, False)
+                faulthandler.register(watchdog.DUMP, stacks)
+                fds = (file.fileno(), reads, stacks.fileno())
+                command = [sys.executable, "-I", "-S", watchdog.__file__, *map(str, (os.getpid(), *fds))]
+                self._process = subprocess.Popen(
+                    [*command, *NOT_THE_USERS],
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                os.close(reads)
+            threading.Thread(target=self._beat, args=(table,), name="verl-user-calls", daemon=True).start()
+            self._table = table
+            return table
+
+    def _beat(self, table: mmap.mmap) -> None:
+        while True:
+            watchdog.HEAD.pack_into(table, 0, time.monotonic(), 0)
+            for call in list(self._calls):
+                if call.is_step and time.monotonic() - call.began > BLOCKS:
+                    self._name_blocking(call)
+            time.sleep(watchdog.TICK)
+
+    def _name_blocking(self, call: _Call) -> None:
+        where = line_of(call.thread)
+        if (call.what, where) not in self._blocking:
+            self._blocking.add((call.what, where))
+            logger.warning(
+                "%s has held its event loop for %g s%s: all other calls on it wait. Let it await (an async client, "
+                "asyncio.to_thread), or make it a plain function",
+                call.what,
+                BLOCKS,
+                f" ({where})" if where else "",
+            )
+
+    def hear(self) -> None:
+        """From the main thread: let the watchdog hear signals, too, unless something else in this process does."""
+        if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+            return
+        if self._table is None:
+            self._start()
+        if (before := signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)) not in (-1, self._signals):
+            signal.set_wakeup_fd(before)
+
+    def close(self) -> None:
+        """This process ends as it should."""
+        if self._table is not None and self._process is not None:
+            watchdog.HEAD.pack_into(self._table, 0, time.monotonic(), 1)
+            self.leave()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+
+    def leave(self) -> None:
+        """The watchdog sees nothing of this process any more."""
+        with suppress(ValueError):  # another thread than the main one
+            if signal.set_wakeup_fd(-1) not in (-1, self._signals):
+                logger.debug("another library hears signals")
+        with suppress(OSError):
+            os.close(self._signals)
+        self._signals, self._table = -1, None
+
+
+_watch = _Watch()
+
+
+def hear_signals() -> None:
+    """Let Ctrl-C and SIGTERM end this process also while a call holds the interpreter."""
+    _watch.hear()
+
+
+def ends() -> None:
+    """This process ends by our own will: nothing that is under way is to blame."""
+    _watch.close()
+
+
+@contextmanager
+def watched(what: str, seconds: float, *, is_step: bool = False) -> Iterator[None]:
+    """A call of the user's in this thread. If it holds the interpreter longer than so many seconds, or ends the
+    process, the watchdog names it."""
+    call = _watch.begin(what, seconds, is_step)
+    try:
+        yield
+    finally:
+        _watch.end(call)
+
+
+def ordinary(error: BaseException) -> Exception:
+    """The error, or one in its place that a future may take and an event loop survives: `SystemExit` and
+    `KeyboardInterrupt` end a loop, no future takes `StopIteration`, and a cancellation is taken for its own."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | concurrent.futures.CancelledError):
+        return error
+    raisable = RuntimeError(repr(error))
+    raisable.__cause__ = error
+    return raisable
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives something to await: of an async function, an object with an async `__call__`, a partial."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def is_users(function: Callable[..., Any]) -> bool:
+    """Whether a function, or the class of an object that is called, is not of this package."""
+    while isinstance(function, partial):
+        function = function.func
+    kind = function if inspect.isroutine(function) else type(function)
+    return not f"{kind.__module__}.".startswith("verl.")
+
+
+def beside(function: Callable[..., T], *args: Any, name: str = "verl-beside") -> Future[T]:
+    """Call a function in a thread of its own. That is a daemon: a call which hangs does not keep the process from
+    ending."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # raised where the result is taken
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future
+
+
+async def within(work: Awaitable[T], seconds: float | None) -> T:
+    """The result of work on the event loop of the caller.
+
+    Raises:
+        LateError: it was not done in time, and was cancelled.
+        Exception: its own; a RuntimeError if it exits or cancels itself.
+    """
+    task = asyncio.ensure_future(_ordinary(work))
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            raise LateError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=_GRACE)
+    if task.cancelled():
+        raise RuntimeError("it cancelled itself")
+    return task.result()
+
+
+async def _ordinary(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise ordinary(error) from error
+
+
+def watching(function: Callable[..., Any], what: str, seconds: float) -> Callable[..., Any]:
+    """The function, plain or async, each call of which is `watched`."""
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with watched(what, seconds):
+            return function(*args, **kwargs)
+
+    @functools.wraps(function, updated=())
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await _in_steps(function(*args, **kwargs), what, time.monotonic() + seconds)
+
+    return call_async if is_async(function) else call
+
+
+class Running(Generic[T]):
+    """A call of a plain function in a daemon thread, which begins when this is made."""
+
+    def __init__(self, what: str, seconds: float, call: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self.until, self.is_left = time.monotonic() + seconds, False
+        self._thread = threading.Thread(target=self._run, args=(what, seconds, call), name=what, daemon=True)
+        self._thread.start()
+
+    def _run(self, what: str, seconds: float, call: Callable[[], T]) -> None:
+        with watched(what, seconds):
+            try:
+                self.future.set_result(call())
+            except StopIteration as error:  # of an iterator
+                self.future.set_exception(error)
+            except BaseException as error:  # sys.exit() in a user's function is an error like any other
+                self.future.set_exception(ordinary(error))
+
+    def result(self) -> T:
+        """Raises LateError at its deadline; its own error."""
+        try:
+            return self.future.result(max(0.0, self.until - time.monotonic()))
+        except TimeoutError:
+            if self.future.done():  # its own
+                raise
+            raise self.late() from None
+
+    def late(self) -> LateError:
+        self.is_left = True
+        return _late(self._thread)
+
+
+class UserCode:
+    """Calls functions of the user's. Those that do not return in time are left behind.
+
+    Args:
+        what: names them in messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._running: list[Running[Any]] = []
+
+    async def call(self, seconds: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The result of a function, plain or async.
+
+        Raises:
+            LateError: it took longer than so many seconds.
+            HungError: too many calls before it never returned.
+            Exception: its own; a RuntimeError if it exits.
+        """
+        if is_async(function):
+            return await _on_user_loop(self.what, seconds, partial(function, *args, **kwargs))
+        running = self.begin(seconds, _without_stop, function, *args, **kwargs)
+        done = asyncio.wrap_future(running.future)
+        try:
+            await asyncio.wait({done}, timeout=seconds)
+        finally:
+            running.is_left = not done.done()
+        if running.is_left:
+            raise running.late()
+        if inspect.isawaitable(result := done.result()):  # of a plain function around an async one
+            return await _on_user_loop(self.what, seconds, lambda: _awaited(result))
+        return result
+
+    def run(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """The same of a plain function, for synchronous code."""
+        return self.begin(seconds, function, *args, **kwargs).result()
+
+    def begin(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Running[T]:
+        """Begin a call of a plain function, beside what the caller does. Raises HungError."""
+        self._running = [running for running in self._running if not running.future.done()]
+        if sum(running.is_left for running in self._running) >= MAX_HUNG:
+            raise HungError(f"{MAX_HUNG} calls of {self.what} never returned, and cannot be stopped")
+        self._running.append(running := Running(self.what, seconds, partial(function, *args, **kwargs)))
+        return running
+
+
+def _without_stop(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:  # which an event loop takes for its own
+        raise ordinary(error) from error
+
+
+def _late(thread: threading.Thread) -> LateError:
+    where = line_of(thread.ident or 0)
+    return LateError(f"it was at {where}" if where else "")
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
+
+
+class _Loop:
+    """An event loop in a thread of its own, for async functions of the user's."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="verl-user-loop", daemon=True)
+        self.thread.start()
+
+
+_loops: list[_Loop] = []
+
+
+class _Work:
+    """A call of an async function on a loop of its own."""
+
+    def __init__(
+        self, host: _Loop, what: str, seconds: float, function: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> None:
+        self.host, self._call = host, (what, seconds, function)
+        self.until: float | None = None  # not begun
+        self._task: asyncio.Task[Any] | None = None
+        self.done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(), host.loop))
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that nobody waits for
+
+    async def _run(self) -> Any:
+        what, seconds, function = self._call
+        self.until, self._task = time.monotonic() + seconds, asyncio.current_task()
+        try:
+            return await _in_steps(function(), what, self.until)
+        except asyncio.CancelledError:
+            raise RuntimeError("it cancelled itself") from None
+
+    async def cancel(self) -> None:
+        """Give it a moment to close what it has open. A loop that does not move in that time serves no other call."""
+        moved = asyncio.Event()
+        here = asyncio.get_running_loop()
+        if self._task is not None:
+            self.host.loop.call_soon_threadsafe(self._task.cancel)
+        self.host.loop.call_soon_threadsafe(here.call_soon_threadsafe, moved.set)
+        await asyncio.wait({self.done}, timeout=_GRACE)
+        if not moved.is_set() and self.host in _loops:
+            _loops.remove(self.host)
+
+
+async def _on_user_loop(what: str, seconds: float, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """The result of an async function; its time begins when its loop gets to it."""
+    while True:
+        host = next(iter(_loops), None) or _Loop()
+        _loops[:] = [host]
+        work = _Work(host, what, seconds, function)
+        try:
+            while not work.done.done():
+                left = watchdog.TICK if work.until is None else work.until - time.monotonic()
+                if work.until is not None and (left <= 0 or host not in _loops):
+                    raise _late(host.thread)
+                if host not in _loops:  # blocked, before it got to this
+                    break
+                await asyncio.wait({work.done}, timeout=min(left, watchdog.TICK))
+            else:
+                return work.done.result()
+        finally:
+            if not work.done.done():
+                await work.cancel()
+
+
+@types.coroutine
+def _in_steps(work: Coroutine[Any, Any, T], what: str, until: float) -> Generator[Any, Any, T]:
+    """A coroutine whose steps are watched one by one: while it waits it holds nothing."""
+    thrown: BaseException | None = None
+    while True:
+        with watched(what, until - time.monotonic(), is_step=True):
+            try:
+                waits = work.send(None) if thrown is None else work.throw(thrown)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            except (KeyboardInterrupt, SystemExit) as error:
+                raise ordinary(error) from error
+        thrown = None
+        try:
+            yield waits
+        except GeneratorExit:
+            work.close()
+            raise
+        except BaseException as error:
+            thrown = error
+
+
+def _after_fork() -> None:
+    """A forked process has none of these threads, and a watchdog of its own."""
+    global _watch
+    _watch.leave()
+    _watch = _Watch()
+    _loops.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+atexit.register(ends)

@@ -1,0 +1,147 @@
+"""A process that watches another one, whose interpreter may be held by a call of the user's code, so that no thread of
+it runs and no signal is heard: `python -I -S watchdog.py PID TABLE SIGNALS STACKS FOLDER ...`, see `verl.user_calls`.
+
+Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import select
+import signal
+import struct
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+#: Seconds between two signs of life of the other process.
+TICK = 0.5
+#: Seconds without one after which the interpreter counts as held, that a late call or a signal waits from then on, and
+#: after which a late call is ended whichever thread is busy.
+HELD, GRACE, LONG = 3.0, 5.0, 60.0
+#: The table that both have in memory begins with the time of the last sign of life, and whether the process ends as it
+#: should. A call: its deadline (0: there is none in this row), the thread for the system and for Python, its name.
+HEAD, CALL, CALLS = struct.Struct("<dQ"), struct.Struct("<dQQ104s"), 1024
+SIZE = CALL.size * (1 + CALLS)
+#: Has the other process write the stacks of all threads, which takes no interpreter.
+DUMP = getattr(signal, "SIGRTMAX", 64) - 3
+_HINT = "The same command goes on from the last checkpoint"
+
+
+class Watchdog:
+    """Watches the process `pid`.
+
+    Args:
+        table, signals, stacks: files: the table of calls, a pipe with the numbers of its signals, and where `DUMP` has
+            the stacks written.
+        folders: of code that is not the user's.
+    """
+
+    def __init__(self, pid: int, table: int, signals: int, stacks: int, folders: Sequence[str]) -> None:
+        self.pid, self.signals, self.stacks, self.folders = pid, signals, stacks, (*folders, "<frozen")
+        self.table = mmap.mmap(table, SIZE, prot=mmap.PROT_READ)
+        self.beat, self.held = 0.0, 0.0
+        #: Signals that came while the interpreter was held, and how long it had been held when the first one came.
+        self.asked: list[int] = []
+        self.asked_at = 0.0
+        self.busy: set[int] = set()
+        self._ticks: dict[int, int] = {}
+
+    def watch(self) -> None:
+        """Until the process ends."""
+        while True:
+            began = time.monotonic()
+            if select.select([self.signals], [], [], TICK)[0]:
+                if not (numbers := os.read(self.signals, 64)):
+                    return self.ended()
+                self.asked += [number for number in numbers if number in (signal.SIGINT, signal.SIGTERM)]
+            self.look(time.monotonic() - began)
+            if self.held >= HELD and (calls := self.calls()):
+                self.judge(calls)
+
+    def look(self, seconds: float) -> None:
+        """How long the interpreter has been held, and which threads were busy since the last look. A process that was
+        stopped, or a machine that stood still, holds nothing."""
+        before, self.beat = self.beat, HEAD.unpack_from(self.table)[0]
+        if self.beat != before or self.state() in ("T", "t"):
+            self.held, self.asked = 0.0, []
+            return
+        self.held += min(seconds, 2 * TICK)
+        if len(self.asked) == 1 and not self.asked_at:
+            self.asked_at = self.held
+        if seconds >= TICK:
+            ticks = self.ticks()
+            self.busy = {thread for thread, count in ticks.items() if count - self._ticks.get(thread, count) >= 2}
+            self._ticks = ticks
+
+    def state(self) -> str:
+        return _stat(f"/proc/{self.pid}/stat")[0]
+
+    def ticks(self) -> dict[int, int]:
+        """Of each thread: ticks of the clock that it has computed; empty where the system does not say."""
+        folder = f"/proc/{self.pid}/task"
+        threads = os.listdir(folder) if os.path.isdir(folder) else []
+        fields = {int(thread): _stat(f"{folder}/{thread}/stat") for thread in threads}
+        return {thread: int(of[11]) + int(of[12]) for thread, of in fields.items() if len(of) > 12}
+
+    def calls(self) -> list[tuple[float, int, int, str]]:
+        """What is under way, the earliest deadline first, one call a thread: the innermost."""
+        entries = CALL.iter_unpack(self.table[CALL.size :])
+        calls = sorted(entry for entry in entries if entry[0])
+        first = {thread: (until, thread, ident, name) for until, thread, ident, name in reversed(calls)}
+        return [(*call[:3], call[3].rstrip(b"\0").decode(errors="replace")) for call in sorted(first.values())]
+
+    def judge(self, calls: list[tuple[float, int, int, str]]) -> None:
+        """End the process if a call holds the interpreter beyond its deadline, or while it was asked to end."""
+        busy = [call for call in calls if call[1] in self.busy]
+        suspects = busy or ([] if self.busy and self.held < LONG else calls)
+        if suspects and all(call[0] + GRACE < time.monotonic() for call in suspects):
+            self.end(suspects[0], "holds the interpreter beyond its deadline, and nothing in the process can stop it")
+        elif len(self.asked) > 1 or (self.asked and self.held - self.asked_at > GRACE):
+            name = signal.Signals(self.asked[-1]).name
+            self.end((busy or calls)[0], f"holds the interpreter, so that {name} is not heard")
+
+    def end(self, call: tuple[float, int, int, str], why: str) -> NoReturn:
+        os.kill(self.pid, DUMP)
+        time.sleep(TICK)
+        text = os.pread(self.stacks, 1 << 18, 0).decode(errors="replace")
+        stack = re.search(rf"hread 0x0*{call[2]:x} \(.*\n((?:  .*\n)*)", text)
+        lines = stack[1].splitlines() if stack else []
+        users = re.compile(r'  File "(?!' + "|".join(map(re.escape, self.folders)) + r')(.*)", line (\d+) in (.*)')
+        where = next((f" at {m[1]} line {m[2]}, in {m[3]}," for m in map(users.match, lines) if m), "")
+        _say(f"{call[3]}{where} {why}: process {self.pid} is ended. {_HINT}\n" + "\n".join(lines[:20]))
+        os.kill(self.pid, signal.SIGKILL)
+        os._exit(0)
+
+    def ended(self) -> None:
+        """Name what was under way, unless the process ended as it should."""
+        calls = [call for call in self.calls() if call[0] > time.monotonic()] or self.calls()
+        if calls and not HEAD.unpack_from(self.table)[1]:
+            names = ", ".join(dict.fromkeys(call[3] for call in calls[:3]))
+            _say(f"process {self.pid} ended while it ran {names}: that code ended it (os._exit, a crash, too much "
+                 f"memory), or it was killed. {_HINT}")  # fmt: skip
+
+
+def _stat(path: str) -> list[str]:
+    """Fields of a process or thread from its state on; [""]: it is gone, or the system does not say."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return [""]
+
+
+def _say(text: str) -> None:
+    os.write(2, f"verl: {text}\n".encode())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process, calls, numbers, file = map(int, sys.argv[1:5])
+    Watchdog(process, calls, numbers, file, sys.argv[5:]).watch()
