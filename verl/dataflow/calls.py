@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any
 
 from verl.batch import Batch
@@ -72,10 +71,12 @@ class Calls:
         """What `node.run(batch)` returns; `rows` are those of the batch, which may have no columns."""
         if not is_async(node.run):
             return await self._compute(node, rows, node.run, batch)
-        # An async function of the user's may block its event loop, which is not to be ours.
-        run = partial(UserCode(_label(node)).call, self.limit(node)) if is_users(node.run) else None
         with self.clock.call(node.name, rows):
-            return await self._bounded(node, node.run(batch) if run is None else run(node.run, batch))
+            if not is_users(node.run):
+                return await self._bounded(node, within(node.run(batch), self.limit(node)))
+            # An async function of the user's may block its event loop, which is not to be ours.
+            code = UserCode(_label(node))
+            return await self._bounded(node, within(code.call(self.limit(node), node.run, batch), None))
 
     async def stream(self, node: Node, prompts: Batch) -> AsyncGenerator[Any, None]:
         """What a source yields, each wait bounded. However it ends, the source is closed and frees its engine."""
@@ -86,7 +87,7 @@ class Calls:
             while True:
                 if isinstance(stream, AsyncIterator):
                     with self.clock.call(node.name, 0):
-                        value = await self._bounded(node, _next(stream))
+                        value = await self._bounded(node, within(_next(stream), self.limit(node)))
                 else:
                     value = await self._compute(node, 0, next, stream, _END)
                 if value is _END:
@@ -135,14 +136,15 @@ class Calls:
         self._jobs.add(job)
         await asyncio.shield(asyncio.wrap_future(job.started))
         with self.clock.call(node.name, rows):
-            value = await self._bounded(node, asyncio.shield(asyncio.wrap_future(job.result)), job)
+            result = asyncio.shield(asyncio.wrap_future(job.result))
+            value = await self._bounded(node, within(result, self.limit(node)), job)
         self._jobs.discard(job)
         return value
 
     async def _bounded(self, node: Node, work: Awaitable[Any], job: loop.Job | None = None) -> Any:
         where = None
         try:
-            return await within(work, self.limit(node))
+            return await work
         except LateError as error:
             where = str(error).removeprefix("it was at ")
         except VerlError as error:

@@ -239,6 +239,13 @@ class AsyncTrainer(Trainer):
         while self._refused is None and self.schedule.room >= self.schedule.groups:
             if (rows := next_batch(prompts, self.limits.deadline)) is None:
                 break  # the steps of what came before can still be taken
+            batch = self.actor.prompts(rows, key=f"s{self.schedule.version}.{self.schedule.room}")
+            batch = self.actor.prefixed(batch, self.algorithm)
+            if len(batch) != self.schedule.groups:
+                self._refused = ConfigError(
+                    f"a batch of {len(batch)} prompts came, batch_size is {self.schedule.groups}"
+                )
+                break
             for row, group in enumerate(batch["group"]):
                 self.schedule.accept(group)
                 self._prompts[group] = batch.slice(row, 1)

@@ -31,8 +31,8 @@ def asks_form(request: ChatRequest) -> bool:
     return is_held or request.schema is not None
 
 
-def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar:
-    """What a request says of the form of its reply, see `asks_form`.
+def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar | None:
+    """What a request says of the form of its reply; None: nothing.
 
     Args:
         prompt: as the template writes it.
@@ -40,6 +40,8 @@ def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Gram
     Raises:
         RequestError: no grammar can hold that.
     """
+    if not asks_form(request):
+        return None
     is_forced = request.choice not in ("auto", "none")
     is_strict = request.choice == "auto" and bool(request.strict)
     if prompt.rstrip().endswith("<think>") and not (is_strict and request.schema is None):
