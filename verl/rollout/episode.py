@@ -174,7 +174,13 @@ class _Pump:
         if here is self._loop:
             return await self.ask(request, after_step)
         tell: Any = None if after_step is None else partial(here.call_soon_threadsafe, after_step)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.ask(request, tell), self._loop))
+        asked = self.ask(request, tell)
+        try:
+            sample = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        except RuntimeError:  # its loop is closed
+            asked.close()
+            raise RolloutError("the rollout has ended") from None
+        return await asyncio.wrap_future(sample)
 
     async def ask(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
         if self._failure:
