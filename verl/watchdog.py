@@ -47,9 +47,8 @@ class Watchdog:
         self.pid, self.signals, self.stacks, self.folders = pid, signals, stacks, (*folders, "<frozen")
         self.table = mmap.mmap(table, SIZE, prot=mmap.PROT_READ)
         self.beat, self.held = 0.0, 0.0
-        #: Signals that came while the interpreter was held, and how long it had been held when the first one came.
-        self.asked: list[int] = []
-        self.asked_at = 0.0
+        #: Signals that came since the last sign of life, and when.
+        self.asked: list[tuple[int, float]] = []
         self.busy: set[int] = set()
         self._ticks: dict[int, int] = {}
 
@@ -60,7 +59,7 @@ class Watchdog:
             if select.select([self.signals], [], [], TICK)[0]:
                 if not (numbers := os.read(self.signals, 64)):
                     return self.ended()
-                self.asked += [number for number in numbers if number in (signal.SIGINT, signal.SIGTERM)]
+                self.asked += [(n, time.monotonic()) for n in numbers if n in (signal.SIGINT, signal.SIGTERM)]
             self.look(time.monotonic() - began)
             if self.held >= HELD and (calls := self.calls()):
                 self.judge(calls)
@@ -70,11 +69,9 @@ class Watchdog:
         stopped, or a machine that stood still, holds nothing."""
         before, self.beat = self.beat, HEAD.unpack_from(self.table)[0]
         if self.beat != before or self.state() in ("T", "t"):
-            self.held, self.asked = 0.0, []
+            self.held, self.asked = 0.0, [asked for asked in self.asked if asked[1] > self.beat]
             return
         self.held += min(seconds, 2 * TICK)
-        if len(self.asked) == 1 and not self.asked_at:
-            self.asked_at = self.held
         if seconds >= TICK:
             ticks = self.ticks()
             self.busy = {thread for thread, count in ticks.items() if count - self._ticks.get(thread, count) >= 2}
@@ -103,8 +100,8 @@ class Watchdog:
         suspects = busy or ([] if self.busy and self.held < LONG else calls)
         if suspects and all(call[0] + GRACE < time.monotonic() for call in suspects):
             self.end(suspects[0], "holds the interpreter beyond its deadline, and nothing in the process can stop it")
-        elif len(self.asked) > 1 or (self.asked and self.held - self.asked_at > GRACE):
-            name = signal.Signals(self.asked[-1]).name
+        elif len(self.asked) > 1 or (self.asked and self.asked[0][1] + GRACE < time.monotonic()):
+            name = signal.Signals(self.asked[-1][0]).name
             self.end((busy or calls)[0], f"holds the interpreter, so that {name} is not heard")
 
     def end(self, call: tuple[float, int, int, str], why: str) -> NoReturn:

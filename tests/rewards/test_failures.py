@@ -358,16 +358,24 @@ def test_a_file_that_does_not_start_in_a_process_is_named(tmp_path: Path) -> Non
         run_reward(source, SAMPLES)
 
 
+HOLDS = "in grade, holds the interpreter beyond its deadline"
+
+
 @pytest.mark.parametrize(
-    ("define", "end"),
+    ("define", "end", "words"),
     [
-        ("def", "os._exit(0)"),
-        pytest.param("async def", "signal.raise_signal(signal.SIGSEGV)", marks=pytest.mark.slow),
-        pytest.param("def", "7**10**10", marks=pytest.mark.slow),
-        pytest.param("async def", "re.match(r'(a+)+$', 'a' * 60 + 'b')", marks=pytest.mark.slow),
+        ("def", "os._exit(0)", "ended while it ran reward grade: that code ended it"),
+        pytest.param("async def", "signal.raise_signal(signal.SIGSEGV)", "ended while it ran", marks=pytest.mark.slow),
+        pytest.param("def", "7**10**10", HOLDS, marks=pytest.mark.slow),
+        pytest.param(
+            "async def",
+            "re.match(r'(a+)+$', 'a' * 60 + 'b')",
+            HOLDS,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_function_that_ends_the_process_is_named(tmp_path: Path, define: str, end: str) -> None:
+def test_a_function_that_ends_the_process_is_named(tmp_path: Path, define: str, end: str, words: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, re, signal, sys\nimport verl\n"
@@ -380,5 +388,5 @@ def test_a_function_that_ends_the_process_is_named(tmp_path: Path, define: str, 
         command = [sys.executable, str(script), *texts]
         return forked.run(command, timeout=120).stderr
 
-    assert "ended while it ran reward grade: that code ended it" in run("good", "end")
+    assert words in run("good", "end")
     assert run("good", "good") == ""
