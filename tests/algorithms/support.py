@@ -56,7 +56,8 @@ def preferences(lengths: Sequence[int], seed: int = 0) -> Batch:
     for _ in range(len(lengths) // 2):
         labels += rng.choice([[1.0, 0.0], [0.0, 1.0]])
     groups = [f"p{row // 2}" for row in range(len(lengths))]
-    return experience(lengths, groups, [None] * len(lengths), seed, label=labels)
+    tokens = [[7 + row % 2] * length for row, length in enumerate(lengths)]  # a pair's responses differ
+    return experience(lengths, groups, [None] * len(lengths), seed, label=labels, response_tokens=tokens)
 
 
 def random_experience(seed: int, with_baseline: bool = False) -> Batch:

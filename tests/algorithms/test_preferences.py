@@ -204,6 +204,7 @@ def test_rows_that_are_no_pair_are_left_out() -> None:
     batch = experience([1] * 9, ["a", "a", "b", "c", "c", "d", "d", "d", "e"], [None] * 9).add(
         {"label": [1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None]}
     )
+    batch = batch.drop(["response_tokens"]).add({"response_tokens": [[row] for row in range(9)]})
     done, metrics = make_algorithm("dpo").prepare(batch)
     assert done["group"] == ["a", "a"]
     assert metrics["pairs/dropped_rows"] == 7
@@ -387,3 +388,15 @@ def test_kto_without_its_rows_or_labels() -> None:
     unlabelled = batch.drop(["label"]).add({"label": [None, None]})
     with pytest.raises(DataError, match="no row with a label"):
         make_algorithm("kto").prepare(extended(unlabelled, 0.1))
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "reward_model"])
+def test_pairs_without_any_difference_are_refused(name: str) -> None:
+    algorithm = make_algorithm(name)
+    batch = preferences([3, 3, 2, 2])
+    alike = [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
+    equal = batch.drop(["response_tokens"]).add({"response_tokens": alike})
+    with pytest.raises(DataError, match="each of 2 pairs are the same tokens"):
+        algorithm.prepare(equal)
+    other = batch.drop(["response_tokens"]).add({"response_tokens": [*alike[:3], [4, 6]]})
+    assert len(algorithm.prepare(other)[0]) == 4, "of a batch where one pair differs the others stay"

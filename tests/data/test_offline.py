@@ -9,6 +9,7 @@ import pytest
 from verl.batch import Batch
 from verl.data.offline import OfflineDatasetLoader
 from verl.errors import DataError
+from verl.models.loading import load_tokenizer
 
 ASK = [{"role": "user", "content": "Sky?"}]
 GOOD, BAD = [{"role": "assistant", "content": "Blue."}], [{"role": "assistant", "content": "Red."}]
@@ -268,3 +269,24 @@ def test_a_column_may_be_part_of_another_and_a_text_a_chat() -> None:
     assert OfflineDatasetLoader([row], columns=columns).batch["prompt"] == ["one"]
     with pytest.raises(DataError, match=r"there is no column 'extra_info.reply'"):
         OfflineDatasetLoader([row], columns={**columns, "completion": "extra_info.reply"})
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_pair_of_equal_responses_is_refused_by_its_row(chat: bool) -> None:
+    good, bad = (GOOD, BAD) if chat else ("good", "bad")
+    rows = [
+        {"prompt": ASK if chat else f"p{i}", "chosen": good, "rejected": good if i in (2, 3) else bad} for i in range(5)
+    ]
+    with pytest.raises(DataError, match=r"row 2: chosen and rejected are the same \(so in 2 of 5 pairs\)"):
+        OfflineDatasetLoader(rows)
+
+
+def test_pairs_that_are_equal_up_to_where_they_are_cut_are_refused(tiny: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny))
+    rows = [
+        {"prompt": "p ", "chosen": "abcd", "rejected": "zbcd"},
+        {"prompt": "p ", "chosen": "abcd", "rejected": "abce"},
+    ]
+    assert len(OfflineDatasetLoader(rows, tokenizer)) == 2
+    with pytest.raises(DataError, match="row 1: chosen and rejected are the same, up to the length"):
+        OfflineDatasetLoader(rows, tokenizer, max_response_length=3)

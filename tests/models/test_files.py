@@ -46,7 +46,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 CLASSIFIERS = ("llama", "gpt2", "mixtral")
 KINDS = [*CONFIGS]
-DAMAGES = ("dropped", "prefixed", "reshaped", "swollen")
+DAMAGES = ("dropped", "prefixed", "reshaped", "swollen", "quantised", "in 8 bits")
 
 
 @lru_cache
@@ -86,7 +86,13 @@ def damaged(weights: Weights, name: str, damage: str, prefix: str = "_orig_mod."
     weight = weights[name]
     if damage == "prefixed":
         return {prefix + n if n == name else n: w for n, w in weights.items()}
-    changed = {"dropped": {}, "reshaped": {name: weight[..., :-1]}, "swollen": {name: torch.stack((weight, weight))}}
+    changed = {
+        "dropped": {},
+        "reshaped": {name: weight[..., :-1]},
+        "swollen": {name: torch.stack((weight, weight))},
+        "quantised": {name: (100 * weight).to(torch.int8)},
+        "in 8 bits": {name: weight.to(torch.float8_e4m3fn)},
+    }
     return {**{n: w for n, w in weights.items() if n != name}, **changed[damage]}
 
 

@@ -167,6 +167,10 @@ def integers(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].long()
 
 
+def halved(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+
+
 def wider(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = torch.ones(33)
 
@@ -194,7 +198,7 @@ def forge(saved: tuple[verl.Trainer, Path], role: str, change: Change) -> tuple[
     return trainer, directory / "step-000002"
 
 
-@pytest.mark.parametrize("change", [integers, wider, fewer, more, infinite])
+@pytest.mark.parametrize("change", [integers, halved, wider, fewer, more, infinite])
 def test_weights_that_are_not_the_models_or_not_finite_are_damage(
     saved: tuple[verl.Trainer, Path],
     change: Change,

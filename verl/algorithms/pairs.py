@@ -20,19 +20,26 @@ def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
     """The rows that form pairs, and how many rows do not (a missing partner, equal labels, a third row).
 
     Raises:
-        DataError: no column `label`, or no pair at all.
+        DataError: no column `label`, no pair at all, or none whose responses differ.
     """
     labels = batch.tensor("label", torch.float64).tolist()
-    paired = [False] * len(batch)
+    paired, pairs = [False] * len(batch), []
     for rows in batch.group_indices():
         if sorted(labels[row] for row in rows) == [0.0, 1.0]:
             paired[rows[0]] = paired[rows[1]] = True
+            pairs.append(rows)
     dropped = paired.count(False)
     if dropped == len(paired):
         raise DataError(
             f"none of {len(paired)} rows belongs to a preference pair: a pair is a group (column 'group') of two rows, "
             "one with label 1 and one with label 0"
         )
+    # The loss says nothing of what is in such pairs: its gradient is rounding.
+    for responses in (batch.lengths("response_tokens"), batch["response_tokens"]):
+        if any(responses[a] != responses[b] for a, b in pairs):
+            break
+    else:
+        raise DataError(f"the two responses of each of {len(pairs)} pairs are the same tokens: no preference is there")
     return (batch.filter(paired) if dropped else batch), {"pairs/dropped_rows": float(dropped)}
 
 

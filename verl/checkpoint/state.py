@@ -442,14 +442,15 @@ def _is_possible(key: str, tensor: torch.Tensor, steps: int) -> bool:
 
 
 def _check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor]) -> None:
-    """Compare the saved weights with a model's: names, shapes, floating point or not; and look for NaN."""
+    """Compare the saved weights with a model's: names, shapes, dtypes; and look for NaN."""
     saved = dict.fromkeys(weights, 0)
     for shard in checkpoint.shards(f"{role}/weights"):
         weight = weights.get(shard.name)
         if weight is None or tuple(weight.shape) != shard.global_shape:
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' {shard.global_shape} is not of this model")
-        if weight.is_floating_point() != shard.tensor.is_floating_point():
-            raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has dtype {shard.tensor.dtype}")
+        if weight.dtype != shard.tensor.dtype:
+            what = f"'{shard.name}' is {shard.tensor.dtype}, and in this model {weight.dtype}"
+            raise checkpoint.damaged(f"{role}/weights: {what}")
         if not is_finite(shard.tensor):
             raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has values that are not finite")
         saved[shard.name] += shard.tensor.numel()

@@ -67,11 +67,14 @@ class OfflineDatasetLoader:
     `kind` is "pairs", "labels", "demonstrations" or "experience".
 
     Raises:
-        DataError: no rows, or a row is not of the kind of the first; the message has its number.
+        DataError: no rows, or a row is not of the kind of the first, or a pair of equal responses; the message has its
+            number.
     """
 
     #: What walks through the groups.
     cursor: ClassVar[type[Cursor]] = Cursor
+    #: Whether a pair of equal responses is an error.
+    refuses_equal_pairs: ClassVar[bool] = True
 
     @checked
     def __init__(
@@ -106,6 +109,7 @@ class OfflineDatasetLoader:
         form = PromptForm(system_prompt=system_prompt, chat=chat, chat_template_kwargs=chat_template_kwargs)
         self.kind, self.batch = _read(source, self.name, form, columns or {})
         self._rows, self._digest = self.batch, digest(self.batch.rows())
+        self._refuse_equal_pairs("response", "reply")
         self._begin()
         if tokenizer is not None:
             self.tokenize(tokenizer)
@@ -129,7 +133,25 @@ class OfflineDatasetLoader:
         )
         masks = [mask[: len(tokens)] for (_, mask), tokens in zip(replies, cut, strict=True)]
         self.batch = kept.add({"response_tokens": cut, "response_mask": masks})
+        self._refuse_equal_pairs("response_tokens")
         self._begin()
+
+    def _refuse_equal_pairs(self, *columns: str) -> None:
+        """Raises DataError: the chosen response of a pair is also the rejected one, as text or once it is cut."""
+        if self.kind != "pairs" or not self.refuses_equal_pairs:
+            return
+        values = [self.batch[name] for name in columns if name in self.batch]
+        equal = [
+            self.batch["group"][chosen]
+            for chosen, rejected in self.batch.group_indices()
+            if all(of[chosen] == of[rejected] for of in values)
+        ]
+        if equal:
+            cut = ", up to the length at which they are cut" if "response_tokens" in columns else ""
+            raise DataError(
+                f"{self.name}, row {equal[0]}: chosen and rejected are the same{cut} (so in {len(equal)} of "
+                f"{len(self._rows) // 2} pairs): nothing can be learned from such rows, leave them out"
+            )
 
     def _encoded(self, chat: ChatTokenizer) -> list[tuple[list[int], list[int], list[int]]]:
         """Each row's prompt and response as tokens, and which of the response are trained."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +18,8 @@ from verl.models.lora import base_name, is_adapter
 from verl.weights.shards import tied
 
 Shape: TypeAlias = tuple[int, ...]
+#: What safetensors calls the dtypes of plain floating-point weights. Those of 8 bits have scales apart.
+_FLOATING = ("F64", "F32", "F16", "BF16")
 #: Names that a message has room for.
 _SHOWN = 6
 _WRAPPERS = {
@@ -51,6 +53,13 @@ class WeightSource(NamedTuple):
         return (weight.shape[1] // self.of, *weight.shape[2:])
 
 
+class Stored(NamedTuple):
+    """A tensor in the files: its shape, and its dtype as safetensors calls it."""
+
+    shape: Shape
+    dtype: str
+
+
 @dataclass
 class Fit:
     """How the files differ from the model.
@@ -59,11 +68,13 @@ class Fit:
         missing: names of weights that the model has and the files lack.
         unexpected: names of tensors in the files that the model has no place for.
         reshaped: name -> shape in the files and in the model.
+        retyped: name -> dtype in the files, of another kind than in the model: whole numbers for floating-point ones.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    retyped: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> Fit:
@@ -74,11 +85,11 @@ class Fit:
     def without(self, spare: Callable[[], Iterable[str]]) -> Fit:
         """This fit, with tensors of these names counted as no fault."""
         names = {*spare()} if self.unexpected else set[str]()
-        return Fit(self.missing, [name for name in self.unexpected if name not in names], self.reshaped)
+        return replace(self, unexpected=[name for name in self.unexpected if name not in names])
 
     def check(self, where: str, model: Any) -> None:
         """Raises ModelError: something differs."""
-        if not (self.missing or self.unexpected or self.reshaped):
+        if not (self.missing or self.unexpected or self.reshaped or self.retyped):
             return
         shapes = [f"{n}: {list(there)} there, {list(here)} here" for n, (there, here) in self.reshaped.items()]
         parts = [
@@ -87,6 +98,7 @@ class Fit:
                 ("missing, which would be random", self.missing),
                 ("unexpected", self.unexpected),
                 ("of another shape", shapes),
+                ("of another kind of numbers", [f"{name}: {dtype}" for name, dtype in self.retyped.items()]),
             )
             if names
         ]
@@ -108,6 +120,8 @@ class Fit:
             return ". It has no output layer: it is a backbone, or its config.json lacks tie_word_embeddings"
         if self.missing and self.unexpected:
             return ". They are of another architecture than its config.json says"
+        if self.retyped:
+            return ". They are quantised and config.json does not say how: give the model as it was before"
         if self.missing or self.reshaped:
             return ". They are cut short, or its config.json is of another model or size"
         return ". Its config.json is of another model, or of a part of this one"
@@ -126,8 +140,8 @@ class Fit:
         return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
-def stored_shapes(files: Mapping[str, str]) -> dict[str, Shape]:
-    """The shape of each tensor in the files, by its name there.
+def stored_tensors(files: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors in the files by their names there.
 
     Args:
         files: see `weight_files`.
@@ -135,14 +149,16 @@ def stored_shapes(files: Mapping[str, str]) -> dict[str, Shape]:
     Raises:
         SafetensorError: a file is damaged.
     """
-    shapes: dict[str, Shape] = {}
+    stored: dict[str, Stored] = {}
     for path in dict.fromkeys(files.values()):
         with safe_open(path, framework="pt") as file:
-            shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
-    return shapes
+            for key in file.keys():  # noqa: SIM118
+                tensor = file.get_slice(key)
+                stored[key] = Stored(tuple(tensor.get_shape()), tensor.get_dtype())
+    return stored
 
 
-def compare(model: nn.Module, stored: Mapping[str, Shape]) -> Fit | None:
+def compare(model: nn.Module, stored: Mapping[str, Stored]) -> Fit | None:
     """How files differ from a transformers model, or a `ValueModel` up to its head; None: transformers makes other
     things of them when it loads them, so that their names do not say it.
 
@@ -150,7 +166,7 @@ def compare(model: nn.Module, stored: Mapping[str, Shape]) -> Fit | None:
 
     Args:
         model: live or without weights.
-        stored: see `stored_shapes`.
+        stored: see `stored_tensors`.
     """
     inner: Any = getattr(model, "backbone", model)
     if getattr(inner.config, "quantization_config", None) is not None:
@@ -186,12 +202,15 @@ def _matches(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def _compare_weight(
-    fit: Fit, name: str, weight: torch.Tensor, sources: list[WeightSource], stored: Mapping[str, Shape]
+    fit: Fit, name: str, weight: torch.Tensor, sources: list[WeightSource], stored: Mapping[str, Stored]
 ) -> None:
     """Note how the tensors that a weight is made of differ from it."""
     for source in sources:
-        if stored[source.key] != source.shape_in(weight):
-            fit.reshaped[source.key] = (stored[source.key], source.shape_in(weight))
+        shape, dtype = stored[source.key]
+        if shape != source.shape_in(weight):
+            fit.reshaped[source.key] = (shape, source.shape_in(weight))
+        if weight.is_floating_point() != (dtype in _FLOATING):
+            fit.retyped[source.key] = dtype
     if sources[0].expert is None:
         fit.unexpected += [source.key for source in sources[1:]]  # which another name stands for already
         return

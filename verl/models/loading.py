@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest
-from verl.models.fit import Fit, compare, is_tied_apart, stored_shapes, weight_sources
+from verl.models.fit import Fit, compare, is_tied_apart, stored_tensors, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.lora import has_adapters
 from verl.weights.meta import on_meta
@@ -225,8 +225,9 @@ def _note_positions(name: str, model: Any, trust_remote_code: bool) -> None:
 
 
 def _check_files(name: str, model: Any, kind: str, report: Fit | None = None) -> None:
-    """Raises ModelError: the files are not those of the model, by their names and shapes or by transformers' report."""
-    for fit in (compare(model, stored_shapes(weight_files(name))), report):
+    """Raises ModelError: the files are not those of the model, by their names, shapes and kinds of numbers or by
+    transformers' report."""
+    for fit in (compare(model, stored_tensors(weight_files(name))), report):
         if fit is not None:
             fit.without(partial(_spare_names, name, model, kind)).check(name, model)
 

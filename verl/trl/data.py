@@ -53,6 +53,8 @@ class TRLLoader(OfflineDatasetLoader):
     """
 
     cursor: ClassVar[type[Cursor]] = EpochCursor
+    #: With TRL they count in the loss.
+    refuses_equal_pairs: ClassVar[bool] = False
 
     def __init__(self, rows: Any, tokenizer: Any, args: Any, batch_size: int) -> None:
         self.args = args
