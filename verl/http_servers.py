@@ -15,17 +15,19 @@ import re
 import threading
 import time
 import weakref
+from base64 import b64encode
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import httpx
 
 from verl.checked import checked
 from verl.errors import ConfigError, RolloutError
 from verl.record import Retries, Seconds
+from verl.secrets import from_environment, is_secret, key_of, masked
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 _STICKY_SLACK = 8  # a key leaves its server once that has this many more calls than the idlest one
 _CONNECT_SECONDS = 10.0
 _LONGEST_PAUSE = 60.0
+_LONG = 12  # characters of a value in a query from which it may be a key, whatever it is called
 _INVALID_REQUEST = (400, 413, 422)
 # The longest answer that is accepted, since all other calls wait while its JSON is parsed: so many bytes in any case,
 # more for each byte that was sent and for each token that was requested, up to the last number.
@@ -56,6 +59,14 @@ class StatusError(OSError):
         self.status = status
 
 
+def _without_credentials(record: logging.LogRecord) -> bool:
+    record.msg, record.args = masked(record.getMessage()), ()
+    return True
+
+
+logging.getLogger("httpx").addFilter(_without_credentials)  # it logs each address
+
+
 @dataclass(eq=False)
 class Server:
     """One address.
@@ -64,6 +75,7 @@ class Server:
         answered: time of its last valid answer.
         absent: paths that it answers with 404.
         weights: policy version that it was given, None if it may have any weights.
+        query, headers: of each request, besides its own.
         checked: whether it is known to still serve them: a server that failed may have been restarted.
     """
 
@@ -76,6 +88,8 @@ class Server:
     weights: int | None = None
     checked: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    query: Sequence[tuple[str, str]] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def note_failure(self) -> None:
         """Send it no new calls for a while; calls that fail together count as one failure."""
@@ -90,24 +104,20 @@ class Server:
         return time.monotonic() < self.paused_until
 
 
-def check_key(api_key: str | None, kind: str) -> None:
-    """Raises ConfigError for a key that no header can carry: sent, it would look like a server that fails."""
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError(f"{kind}: api_key has a character that no HTTP header can carry: give it in printable ASCII")
-
-
 class ServerPool:
     """Calls to servers of one kind.
 
     Args:
-        urls: an address, or several with the same path, such as "http://host:8000/v1".
+        urls: an address, or several with the same path, such as "http://host:8000/v1". User and password
+            ("http://USER:$NAME@host"), a bearer token ("http://$NAME@host") and a query ("?token=$NAME") are sent with
+            each request, from those variables of the environment; messages have none of them.
         timeout: seconds for one answer; a call with its retries takes at most twice that.
         retries: further tries of a call that failed.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; "$NAME" is in that variable of the environment.
         kind: what messages call these servers.
 
     Raises:
-        ConfigError: an address is not one, or the paths differ; or see `check_key`.
+        ConfigError: an address is not one, or the paths differ; or see `key_of`.
     """
 
     @checked
@@ -120,20 +130,23 @@ class ServerPool:
         api_key: str | None = None,
         kind: str = "server",
     ) -> None:
-        parsed = [urlsplit(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
-        paths = {url.path for url in parsed}
+        urls = [urls] if isinstance(urls, str) else urls
+        parsed = [urlsplit(url) for url in urls]
+        paths = {url.path.rstrip("/") for url in parsed}
         if not parsed or any(url.scheme not in ("http", "https") or not url.netloc for url in parsed) or len(paths) > 1:
-            raise ConfigError(f"servers are addresses like http://host:8000, all with the same path, not {urls!r}")
-        check_key(api_key, kind)
+            raise ConfigError(
+                f"servers are addresses like http://host:8000, all with the same path, not {masked(repr(urls))}"
+            )
+        bearer = key_of(api_key, kind)
         path = paths.pop()
         known = _MODEL_PATH.search(path)
         #: The path of a protocol; what precedes it belongs to every address.
         self.path = known[0] if known else path
-        self.servers = [Server(f"{url.scheme}://{url.netloc}{path.removesuffix(self.path)}") for url in parsed]
+        self.servers = [_server(url, path.removesuffix(self.path), kind) for url in parsed]
         self.timeout, self.retries, self.kind = timeout, retries, kind
         #: Called before each use of a server; if it raises, the server has failed.
         self.prepare: Callable[[Server], Coroutine[Any, Any, None]] | None = None
-        self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
+        self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {bearer}"} if bearer else {})}
         self._client: httpx.AsyncClient | None = None
         self._model: str | None = None
         self._naming = asyncio.Lock()
@@ -176,7 +189,7 @@ class ServerPool:
                 server.answered = time.monotonic()
                 raise
             except Exception as error:  # an answer may be wrong in any way
-                faults[server] = f"{type(error).__name__}: {error}"[:300]
+                faults[server] = masked(f"{type(error).__name__}: {error}")[:300]
                 first_fault = min(first_fault, time.monotonic())
                 server.note_failure()
                 logger.warning("%s %s failed (try %d): %s", self.kind, server.url, tries, faults[server])
@@ -216,11 +229,12 @@ class ServerPool:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             timeout = httpx.Timeout(self.timeout, connect=min(_CONNECT_SECONDS, self.timeout))
             self._client = httpx.AsyncClient(limits=limits, timeout=timeout, headers=self._headers)
-        request = self._client.build_request(method, server.url + path, json=body, params=params)
+        query, address = [*server.query, *(params or {}).items()], server.url + path
+        request = self._client.build_request(method, address, json=body, params=query, headers=server.headers)
         most = _most_bytes(body, int(request.headers.get("Content-Length", 0)))
         status, content = await asyncio.wait_for(_answer(self._client, request, most), self.timeout)
         if not 200 <= status < 300:
-            said = f"{server.url}{path} answers {status}: {content[:300].decode(errors='replace')}"
+            said = masked(f"{server.url}{path} answers {status}: {content[:300].decode(errors='replace')}")
             raise RefusedError(said) if status in _INVALID_REQUEST else StatusError(status, said)
         return json.loads(content) if content else None
 
@@ -259,11 +273,30 @@ class ServerPool:
         return self.servers[min(range(len(self.servers)), key=cost)]
 
 
+def _server(url: SplitResult, path: str, kind: str) -> Server:
+    """What an address names, apart from its credentials, which are noted."""
+    user, _, host = url.netloc.rpartition("@")
+    name, colon, password = (unquote(part) for part in user.partition(":"))
+    headers = {}
+    if name.startswith("$") and not colon:
+        headers = {"Authorization": f"Bearer {key_of(name, kind)}"}
+    elif user:
+        pair = f"{name}:{from_environment(password, kind)}"
+        headers = {"Authorization": f"Basic {b64encode(pair.encode()).decode()}"}
+    query = [
+        (name, from_environment(value, kind) if is_secret(name) or value[:1] == "$" or len(value) >= _LONG else value)
+        for name, value in parse_qsl(url.query, keep_blank_values=True)
+    ]
+    return Server(f"{url.scheme}://{host}{path}", query=query, headers=headers)
+
+
 def check_model_path(url: str) -> None:
     """Raises ConfigError for an address whose path no server of models has."""
-    path = urlsplit(url.rstrip("/")).path
+    path = urlsplit(url).path.rstrip("/")
     if path and not _MODEL_PATH.search(path):
-        raise ConfigError(f"servers of models are addresses like http://host:8000, .../v1 or .../generate, not '{url}'")
+        raise ConfigError(
+            f"servers of models are addresses like http://host:8000, .../v1 or .../generate, not '{masked(url)}'"
+        )
 
 
 def _first_model(answer: Any) -> str:
@@ -286,11 +319,11 @@ async def _answer(client: httpx.AsyncClient, request: httpx.Request, most: int) 
     response, content = await client.send(request, stream=True), bytearray()
     try:
         if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-            raise ValueError(f"{request.url} answers in the encoding '{encoding}', none was accepted")
+            raise ValueError(f"{request.url.host} answers in the encoding '{encoding}', none was accepted")
         async for part in response.aiter_raw():
             content += part
             if len(content) > most:
-                raise ValueError(f"{request.url} answers more than {most} bytes")
+                raise ValueError(f"{request.url.host} answers more than {most} bytes")
     finally:
         await response.aclose()
     return response.status_code, bytes(content)

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from verl.errors import VerlError
+from verl.secrets import masked
 
 #: Folders of code that is not the user's: this package, Python and what is installed.
 NOT_THE_USERS = tuple(
@@ -32,7 +33,7 @@ def describe(error: BaseException) -> str:
     where_raised = _innermost_line(traceback.extract_tb(error.__traceback__))
     name, where = type(error).__name__, f" ({where_raised})" if where_raised else ""
     try:
-        text = str(error)[: max(_TEXT, _MESSAGE - len(name) - len(where))]
+        text = masked(str(error))[: max(_TEXT, _MESSAGE - len(name) - len(where))]
     except Exception:  # the text of an exception may raise
         text = ""
     return f"{name}{f': {text}' if text else ''}{where}"

@@ -20,6 +20,7 @@ from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
 from verl.record import Record, SettingsError
 from verl.schemas import SETTINGS
+from verl.secrets import masked, masked_settings
 
 #: A recipe has a few kilobytes, and five levels at most below a list of the user's own.
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000
@@ -117,13 +118,13 @@ def _build(record: type[RecordT], content: Mapping[str, Any], locations: Locatio
     except SettingsError as error:
         lines = [_line(path, text, details, locations) for path, text, details in error.problems]
     listing = lines[0] if len(lines) == 1 else f"{len(lines)} problems\n  " + "\n  ".join(lines)
-    raise ConfigError(f"{origin}: {listing}")
+    raise ConfigError(masked(f"{origin}: {listing}"))
 
 
 def to_yaml(config: Config) -> str:
-    """All settings as YAML that `load_config` reads back to the same."""
-    content = {SETTINGS.key: SETTINGS.current, **_escaped(config.model_dump(mode="json"))}
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
+    """All settings as YAML that `load_config` reads back to the same, but for credentials, which are masked."""
+    content = {SETTINGS.key: SETTINGS.current, **_escaped(masked_settings(config.model_dump(mode="json")))}
+    return masked(str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)))
 
 
 def _read(path: Path) -> str:

@@ -46,6 +46,7 @@ from verl.record import (
 )
 from verl.rewards.registry import REWARDS
 from verl.rollout.options import RolloutOptions, Temperature
+from verl.secrets import masked_settings
 from verl.training.options import TrainOptions, TrainSettings
 
 #: The metric of `trainer.eval_metrics` that is not a function: it needs a model.
@@ -470,13 +471,14 @@ def config_hash(config: Config) -> str:
     """Eight hex digits over all settings that change a run's numbers.
 
     Left out are the settings marked so in the schema: where the run directory is and how it is called, what
-    is logged and kept, how often it is saved, and its length, unless a learning rate depends on that.
+    is logged and kept, how often it is saved, and its length, unless a learning rate depends on that. Credentials are
+    left out, too.
     """
     content = _identity(config)
     optims = (config.actor_rollout_ref.actor.optim, config.critic.optim)
     if any(optim.schedule != "constant" and optim.total_steps is None for optim in optims):
         content["trainer"]["total_steps"] = config.trainer.total_steps
-    text = json.dumps(content, sort_keys=True, ensure_ascii=True)
+    text = json.dumps(masked_settings(content), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

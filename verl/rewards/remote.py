@@ -19,12 +19,13 @@ from verl.checked import checked
 from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RolloutError, nearest
-from verl.http_servers import ServerPool, check_key, check_model_path
+from verl.http_servers import ServerPool, check_model_path
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
 from verl.rewards.forms import judges, user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_score, read_scores
+from verl.secrets import key_of
 from verl.user_calls import UserCode
 from verl.user_code import describe, traceback_of
 
@@ -68,7 +69,7 @@ class _ServedReward(FunctionReward):
         api_key: str | None,
         **options: Any,
     ) -> None:
-        check_key(api_key, f"reward '{options['name']}'")
+        key_of(api_key, f"reward '{options['name']}'")
         self._servers = (servers, timeout, retries, api_key)
         self._at_once = Slots(_AT_ONCE)
         super().__init__(function, **{**options, "process": False})
@@ -110,7 +111,7 @@ class RemoteReward(_ServedReward):
         batch_size: samples in one call.
         timeout: seconds for one call.
         retries: further tries of a call that failed.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; "$NAME" is in that variable of the environment.
         name, **options: see `FunctionReward`.
     """
 

@@ -11,6 +11,7 @@ from itertools import islice
 from numbers import Real
 from typing import Any
 
+from verl.secrets import masked
 from verl.user_code import describe, traceback_of
 
 _REASON_LENGTH = 300
@@ -33,7 +34,7 @@ class Score:
 
 
 def failure(reason: str, traceback: str | None = None) -> Score:
-    return Score(None, reason[:_REASON_LENGTH], True, traceback=traceback)
+    return Score(None, masked(reason)[:_REASON_LENGTH], True, traceback=traceback)
 
 
 def raised(error: BaseException) -> Score:

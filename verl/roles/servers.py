@@ -103,7 +103,7 @@ class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)
         model: the name that the servers know the model by; None: the first that they list.
         timeout: seconds for one answer; a request with its retries takes at most twice that.
         retries: further tries of a request that failed, on another server if there is one.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; "$NAME" is in that variable of the environment.
         sampling, seed: see `RolloutWorker`.
         **judge: options of `JudgeReward`: `template`, `parse`, `system`, `max_tokens`, ...
     """

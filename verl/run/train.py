@@ -38,6 +38,7 @@ from verl.run.data import build_data, in_steps
 from verl.run.folder import Run, open_run
 from verl.run.memory import check_memory
 from verl.run.resolved import resolve, resolve_engine
+from verl.secrets import masked_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
 from verl.user_calls import beside
@@ -211,7 +212,7 @@ def _logger(config: Config, run: Run, step: int | None) -> Logger:
         settings.loggers,
         run_id=run.path.name,
         project=settings.project,
-        config=dict(flat(config.model_dump(mode="json"))),
+        config=dict(flat(masked_settings(config.model_dump(mode="json")))),
         total_steps=settings.total_steps,
         resume_step=-1 if step is None and run.status == "resumed" else step,
         eval_every=None if config.data.eval is None else settings.eval_every or max(settings.total_steps, 1),

@@ -25,6 +25,7 @@ from verl.rewards.scores import as_number, is_usable
 from verl.rollout.episode import EndOfRunError
 from verl.rollout.gateway.server import listening
 from verl.sandbox import Limits, command_job, jailed
+from verl.secrets import is_secret, masked, note_secret
 from verl.user_calls import HungError, LateError, UserCode
 from verl.user_code import describe
 
@@ -130,7 +131,9 @@ def agent_of(
         words = shlex.split(agent) if isinstance(agent, str) else agent
     is_list = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
     if not is_list or not all(isinstance(word, str) for word in words):
-        raise ConfigError(f"an agent is a function (base_url, api_key, row), a command or an address, not {agent!r}")
+        raise ConfigError(
+            f"an agent is a function (base_url, api_key, row), a command or an address, not {masked(repr(agent))}"
+        )
     if sandbox is not None:
         return _Sandboxed(words, environment or {}, sandbox)
     if shutil.which(words[0], path=(environment or {}).get("PATH")) is None:
@@ -171,6 +174,9 @@ class _Command:
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self._words, self._environment = list(words), dict(environment)
+        for name, value in environment.items():
+            if is_secret(name):
+                note_secret(value)
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -194,7 +200,7 @@ class _Command:
         if status < 0:
             raise KilledError(f"the agent was killed by signal {-status}")
         if status:
-            raise AgentError(f"the agent's command ended with status {status}: {faults[:200] or 'no message'}")
+            raise AgentError(f"the agent's command ended with status {status}: {masked(faults)[:200] or 'no message'}")
         value = None
         with suppress(ValueError, RecursionError):
             value = json.loads(said)
@@ -302,7 +308,9 @@ class _Address:
 
     def __init__(self, url: str) -> None:
         if not is_loopback(url):
-            raise ConfigError(f"an agent's address is one of this machine (http://127.0.0.1:PORT), not {url!r:.100}")
+            raise ConfigError(
+                f"an agent's address is one of this machine (http://127.0.0.1:PORT), not {masked(url)!r:.100}"
+            )
         self._url = url
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
@@ -312,9 +320,11 @@ class _Address:
                 headers = {"Content-Type": "application/json"}
                 response = await client.post(self._url, content=body, headers=headers)
         except httpx.HTTPError as error:
-            raise KilledError(f"the agent at {self._url} cannot be reached: {type(error).__name__}: {error}") from error
+            shown = masked(f"the agent at {self._url} cannot be reached: {type(error).__name__}: {error}")
+            raise KilledError(shown) from error
         with suppress(ValueError, RecursionError):
             value = response.json() if response.content else None
             if response.status_code < 300:
                 return value
-        raise AgentError(f"the agent at {self._url} answered {response.status_code}: {response.text!r:.200}")
+        said = masked(repr(response.text))[:200]
+        raise AgentError(f"the agent at {masked(self._url)} answered {response.status_code}: {said}")

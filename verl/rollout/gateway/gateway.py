@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl.checked import checked
 from verl.data.chat import template_inputs
 from verl.errors import ConfigError, VerlError, nearest
-from verl.http_servers import check_key
 from verl.record import Count, Portion, Seconds
 from verl.rollout.episode import Client, EndOfRunError, LeftOutError
 from verl.rollout.gateway.agents import (
@@ -39,6 +38,7 @@ from verl.rollout.gateway.session import START, Bounds, Rules, Session
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Turns
 from verl.sandbox import require
+from verl.secrets import key_of, masked
 from verl.user_calls import LateError, within
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> 
     for name, url in models.items():
         if url is not None and url != START and not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"models: '{name}' is 'start' or the address of a server that speaks as OpenAI's, not {url!r}"
+                f"models: '{name}' is 'start' or the address of a server that speaks as OpenAI's, not {masked(url)!r}"
             )
     for name, variable in keys.items():
         url = models.get(name)
@@ -238,9 +238,11 @@ def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> 
             raise ConfigError(f"model_keys: '{name}' is no server of models: {nearest(name, models)}")
         if not os.environ.get(variable):
             raise ConfigError(f"model_keys: '{name}' has its key in the variable {variable}, which is not set")
-        check_key(os.environ[variable], f"model_keys: '{name}'")
+        key_of(os.environ[variable], f"model_keys: '{name}'")
         if url.startswith("http://") and not is_loopback(url):
-            raise ConfigError(f"models: '{name}' has a key, which http would show on its way to {url}: use https")
+            raise ConfigError(
+                f"models: '{name}' has a key, which http would show on its way to {masked(url)}: use https"
+            )
 
 
 def _check_names(calls: Sequence[Call], verdict: Verdict) -> None:
