@@ -1,9 +1,4 @@
-"""`verl generate`: prompts from a file in, completions into a file; cut off anywhere, the same command goes on.
-
-While the work goes on, `OUT.part` lies beside the output `OUT`: a line with the settings, then one for each response as
-it finishes. When all are there `OUT` is written in the order of the prompts, and takes its place in one piece. An
-earlier `OUT` stays until then.
-"""
+"""`verl generate`: prompts from a file in, completions into a file, which is written in one piece at the end."""
 
 from __future__ import annotations
 
@@ -11,18 +6,19 @@ import base64
 import json
 import os
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.durable import append_lines, clear_staging, parse_json, try_lock, write_atomic
+from verl.durable import clear_staging, write_atomic
 from verl.errors import ConfigError, DataError, RolloutError
 
 if TYPE_CHECKING:
@@ -65,11 +61,11 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences generated at the same time.")] = 256,
     kv_cache_gb: Annotated[float | None, typer.Option(help="Memory for keys and values, in GB.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; OUT is replaced at the end.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace OUT, at the end, if it is there.")] = False,
 ) -> None:
     """Generate responses to the prompts of a file.
 
-    If it was interrupted, the same command (without --fresh) continues; other prompts or settings are refused.
+    OUT is written when all responses are there; an interrupted command leaves nothing.
 
     A row of the output holds the prompt's columns and `id`, `response`, `finish` (stop, length; refused, with the
     reason in `error`), `response_tokens`. In .jsonl dates are ISO text and bytes base64. In .parquet a column whose
@@ -87,7 +83,7 @@ def generate(
 
     if system is not None and chat is False:
         raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
-    _check_output(out, prompts)
+    _check_output(out, prompts, fresh)
     limit_library_memory()
     engine = _chosen_engine(dtype) if engine == "auto" else engine
     ends = tuple(stop or ())
@@ -96,20 +92,16 @@ def generate(
     )
     form: dict[str, Any] = {"prompt_column": prompt_column, "system_prompt": system, "chat": chat}
     data = load_prompts(_source(prompts), **form, limit=limit)
-    # A link such as runs/latest may lead to another model the next time.
-    path = os.path.realpath(model) if os.path.isdir(model) else model
-    settings = {"model": path, "prompts": data.fingerprint(), **form, "n": n, "seed": seed, "dtype": dtype}
-    settings |= {"engine": engine, **asdict(params)}
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
-
-    def sample(missing: Mapping[str, int]) -> Iterator[_Answer]:
-        options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
-        return _answers(model, dtype, options, data.batch, missing, params)
-
-    with _part_file(out, settings, fresh) as part:
-        answers = part.complete(rows, sample)
-        with _writing(out):
-            write_atomic(out, _content(out.suffix, data.batch.take([*rows.values()]), answers))
+    options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
+    by_name = {
+        answer.id: answer for answer in _shown(_answers(model, dtype, options, data.batch, rows, params), len(rows))
+    }
+    answers = [by_name[name] for name in rows]
+    try:
+        write_atomic(out, _content(out.suffix, data.batch.take([*rows.values()]), answers))
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from error
     _tell(out, rows.values(), answers)
     typer.echo(out)
 
@@ -125,12 +117,26 @@ class _Answer:
     error: str | None = None
 
 
-def _check_output(out: Path, prompts: str) -> None:
-    """The output may neither take the prompts' place nor be read among them the next time."""
+def _check_output(out: Path, prompts: str, fresh: bool) -> None:
+    """The output may neither take the prompts' place nor be read among them the next time; what is there stays, unless
+    `fresh`. What cannot be written is told before anything is generated.
+
+    Raises:
+        ConfigError: one of these.
+    """
     if out.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{out}: the output must be .jsonl or .parquet")
     if prompts != "-" and out.resolve().is_relative_to(Path(prompts).resolve()):
         raise ConfigError(f"{out} lies where the prompts are read from ({prompts}): give another name")
+    can_replace = out.is_file() and not out.is_symlink()  # neither a device, nor a link to one
+    if os.path.lexists(out) and not (can_replace and fresh):
+        raise ConfigError(f"{out} is there: give another name{', or --fresh' if can_replace else ''}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        clear_staging(out.parent)  # of a process that was killed while it wrote the output
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from error
 
 
 def _chosen_engine(dtype: str) -> str:
@@ -174,12 +180,12 @@ def _tell(out: Path, rows: Iterable[int], answers: Sequence[_Answer]) -> None:
 
 
 def _answers(
-    model: str, dtype: str, options: SamplerOptions, prompts: Batch, missing: Mapping[str, int], params: SamplingParams
+    model: str, dtype: str, options: SamplerOptions, prompts: Batch, rows: Mapping[str, int], params: SamplingParams
 ) -> Iterator[_Answer]:
     """Responses as they finish.
 
     Args:
-        missing: row of the prompt, by the name of the response.
+        rows: row of the prompt, by the name of the response.
     """
     from verl.data.text import ResponseText
     from verl.data.tokenize import encode_prompts
@@ -195,7 +201,7 @@ def _answers(
     decode = ResponseText(tokenizer, ends)
     engine = make_rollout_engine(PackedModel(loaded), tokenizer, ends, options)
     engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
-    tokens, waiting = encode_prompts(tokenizer, prompts), deque(missing.items())
+    tokens, waiting = encode_prompts(tokenizer, prompts), deque(rows.items())
     while waiting or engine.unfinished:
         while waiting and engine.unfinished < _AHEAD * options.max_num_seqs:
             name, row = waiting.popleft()
@@ -208,12 +214,12 @@ def _answers(
             yield _Answer(sample.id, text, sample.finish, sample.tokens)
 
 
-def _shown(answers: Iterable[_Answer], total: int, done: int) -> Iterator[_Answer]:
+def _shown(answers: Iterable[_Answer], total: int) -> Iterator[_Answer]:
     """The answers as they come; prints progress every `_SHOW_EVERY` seconds, and the speed at the end."""
     start, tokens, shown = time.monotonic(), 0, time.monotonic()
     speed = ""
-    for answer in answers:
-        tokens, done = tokens + len(answer.response_tokens), done + 1
+    for done, answer in enumerate(answers, 1):
+        tokens += len(answer.response_tokens)
         now = time.monotonic()
         speed = f"{tokens:,} tokens, {tokens / max(now - start, 1e-9):,.0f} tokens/s"
         if now > shown + _SHOW_EVERY:
@@ -221,98 +227,6 @@ def _shown(answers: Iterable[_Answer], total: int, done: int) -> Iterator[_Answe
             typer.echo(f"{done} of {total} responses, {speed}", err=True)
         yield answer
     typer.echo(speed, err=True)
-
-
-@dataclass
-class _Part:
-    """`OUT.part`: a line with the settings, then one for each response, by name."""
-
-    out: Path
-    path: Path
-    settings: dict[str, Any]
-    answers: dict[str, _Answer]
-
-    def add(self, answer: _Answer) -> None:
-        lines = json.dumps(asdict(answer)) + "\n"
-        with _writing(self.out):
-            if not self.answers:  # only now does it begin anew: a wrong model costs no earlier responses
-                os.truncate(self.path, 0)
-                lines = json.dumps(self.settings) + "\n" + lines
-            append_lines(self.path, lines)
-        self.answers[answer.id] = answer
-
-    def complete(
-        self, rows: Mapping[str, int], sample: Callable[[Mapping[str, int]], Iterator[_Answer]]
-    ) -> list[_Answer]:
-        """All answers in the order of `rows` (row of the prompt by the name of the answer); `sample` makes those that
-        are missing."""
-        if missing := {name: row for name, row in rows.items() if name not in self.answers}:
-            for answer in _shown(sample(missing), len(rows), len(rows) - len(missing)):
-                self.add(answer)
-        return [self.answers[name] for name in rows]
-
-
-@contextmanager
-def _part_file(out: Path, settings: Mapping[str, Any], fresh: bool) -> Iterator[_Part]:
-    """The part file of an output, locked, with the responses of an earlier attempt unless `fresh`. It is removed at the
-    end; after an error only if it holds no response, and then the next attempt may have other settings.
-
-    Raises:
-        ConfigError: the output is there, or another process writes it; the part file was begun with other settings, or
-            cannot be written.
-        DataError: the part file is damaged.
-    """
-    path = out.with_name(f"{out.name}.part")
-    with _writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        clear_staging(out.parent)  # of a process that was killed while it wrote the output
-        file = path.open("a")
-    with file:
-        with _writing(out):
-            if not try_lock(file):
-                raise ConfigError(f"{out} is being written by another process")
-        try:
-            with _writing(out):
-                before, answers = ({}, {}) if fresh else _read_part(path)
-            can_replace = out.is_file() and not out.is_symlink()  # neither a device, nor a link to one
-            # What was begun with --fresh goes on without: the output that it replaces is still there.
-            if os.path.lexists(out) and not (can_replace and (fresh or before.get("fresh"))):
-                raise ConfigError(f"{out} is there: give another name{', or --fresh' if can_replace else ''}")
-            now = json.loads(json.dumps(settings))
-            other = [f"{key}={before.get(key)} (now {value})" for key, value in now.items() if before.get(key) != value]
-            if answers and other:
-                raise ConfigError(
-                    f"{path} was begun with {', '.join(other)}: give the same settings to go on, or --fresh"
-                )
-            yield _Part(out, path, {**now, "fresh": fresh}, answers)
-        except BaseException:
-            if not path.stat().st_size:
-                path.unlink()
-            raise
-        path.unlink()
-
-
-def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, _Answer]]:
-    """Settings and responses; a line that was cut off is cut away, and so are settings without a response."""
-    append_lines(path, "")
-    lines = path.read_bytes().splitlines()
-    try:
-        settings = parse_json(lines[0], dict[str, Any]) if lines else {}
-        answers = [parse_json(line, _Answer) for line in lines[1:]]
-    except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}): start anew with --fresh") from error
-    if not answers:
-        os.truncate(path, 0)
-    return settings, {answer.id: answer for answer in answers}
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        later = "once it can be, the same command without --fresh goes on"
-        raise ConfigError(f"{out} cannot be written: {error}; {later}") from error
 
 
 def _content(suffix: str, prompts: Batch, answers: Sequence[_Answer]) -> bytes:
