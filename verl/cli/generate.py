@@ -119,7 +119,7 @@ class _Answer:
 
 def _check_output(out: Path, prompts: str, fresh: bool) -> None:
     """The output may neither take the prompts' place nor be read among them the next time; what is there stays, unless
-    `fresh`. What cannot be written is told before anything is generated.
+    `fresh`. What cannot be written is reported before anything is generated.
 
     Raises:
         ConfigError: one of these.
