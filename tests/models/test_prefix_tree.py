@@ -19,6 +19,7 @@ from verl.attention import flash, segments
 from verl.attention import prefix_tree as trees
 from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.attention.segments import Packed, Row, pack_rows
+from verl.attention.varlen import Ragged
 from verl.models.packed import PackedModel
 
 Rows = list[tuple[list[int], list[int]]]  # prompt, response
@@ -186,3 +187,18 @@ def test_a_thousand_forks_one_in_another() -> None:
     # A node of the prompt, then one each `LEAST` tokens.
     assert max(map(len, tree.paths)) <= 2 + 1000 // trees.LEAST
     assert sum(tree.lengths) < 0.1 * sum(map(len, rows))
+
+
+def test_on_a_device_a_chat_template_costs_no_launches() -> None:
+    """There the gradients of a shared token's copies are added in as many rounds as it has copies: with a template in
+    common these would be all rows of the micro-batch, not the samples of one prompt."""
+
+    def rounds(template: int, device: str) -> int:
+        prompts = [[5] * template + [9 + n, 7, 8] for n in range(8) for _ in range(4)]
+        responses = [[100 + n, 3] for n in range(32)]
+        return len(Ragged(pack_rows(prompts, responses, device).context.rows)._rounds)
+
+    assert rounds(24, "meta") == rounds(0, "meta") == 4
+    assert rounds(24, "cpu") == 40  # buckets there, which make no copies
+    least = trees.LEAST_BETWEEN_ON_DEVICE
+    assert (rounds(least - 1, "meta"), rounds(least, "meta")) == (4, 40)

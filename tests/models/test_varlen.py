@@ -203,7 +203,7 @@ def package(monkeypatch: pytest.MonkeyPatch, looked_for: None) -> Package:
 def test_an_older_torch_takes_the_package(package: Package, window: int | None, splits: bool) -> None:
     calls = package(splits)
     kernel = flash.flash_attention(half())
-    assert kernel is not None and not flash.has_splits(kernel)
+    assert kernel is not None and not flash.takes_splits(kernel, half())
     rows = [Row(0, 4), Row(4, 3, Row(0, 4)), Row(7, 2, Row(0, 4))]
     inputs = [torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)

@@ -28,6 +28,7 @@ from verl.algorithms import make_algorithm
 from verl.errors import ConfigError, DataError, ModelError, RolloutError
 from verl.models.loading import load_model
 from verl.models.options import ModelOptions
+from verl.rollout.embedded import engine as embedded
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
 from verl.weights.shard import checksum
@@ -263,6 +264,23 @@ def test_recorded_samples_are_never_the_policys_own(actor: verl.Actor, tiny: Pat
     recorded = verl.OfflineDatasetLoader(tmp_path / "own.parquet").batch
     assert not actor.needs_old_log_probs(algorithm, own)
     assert verl.Actor(str(tiny)).needs_old_log_probs(algorithm, recorded)
+
+
+def test_where_the_engine_has_other_numbers_tokens_are_weighted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the embedded engine takes other kernels than a training step, also on the policy's own samples."""
+    monkeypatch.setattr(embedded, "is_host", lambda device: False)
+    actor = verl.Actor(str(tiny), sampling=verl.SamplingParams(max_new_tokens=4))
+    algorithm = make_algorithm("grpo")
+    samples = actor.generate_sequences(PROMPTS, n=2)
+    assert actor.needs_old_log_probs(algorithm, samples)
+    off = [[value - 1.0 for value in row] for row in samples["rollout_log_probs"]]
+    samples = samples.drop(["rollout_log_probs"]).add({"rollout_log_probs": off, "reward": [0.0, 1.0] * 2})
+    read = samples.add(actor.compute_log_probs(samples))
+    prepared, metrics = algorithm.prepare(read)
+    assert metrics["mismatch/ess"] > 0.99 and metrics["mismatch/kl"] < -0.9
+    weights = prepared.tensor("rollout_is_weights")
+    assert weights.min() == weights.max() == 2.0, "truncated"
+    assert "old_log_probs" not in actor.update_part(prepared, algorithm).rows, "of the step's own forward"
 
 
 def test_samples_of_other_weights_are_not_the_policys_own(

@@ -128,6 +128,51 @@ def test_pages_are_as_large_and_keys_as_whole_as_the_kernel_wants_them(
     assert all(call["num_splits"] == 1 for call in calls if call["window_size"] != (-1, -1))
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_kernel_that_refuses_num_splits_is_not_given_it(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """torch 2.12 has the argument in the signature, its kernel refuses it, and it never splits keys in pages."""
+    packed = PackedModel(make_model(kind))
+    settings: dict[str, Any] = {"eos_token_ids": (2,), "seed": 3, "kv_memory": 64 << 20}
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    requests = [Request(f"{i}", list(range(5, 5 + length)), params) for i, length in enumerate((50, 3))]
+    expected = run(EmbeddedEngine(packed, **settings), requests)
+    as_device(monkeypatch)
+    refused = []
+
+    def of_torch_2_12(*args: Any, num_splits: int | None = None, **kwargs: Any) -> torch.Tensor:
+        if num_splits is not None:
+            refused.append(num_splits)
+            raise RuntimeError("num_splits requires FA3. Register FA3 with `register_flash_attention_fa3()`.")
+        return varlen_attn(*args, **kwargs, num_splits=1, page=16)
+
+    take(monkeypatch, of_torch_2_12)
+    for _ in range(2):
+        samples = run(EmbeddedEngine(packed, compiled=False, **settings), requests)
+        assert {name: sample.tokens for name, sample in samples.items()} == {
+            name: sample.tokens for name, sample in expected.items()
+        }
+    assert refused == [1], "asked once a process"
+
+
+def test_what_else_a_kernel_raises_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    without_memory.__kwdefaults__ = {"num_splits": None}  # type: ignore[attr-defined]
+    with pytest.raises(torch.OutOfMemoryError):
+        flash.takes_splits(without_memory, torch.zeros(2, 256, 1, 8))
+
+
+def test_on_a_device_its_log_probs_are_not_the_trainers(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedModel(make_model("llama"))
+    settings: dict[str, Any] = {"eos_token_ids": (2,), "seed": 3, "kv_memory": 64 << 20}
+    assert EmbeddedEngine(packed, **settings).exact
+    as_device(monkeypatch)
+    assert not EmbeddedEngine(packed, compiled=False, **settings).exact
+
+
 def test_blocks_are_as_large_as_flash_attention_reads_them() -> None:
     assert kv_cache.block_tokens(torch.device("cuda:1")) == 256
     assert kv_cache.block_tokens(torch.device("cpu")) == kv_cache.BLOCK

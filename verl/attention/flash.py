@@ -49,9 +49,30 @@ def _of_any_heads(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def has_splits(kernel: Callable[..., Tensor]) -> bool:
-    """Whether it can be kept from splitting a sequence's keys by how many sequences there are."""
-    return "num_splits" in (getattr(kernel, "__kwdefaults__", None) or {})
+def takes_splits(kernel: Callable[..., Tensor], keys: Tensor) -> bool:
+    """Whether it can be kept from splitting a sequence's keys by how many sequences there are; of pages such as `keys`.
+
+    torch 2.12 has `num_splits` in the signature, and its kernel refuses it; it does not split keys in pages by itself.
+    So a call of two rows says it, once a process.
+    """
+    is_named = "num_splits" in (getattr(kernel, "__kwdefaults__", None) or {})
+    return is_named and _runs_unsplit(kernel, keys.shape[1], keys.shape[-1], keys.dtype, keys.device)
+
+
+@cache
+def _runs_unsplit(
+    kernel: Callable[..., Tensor], page: int, size: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    keys, query = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((1, page, 1, size), (2, 1, size)))
+    ends = torch.arange(3, dtype=torch.int32, device=device)
+    pages = {"seqused_k": ends.diff(), "block_table": torch.zeros(2, 1, dtype=torch.int32, device=device)}
+    try:
+        kernel(query, keys, keys, ends, ends, 1, 1, scale=1.0, window_size=(-1, 0), num_splits=1, **pages)
+    except RuntimeError as error:
+        if "num_splits" not in str(error):
+            raise
+        return False
+    return True
 
 
 @cache

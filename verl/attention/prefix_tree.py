@@ -23,6 +23,8 @@ Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 LEAST = 64
 #: Fewest that families share. It may be less, since prompts do not begin alike by chance.
 LEAST_BETWEEN = 16
+#: The same on an accelerator, where it costs launches: gradients of a shared token's copies are added one by one.
+LEAST_BETWEEN_ON_DEVICE = 256
 
 
 class PrefixTree(NamedTuple):
@@ -117,10 +119,10 @@ def prefix_tree(
     return PrefixTree(lengths, paths)
 
 
-def joined(tree: PrefixTree, rows: Sequence[Indices]) -> PrefixTree:
-    """The same trees of the same rows, with what their roots have in common, `LEAST_BETWEEN` tokens or more, once."""
+def joined(tree: PrefixTree, rows: Sequence[Indices], least: int = LEAST_BETWEEN) -> PrefixTree:
+    """The same trees of the same rows, with what their roots have in common, `least` tokens or more, once."""
     roots = {path[0]: row[: tree.lengths[path[0]]] for path, row in zip(tree.paths, rows, strict=True)}
-    above = prefix_tree([*roots.values()], [0] * len(roots), [0] * len(roots), least=LEAST_BETWEEN)
+    above = prefix_tree([*roots.values()], [0] * len(roots), [0] * len(roots), least=least)
     root_paths, below = dict(zip(roots, above.paths, strict=True)), len(above.lengths)
     paths = [(*root_paths[path[0]], *[below + node for node in path[1:]]) for path in tree.paths]
     return PrefixTree([*above.lengths, *tree.lengths], paths)

@@ -32,9 +32,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl.attention import flash
-from verl.attention.prefix_tree import Indices, PrefixTree, families, joined, prefix_tree
+from verl.attention.prefix_tree import (
+    LEAST_BETWEEN,
+    LEAST_BETWEEN_ON_DEVICE,
+    Indices,
+    PrefixTree,
+    families,
+    joined,
+    prefix_tree,
+)
 from verl.autograd import add_rows
-from verl.device import to_device
+from verl.device import is_host, to_device
 from verl.errors import DataError
 from verl.kernels.compiled import VECTOR, layer_kernels
 
@@ -115,7 +123,8 @@ def pack_rows(
 
     Args:
         share_prompts: adjacent samples with equal prompts share one forward of what they begin with, and so do prompts
-            that begin alike for `prefix_tree.LEAST_BETWEEN` tokens. The numbers do not change.
+            that begin alike for `prefix_tree.LEAST_BETWEEN` tokens, `LEAST_BETWEEN_ON_DEVICE` on an accelerator. The
+            numbers do not change.
         keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
             default; scores at the last token need it.
         tree: of the samples without their last response token, in the place of one by their prompts: what adjacent
@@ -135,7 +144,7 @@ def pack_rows(
         of_prompt = families([row[:length] for row, length in zip(fed, lengths, strict=True)])
         tree = prefix_tree(fed, lengths, of_prompt if share_prompts else range(len(fed)))
     if share_prompts:
-        tree = joined(tree, fed)
+        tree = joined(tree, fed, LEAST_BETWEEN if is_host(torch.device(device)) else LEAST_BETWEEN_ON_DEVICE)
     if keep_last:
         fed = [np.append(row, r[-1:]).astype(np.int64) for row, (_, r) in zip(fed, samples, strict=True)]
         ends = enumerate(zip(tree.paths, samples, strict=True), len(tree.lengths))

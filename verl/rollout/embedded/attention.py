@@ -124,7 +124,7 @@ class PagedAttention(NamedTuple):
         """By flash attention where there is one, else by the torch code."""
         tensors, is_grouped = self.tensors, query.shape[1] != self.cache.heads
         kernel = flash.flash_attention(values, paged=True)
-        if self.rows is not None and kernel is not None and not flash.has_splits(kernel):
+        if self.rows is not None and kernel is not None and not flash.takes_splits(kernel, keys):
             kernel = None
         window_size = (-1 if window is None else window - 1, 0)
         options: dict[str, int] = {}
@@ -134,7 +134,7 @@ class PagedAttention(NamedTuple):
             # One query sees all keys, causal or not, and only where it is not said to be do the query heads of a
             # group share each read. Steps whose numbers depend on nothing else in them take one kernel throughout.
             window_size = (-1, -1)
-        elif flash.has_splits(kernel):
+        elif flash.takes_splits(kernel, keys):
             options = {"num_splits": 1}  # else torch splits the keys, and writes most sequences to the wrong place
         lists = (tensors.cu_seq_q, tensors.cu_seq_k, tensors.max_q, tensors.max_k)
         pages: dict[str, Any] = {"seqused_k": tensors.seqused_k, "block_table": tensors.block_table, **options}

@@ -61,8 +61,6 @@ class EmbeddedEngine:
         ConfigError: the memory is too small for two blocks, or a number is not positive.
     """
 
-    #: Its log-probs come from the trainer's own kernels on the live weights.
-    exact = True
     is_live = tells_top = True
 
     def __init__(
@@ -91,6 +89,9 @@ class EmbeddedEngine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_length = _max_length(packed, max_length)
         on_device = not is_host(packed.device)
+        #: Whether its log-probs are the trainer's own numbers. On a device attention over pages, and products of a few
+        #: rows, take other kernels than a training step.
+        self.exact = not on_device
         self.look_ahead = (on_device if look_ahead is None else look_ahead) and packed.tensor_group is None
         self.policy_version = 0
         self.stats = EngineStats()
