@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         if state.mode == "proxied" and route == self.path:
             self.answer(404, {"error": "nobody lives here"})
         elif route == "/collective_rpc":
-            self.answer(200, {"results": [{"version": state.version}]})
+            self.answer(200, {"results": [{"version": state.version, "scaled": state.mode != "V2"}]})
         elif "weight" in route or route == "/reset_prefix_cache":
             self.update(route, body)
         elif state.mode == "hang":

@@ -4,6 +4,7 @@ is told, and fails where memory is used that is not there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -38,7 +39,8 @@ class LLM:
     def collective_rpc(self, name: str) -> list[Any]:
         if name == "verl_dropped":
             self.served = None
-        return [{"scaled": True, "version": self.served}]
+        is_v1 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"  # V2, the default, has another sampler
+        return [{"scaled": is_v1, "version": self.served}]
 
     def sleep(self, level: int) -> None:
         assert self.memory == {"weights", "kv_cache"} and not self.requests

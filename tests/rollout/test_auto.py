@@ -193,3 +193,14 @@ def test_an_old_vllm_is_not_taken(gpu: Install, monkeypatch: pytest.MonkeyPatch)
         assert chosen == name, why
     monkeypatch.setattr(choice, "version", lambda package: "0.11.2")
     assert "vLLM 0.11.2 is older than 0.32" in choice.choose_engine(RolloutOptions(), "cuda:0").why
+
+
+def test_with_a_model_runner_that_is_not_served_vllm_is_not_taken(
+    gpu: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for asked, name in (("1", "embedded"), ("0", "vllm")):
+        monkeypatch.setenv(choice.RUNNER, asked)
+        assert choose_engine(RolloutOptions(), "cuda:0").name == name
+    monkeypatch.setenv(choice.RUNNER, "1")
+    assert "VLLM_USE_V2_MODEL_RUNNER=1 asks vLLM for model runner V2" in choose_engine(RolloutOptions(), "cuda").why
+    assert "unset it" in check_engine().detail

@@ -250,6 +250,19 @@ def test_weights_go_to_every_server_and_one_without_them_is_not_used(
         fixed.load_shards(model_shards(model), 1)
 
 
+def test_a_server_whose_log_probs_are_of_another_temperature_is_refused_there(
+    serve: Callable[..., Plain], make_model: Callable[..., PreTrainedModel]
+) -> None:
+    """vLLM's model runner V2 has another sampler, that the worker cannot have scale the logits."""
+    model = make_model("llama")
+    remote = engine(serve(1, "V2"), model=model)
+    remote.load_shards(model_shards(model), 1)
+    with pytest.raises(RolloutError, match=r"no log-probs at temperature 0\.7.*VLLM_USE_V2_MODEL_RUNNER=0"):
+        remote.add(Request("a", [5], SamplingParams(max_new_tokens=2, temperature=0.7)))
+    remote.add(Request("b", [5], SamplingParams(max_new_tokens=2)))
+    assert [sample.id for sample in generate(remote, [])] == ["b"]
+
+
 @pytest.mark.quick("between two rollouts")
 @pytest.mark.parametrize("when", ["between two rollouts", "while it serves"])
 def test_a_server_that_was_restarted_gets_the_weights_and_goes_on(

@@ -5,6 +5,8 @@ The CPU build cannot sleep: a stand-in for a build that can computes, and drops 
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import verl
 from tests.rollout.stand_in_vllm import LLM, modules
-from verl.errors import RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, SamplingParams, generate
+from verl.rollout.choice import RUNNER
 from verl.rollout.vllm.engine import NoWeightsError, VLLMEngine
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
@@ -27,6 +30,8 @@ WAKING = ["wake weights", "update", "wake kv_cache"]
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNNER, "")
+    monkeypatch.delenv(RUNNER)  # what the engine sets is undone
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
 
@@ -71,6 +76,29 @@ def test_without_weights_nothing_is_served(engine: VLLMEngine, model: PreTrained
     with torch.no_grad():
         expected = model(torch.tensor([[5, 9]])).logits[0, -1].log_softmax(-1)[30].item()
     assert engine.policy_version == 3 and engine.score([5, 9], [30]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_the_model_runner_with_log_probs_at_every_temperature_is_chosen(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V2, which vLLM takes by itself on a GPU, has another sampler, that the worker does not take for its own."""
+    with caplog.at_level(logging.INFO, "verl"):
+        for version in (1, 2):
+            engine = VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, kv_memory=1 << 20)
+            engine.load_shards(model_shards(model), version)
+            engine.add(Request("a", [5, 9, 30], SamplingParams(max_new_tokens=3, temperature=0.7)))
+            assert len(engine.step()) == 1
+    assert os.environ[RUNNER] == "0", "vLLM asks for it again while it runs"
+    assert caplog.text.count("vLLM takes its model runner V1") == 1
+
+
+def test_another_model_runner_is_refused_before_the_start(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNNER, "1")
+    with pytest.raises(ConfigError, match=f"{RUNNER}=1 asks vLLM for model runner V2"):
+        VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, kv_memory=1 << 20)
+    assert not LLM.made
 
 
 def test_with_requests_in_work_it_does_not_sleep(engine: VLLMEngine) -> None:

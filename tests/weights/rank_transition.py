@@ -142,7 +142,7 @@ def back(weights: HybridWeights, engine: TorchEngine, group: Any) -> None:
         reverse = transition(plan.target, plan.source, specs, {name: s.sharded_dims for name, s in plan.specs.items()})
         rank = dist.get_rank()
         buffers = {name: torch.empty(reverse.local_shape(rank, name), dtype=spec.dtype) for name, spec in specs.items()}
-        Transfer(reverse, rank, group, kept, buffers).run()
+        Transfer(reverse, rank, group, kept, buffers, torch.device("cpu")).run()
         kept = [shard for name in buffers for shard in blocks(reverse, rank, name, buffers[name])]
     engine.load_shards(kept)
 

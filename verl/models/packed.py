@@ -79,7 +79,8 @@ class PackedModel:
     Args:
         fused_kernels: run the layers by fused kernels where there are some; a name asks for those of that library, in
             whose place others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
-        device: where the weights of a model without any (`verl.weights.meta`) will be.
+        device: where it computes; None: where its weights are. A model may have none yet (`verl.weights.meta`), or
+            keep them in host memory.
 
     Raises:
         ModelError: it is no transformers model with a text configuration, its head is not a linear map (with the
@@ -129,7 +130,7 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device if self._device is None or self.model.device.type != "meta" else self._device
+        return self.model.device if self._device is None else self._device
 
     @property
     def is_fused(self) -> bool:

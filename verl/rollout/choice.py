@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from verl.rollout.options import RolloutOptions
 
 #: The oldest with which weights were sent and sampled.
 _OLDEST = (0, 32)
+#: By this variable vLLM chooses its model runner; "0": V1, whose sampler is the one that log-probs are asked of here.
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class Choice(NamedTuple):
@@ -61,7 +64,14 @@ def _lacking() -> str | None:
             continue
         if tuple(map(int, installed.split(".")[:2])) < _OLDEST:
             return f"vLLM {installed} is older than {'.'.join(map(str, _OLDEST))}"
-    return None
+    return refused_runner()
+
+
+def refused_runner() -> str | None:
+    """Why vLLM does not start with the model runner that the environment asks for; None: it does."""
+    if (asked := os.environ.get(RUNNER, "0")) == "0":
+        return None
+    return f"{RUNNER}={asked} asks vLLM for model runner V2, which has log-probs at temperature 1 only: unset it"
 
 
 def planned_engine(rollout: RolloutOptions, model: ModelOptions) -> Choice:

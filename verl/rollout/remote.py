@@ -17,7 +17,7 @@ from verl.errors import RolloutError
 from verl.http_servers import NoServerError, Server, ServerPool, check_model_path
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.response import check_prompt
-from verl.rollout.vllm.engine import FINISH, prompt_scores, sampled, sampling_arguments
+from verl.rollout.vllm.engine import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm.transport import FileTransport
 from verl.user_calls import DEADLINE
 from verl.weights.shard import Shard
@@ -67,6 +67,8 @@ class RemoteEngine:
         self._vocab_size = int(getattr(config, "vocab_size", _UNLIMITED))
         self._max_length = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
         self._asked: dict[str, Future[Sample]] = {}
+        #: Whether log-probs are of temperature-scaled logits, as far as the workers have said.
+        self._scaled = True
         self._failed = 0
         self._done: queue.SimpleQueue[tuple[str, Future[Sample]]] = queue.SimpleQueue()
 
@@ -89,6 +91,7 @@ class RemoteEngine:
                 f"request '{request.id}' has a grammar: its log-probs would be those of the masked model, not the "
                 "trainer's; use the engine embedded, hf or vllm (in process)"
             )
+        check_temperature(request, self._scaled)
         check_prompt(request.id, list(request.prompt_tokens), self._vocab_size, self._max_length)
         future = self._submit(self._answer(request))
         self._asked[request.id] = future
@@ -303,7 +306,8 @@ class ServerEngine(RemoteEngine):
     async def _give(self, server: Server, update: dict[str, Any]) -> None:
         """Raises RolloutError if a server does not serve the weights afterwards; what `ServerPool.send` raises."""
         server.weights, send = None, self.pool.send
-        await send(server, "/collective_rpc", {"method": "verl_prepare"})
+        prepared = await send(server, "/collective_rpc", {"method": "verl_prepare"})
+        self._scaled &= all(worker.get("scaled", True) for worker in prepared["results"])
         await send(server, "/start_weight_update")
         await send(server, "/update_weights", {"update_info": update})
         await send(server, "/finish_weight_update", {"weight_version": str(update["version"])})
@@ -396,7 +400,7 @@ class AsyncVLLMEngine(RemoteEngine):
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         try:
-            await self.engine.collective_rpc("verl_prepare")
+            self._scaled = all(worker["scaled"] for worker in await self.engine.collective_rpc("verl_prepare"))
             await self.engine.start_weight_update()
             await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update))
             self._broken = f"it may have taken a part of the weights of version {update['version']}"

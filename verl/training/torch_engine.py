@@ -30,7 +30,9 @@ class TorchEngine(TrainEngine):
         parallel = parallelize(forward, ranks, options.fsdp_config, trains=options.trains)
         # Only now, when the model is cut: a rank allocates and reads its own parts, and never has the whole model.
         if source is not None:
-            give_memory(forward, forward.packed.device)
+            # What torch offloads, it demands in host memory from the first forward on.
+            is_offloaded = options.fsdp_config.param_offload and ranks.mesh.layout.shard > 1
+            give_memory(forward, "cpu" if is_offloaded else forward.packed.device)
             load_model_shards(model, source(model), whole.shapes)
         self.runner = MicroBatchRunner(forward, ranks, options, parallel)
         self.weights = ModelWeights(model, whole, parallel.dtypes, ranks)

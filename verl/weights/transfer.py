@@ -29,6 +29,7 @@ class Transfer:
         group: a process group of all ranks of the plan; its timeout is the deadline of each wait.
         shards: what this rank holds, in the order of the plan.
         buffers: this rank's parts in the target by name, to be filled; they need memory when their bucket begins.
+        device: where messages lie, on all ranks alike: that of the buffers. Shards may be in host memory.
         begin: called with the number of a bucket before it begins.
         end: called with it when its weights are in place and this rank has sent its shards of them.
 
@@ -44,13 +45,14 @@ class Transfer:
         group: Any,
         shards: Iterable[Shard],
         buffers: Mapping[str, Tensor],
+        device: torch.device,
         begin: Callable[[int], None] = lambda number: None,
         end: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._incoming, self._outgoing = plan.incoming(rank), plan.outgoing(rank)
         self._plan, self._rank, self._group = plan, rank, group
         self._shards = _LocalShards(shards)
-        self._buffers, self._begin, self._end = buffers, begin, end
+        self._buffers, self._device, self._begin, self._end = buffers, device, begin, end
         self.received = self.sent = self.staged = 0
         self._last = {item.name: number for number, bucket in enumerate(plan.buckets) for item in bucket}
 
@@ -85,7 +87,8 @@ class Transfer:
             if to in outgoing:
                 key = tuple(region[:2] for region in outgoing[to])
                 if key not in messages:
-                    messages[key] = bucket.message([self._shards.find(region) for region in outgoing[to]])
+                    parts = [self._shards.find(region) for region in outgoing[to]]
+                    messages[key] = bucket.message(parts, self._device)
                 operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
                 self.sent += messages[key].numel()
             if source in incoming:
@@ -123,12 +126,13 @@ class _Bucket:
     staged: int = 0
     keep: list[Tensor] = field(default_factory=list)
 
-    def message(self, parts: Sequence[Tensor]) -> Tensor:
-        """The bytes of some tensors one after the other; of one that lies in one run, its own memory."""
-        if len(parts) == 1 and parts[0].is_contiguous():
+    def message(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The bytes of some tensors one after the other, on a device; of one that lies there in one run, its own
+        memory."""
+        if len(parts) == 1 and parts[0].is_contiguous() and parts[0].device == device:
             flat = _bytes(parts[0])
         else:
-            flat = torch.cat([_bytes(part.contiguous()) for part in parts])
+            flat = torch.cat([_bytes(part.to(device).contiguous()) for part in parts])
             self.staged += flat.numel()
         self.keep.append(flat)
         return flat

@@ -65,7 +65,8 @@ class HybridWeights:
         specs = engine.specs()
         sharded_dims = None if targets is None else {name: sharded_dims_of(_given(targets, name)) for name in specs}
         self.plan = transition(engine.mesh, target, specs, sharded_dims, bucket_bytes)
-        device = next((shard.tensor.device for shard in engine.shards()), torch.device("cpu"))
+        sources = (shard.tensor for shard in engine.shards()) if targets is None else map(local_part, targets.values())
+        device = next((source.device for source in sources), torch.device("cpu"))
         self.buffers: dict[str, Tensor] = {}
         for name in self.plan.names(self.rank):
             shape, dtype = self.plan.local_shape(self.rank, name), specs[name].dtype
@@ -80,7 +81,7 @@ class HybridWeights:
                     )
             self.buffers[name] = buffer
         self._sizes = {name: buffer.untyped_storage().nbytes() for name, buffer in self.buffers.items()}
-        self._overlap = overlap and device.type == "cpu"
+        self._device, self._overlap = device, overlap and device.type == "cpu"
         backend: Any = group._get_backend(group._device_types[0])
         self._deadline: float = backend.options._timeout.total_seconds()
         self._last = {item.name: number for number, bucket in enumerate(self.plan.buckets) for item in bucket}
@@ -149,7 +150,14 @@ class HybridWeights:
     def _run(self) -> None:
         try:
             self.transfer = Transfer(
-                self.plan, self.rank, self.group, self.engine.shards(), self.buffers, self._begin, self._end
+                self.plan,
+                self.rank,
+                self.group,
+                self.engine.shards(),
+                self.buffers,
+                self._device,
+                self._begin,
+                self._end,
             )
             self.transfer.run()
         except BaseException as error:

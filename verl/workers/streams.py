@@ -54,7 +54,8 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
         for rank, shard in reversed(by_offset.values()):
             is_here = rank == dist.get_rank()
             for part in split_large([local_shards.take(name, shard.offset) if is_here else shard]):
-                moved = part.tensor.contiguous() if is_here else torch.empty_like(part.tensor, device=_device(group))
+                device = _device(group)  # a shard of the sender may be in host memory
+                moved = part.tensor.to(device).contiguous() if is_here else torch.empty_like(part.tensor, device=device)
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
 

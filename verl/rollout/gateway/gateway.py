@@ -216,9 +216,10 @@ class Gateway:
         if not session.calls:
             raise LeftOutError("the agent made no call that was answered", "no_call")
         _check_names(session.calls, verdict)
-        for call in session.calls if self.train is not None else ():
-            if call.left_out in ("", "excluded"):
-                call.left_out = "" if self.train(call) else "excluded"
+        if (train := self.train) is not None:
+            for call in session.calls:
+                if call.left_out in ("", "excluded"):
+                    call.left_out = "" if train(call) else "excluded"
         reasons = Counter(call.left_out for call in session.calls if call.left_out)
         reasons += session.lost
         kept: Sequence[Trajectory] = trajectories(session.calls)

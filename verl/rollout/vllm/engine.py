@@ -28,6 +28,7 @@ from verl.device import count, free_memory, free_share, is_accelerator, rng_stat
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
+from verl.rollout.choice import RUNNER, refused_runner
 from verl.rollout.embedded.response import check_prompt
 from verl.rollout.embedded.sampler import stream_key
 from verl.rollout.stop_strings import cut_text
@@ -91,6 +92,7 @@ class VLLMEngine:
     ) -> None:
         dtype = str(model.dtype).removeprefix("torch.")
         check({"vllm": "vllm", dtype: dtype})
+        _choose_runner()
         where = _device(device or model.device)
         kv_memory, self.max_length = _kv_cache(model, where, kv_memory, max_num_seqs, max_length)
         self.eos_token_ids = tuple(eos_token_ids)
@@ -149,11 +151,7 @@ class VLLMEngine:
         check_prompt(request.id, prompt, self._vocab_size, self.max_length)
         if request.params.temperature not in (0, 1) and request.grammar is not None:
             raise RolloutError(f"request '{request.id}' has a grammar: vLLM then has log-probs at temperature 1 only")
-        if request.params.temperature not in (0, 1) and not self._scaled:
-            raise RolloutError(
-                f"request '{request.id}': this vLLM has no log-probs at temperature {request.params.temperature:g}, "
-                "only at 1: use temperature 1, or another engine"
-            )
+        check_temperature(request, self._scaled)
         room = self.max_length - len(prompt)
         if min(request.params.max_new_tokens, room) == 0:
             self._ready.append(Sample(request.id, [], [], "length", version))
@@ -388,6 +386,28 @@ def sampling_arguments(request: Request, seed: int, eos_token_ids: Sequence[int]
 def sampled(log_probs: Any) -> list[float]:
     """Log-probs of the sampled tokens from vLLM's flat record, which has one entry per token."""
     return [] if log_probs is None else list(map(float, log_probs.logprobs))
+
+
+def check_temperature(request: Request, is_scaled: bool) -> None:
+    """Raises RolloutError where vLLM's log-probs are not those of the temperature (`WorkerExtension.verl_prepare`)."""
+    if request.params.temperature not in (0, 1) and not is_scaled:
+        raise RolloutError(
+            f"request '{request.id}': this vLLM has no log-probs at temperature {request.params.temperature:g}, only "
+            f"at 1: start it with {RUNNER}=0, or use temperature 1 or another engine"
+        )
+
+
+def _choose_runner() -> None:
+    """Have vLLM take its model runner V1. It asks the environment again and again, so the variable stays.
+
+    Raises:
+        ConfigError: the environment asks for V2.
+    """
+    if (refused := refused_runner()) is not None:
+        raise ConfigError(refused)
+    if RUNNER not in os.environ:
+        os.environ[RUNNER] = "0"
+        logger.info("vLLM takes its model runner V1 (%s=0): V2 has log-probs at temperature 1 only", RUNNER)
 
 
 def _platform() -> Any:
