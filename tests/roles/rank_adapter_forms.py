@@ -18,10 +18,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     found = {}
     actors = {
-        form: actor_of(
-            adapted(Path(sys.argv[1]), ACCEPTED[form](), "float32" if form == "pissa" else "float64"), strategy="fsdp"
-        )
-        for form in ("bias=all", "pissa", "modules_to_save=lm_head", "ia3")
+        form: actor_of(adapted(Path(sys.argv[1]), ACCEPTED[form](), "float64"), strategy="fsdp")
+        for form in ("bias=all", "modules_to_save=lm_head", "ia3")
     }
     for form, actor in actors.items():
         rows = actor.generate_sequences(PROMPTS, n=2, key="first")

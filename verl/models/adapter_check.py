@@ -18,7 +18,6 @@ from verl.models.int4 import weight_bytes
 from verl.models.lora import (
     adapters_off,
     change_layers,
-    changes_base,
     layer_changes,
     merged_forwards,
     reference_weights,
@@ -34,6 +33,8 @@ logger = logging.getLogger(__name__)
 #: Mean of |differences| of outputs that rounding explains.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF = 0.05
+#: Ways to begin an adapter that take its beginning out of the base.
+_FROM_BASE = ("pissa", "olora", "corda", "lora_ga")
 #: Bytes of weights up to which a second model is made.
 _SMALL = 2 << 30
 
@@ -51,6 +52,11 @@ def check_adapters(model: Any) -> None:
     (config,) = inner.peft_config.values()
     form = str(getattr(config.peft_type, "value", config.peft_type))
     check_adapter_names(inner, config, "peft_config")
+    if str(getattr(config, "init_lora_weights", "")).lower().startswith(_FROM_BASE):
+        raise ModelError(
+            f"these adapters change the base that they begin with (init_lora_weights='{config.init_lora_weights}'): "
+            "merge them into the model first, and begin others"
+        )
     _part_embeddings(inner)
     try:
         _try_out(model, form)
@@ -64,11 +70,6 @@ def _try_out(model: Any, form: str) -> None:
     inner = getattr(model, "backbone", model)
     if model is inner:
         head_of(model)
-    if inner.dtype == torch.float64 and changes_base(model):
-        raise ModelError(
-            f"adapters of this form ({form}) began with a part of the base (PiSSA, OLoRA), and peft rounded it to "
-            "fp32: what they left is not the published base in fp64. Train the model in float32"
-        )
     rounding = _TOLERANCE.get(inner.dtype, _HALF)
     first, before = reference_weights(model), outputs(model)
     with adapters_off(model, first):
@@ -77,7 +78,7 @@ def _try_out(model: Any, form: str) -> None:
     plain = without_adapters(inner) if model is inner and weight_bytes(model) < _SMALL else None
     with _moved(model):
         live = outputs(model)
-        exported = live if plain is None else _exported(model, plain, first)
+        exported = live if plain is None else _exported(model, plain)
         with merged_forwards(model):
             merged = outputs(model)
         with adapters_off(model, first):
@@ -117,13 +118,13 @@ def _try_out(model: Any, form: str) -> None:
         raise ModelError(f"adapters of this form ({form}) cannot be made anew from their configuration: {names[:3]}")
 
 
-def _exported(model: Any, plain: Any, first: dict[str, torch.Tensor]) -> torch.Tensor:
+def _exported(model: Any, plain: Any) -> torch.Tensor:
     """Outputs of the adapters as they are exported, over their base."""
     from peft import PeftModel
 
     tokens = probe_tokens(model)
     with TemporaryDirectory() as folder:
-        save_adapter(model, folder, first)
+        save_adapter(model, folder)
         return outputs(PeftModel.from_pretrained(plain, folder, autocast_adapter_dtype=False), tokens)
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from verl.models.int4 import Int4Linear
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Ways to begin an adapter that take its beginning out of the base, so that both together are the published base.
-_FROM_BASE = ("pissa", "olora", "corda", "lora_ga")
 
 
 def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
@@ -149,7 +147,7 @@ def adapters_off(model: nn.Module, first: Mapping[str, torch.Tensor] | None = No
             weight.copy_((first or {})[name])
         for module in layers:
             # Not by `enable_adapters`: it freezes the adapters, and FSDP notes that in their gathered copies.
-            module._disable_adapters = not changes_base(model)  # type: ignore[assignment]
+            module._disable_adapters = True  # type: ignore[assignment]
         yield
     finally:
         for module, flag in zip(layers, before, strict=True):
@@ -160,14 +158,14 @@ def adapters_off(model: nn.Module, first: Mapping[str, torch.Tensor] | None = No
 
 def reference_names(model: Any) -> list[str]:
     """The trained weights that the published base needs as they were before training: those that are not switched off
-    with the adapters (biases), and adapters that took their beginning out of the base (PiSSA, OLoRA)."""
+    with the adapters (biases)."""
     switched_off = set[str]()
     for name, module in model.named_modules():
         if hasattr(module, "_disable_adapters"):
             layers = tuple(getattr(module, "adapter_layer_names", ()))
             switched_off.update(f"{name}.{part}" for part, _ in module.named_parameters() if part.startswith(layers))
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    return [name for name in trained if changes_base(model) or name not in switched_off]
+    return [name for name in trained if name not in switched_off]
 
 
 def reference_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -176,13 +174,6 @@ def reference_weights(model: Any) -> dict[str, torch.Tensor]:
         return {}
     weights = dict(model.named_parameters())
     return {name: local_part(weights[name].detach()).clone() for name in reference_names(model)}
-
-
-def changes_base(model: Any) -> bool:
-    """Whether its adapters took their beginning out of the base."""
-    configs = getattr(_inner(model), "peft_config", {}).values()
-    starts = [getattr(config, "init_lora_weights", None) for config in configs]
-    return any(isinstance(start, str) and start.lower().startswith(_FROM_BASE) for start in starts)
 
 
 @torch.no_grad()
@@ -224,34 +215,21 @@ def merged_forwards(model: nn.Module) -> Iterator[None]:
             adapted[name].__dict__.pop("forward", None)
 
 
-def save_adapter(model: nn.Module, path: str | Path, first: Mapping[str, torch.Tensor] | None = None) -> None:
+def save_adapter(model: nn.Module, path: str | Path) -> None:
     """Write the adapters alone as a directory that peft loads over the published base: `adapter_config.json` and
     `adapter_model.safetensors`.
 
-    Args:
-        first: see `reference_weights`; whole.
-
     Raises:
-        ModelError: the model has none, or `first` is not known any more.
+        ModelError: the model has none.
     """
     if not has_adapters(model):
         raise ModelError("the model has no adapters: write it whole")
-    if changes_base(model) and not first:
-        raise ModelError(
-            "these adapters changed their base when they began, and what they began with is not known here: write the "
-            "model whole, or its adapters from the actor that trained them"
-        )
     from peft import get_peft_model_state_dict
 
     inner, path = _inner(model), Path(path)
     ((name, config),) = inner.peft_config.items()
     config = copy.deepcopy(config)
     weights = get_peft_model_state_dict(inner, adapter_name=name, save_embedding_layers=False)
-    if changes_base(inner):
-        # The base lacks what the adapters began with: B A - B0 A0 is an adapter of twice the rank over the whole one.
-        before = get_peft_model_state_dict(inner, {**inner.state_dict(), **(first or {})}, adapter_name=name)
-        weights = {key: _beside(key, weight, before[key]) for key, weight in weights.items()}
-        _double_rank(config)
     path.mkdir(parents=True, exist_ok=True)
     # Some forms have tensors in common, which a file has once each.
     prefixed = {f"base_model.model.{key}": weight.detach().cpu().clone() for key, weight in weights.items()}
@@ -260,24 +238,6 @@ def save_adapter(model: nn.Module, path: str | Path, first: Mapping[str, torch.T
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(inner, "name_or_path", None)
     config.save_pretrained(path)
-
-
-def _beside(key: str, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """A matrix of an adapter beside the one that it began with."""
-    if "lora_A" in key or "lora_embedding_A" in key:
-        return torch.cat([weight, before.to(weight)], 0)
-    if "lora_B" in key or "lora_embedding_B" in key:
-        return torch.cat([weight, -before.to(weight)], 1)
-    return weight
-
-
-def _double_rank(config: Any) -> None:
-    """At the same scale."""
-    factor = math.sqrt(2) if config.use_rslora else 2
-    config.init_lora_weights = True
-    config.r, config.lora_alpha = 2 * config.r, factor * config.lora_alpha
-    config.rank_pattern = {key: 2 * rank for key, rank in config.rank_pattern.items()}
-    config.alpha_pattern = {key: factor * alpha for key, alpha in config.alpha_pattern.items()}
 
 
 def _adapter_config(inner: Any) -> dict[str, Any]:
@@ -295,14 +255,9 @@ def _adapter_config(inner: Any) -> dict[str, Any]:
 
 
 def _restore_adapters(inner: Any, saved: Mapping[str, Any]) -> None:
-    values = dict(saved["config"])
-    if "init_lora_weights" in values:
-        values["init_lora_weights"] = True  # other starts change the base, whose weights come too
     with torch.random.fork_rng():
-        config = _peft().PeftConfig.from_peft_type(**values)
+        config = _peft().PeftConfig.from_peft_type(**saved["config"])
         _inject(inner, config, saved["name"], getattr(torch, saved["dtype"]))
-    if "init_lora_weights" in values:
-        config.init_lora_weights = saved["config"]["init_lora_weights"]
 
 
 def _merged(module: nn.Module) -> nn.Module:
@@ -333,9 +288,9 @@ def _base(module: nn.Module) -> nn.Module:
 def without_adapters(model: nn.Module) -> Any:
     """A copy of a transformers model, not trained yet, as it was before it got them."""
     plain = copy.deepcopy(_inner(model))
-    adapted, of = _adapted(plain), _merged if changes_base(model) else _base
+    adapted = _adapted(plain)
     for name in _outer(adapted):
-        plain.set_submodule(name, of(adapted[name]))
+        plain.set_submodule(name, _base(adapted[name]))
     del plain.peft_config
     plain._hf_peft_config_loaded = False
     return plain

@@ -14,7 +14,7 @@ from verl import device
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.int4 import Int4Linear, has_int4, weight_bytes
-from verl.models.lora import changes_base, merged_shards
+from verl.models.lora import merged_shards
 from verl.models.outputs import outputs, probe_tokens
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,7 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
         return
     again = PeftModel.from_pretrained(plain, str(path), autocast_adapter_dtype=False)
     if not has_int4(model):
-        # Bases that adapters changed when they began were rounded, in fp32 at best.
-        _check_gap(model, again, f"{path} over {base}", at_least=1e-3 if changes_base(model) else 0.0)
+        _check_gap(model, again, f"{path} over {base}")
         return
     gap = _gap(model, again)
     logger.warning(
@@ -78,10 +77,10 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
     )
 
 
-def _check_gap(model: Any, again: Any, what: str, at_least: float = 0.0) -> None:
+def _check_gap(model: Any, again: Any, what: str) -> None:
     gap = _gap(model, again)
     mean, most = float(gap.mean()), float(gap.max())
-    allowed = max(at_least, _TOLERANCE.get(getattr(model, "backbone", model).dtype, _HALF))
+    allowed = _TOLERANCE.get(getattr(model, "backbone", model).dtype, _HALF)
     if not mean <= allowed:
         raise ModelError(
             f"{what} is not the model it was written from: on a probe outputs differ by {mean:.3g} on average and "

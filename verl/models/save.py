@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from verl.models.probe import check_export
 from verl.models.rope import own_positions
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -33,7 +32,6 @@ def save_pretrained_dir(
     path: str | Path,
     *,
     adapter: bool = False,
-    first: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a plain Hugging Face directory: `config.json`, safetensors weights, and the tokenizer's files; it is opened
     again and compared with the model, see `check_export`.
@@ -43,7 +41,6 @@ def save_pretrained_dir(
 
     Args:
         adapter: write the adapters alone, as a directory that peft loads.
-        first: see `save_adapter`.
 
     Raises:
         ModelError: `adapter`, and the model has none; there can be no such directory; it holds a model and `adapter` is
@@ -57,7 +54,7 @@ def save_pretrained_dir(
     _clear(path, adapter, () if tokenizer is None else _TEMPLATES)
     try:
         with own_positions(model.config):
-            _save(model, path, adapter, first)
+            _save(model, path, adapter)
     except ValueError as error:  # settings of generation that contradict each other, in a model made in Python
         raise ModelError(f"transformers does not write {type(model).__name__} to {path}: {error}") from error
     if tokenizer is not None:
@@ -79,10 +76,10 @@ def _clear(path: Path, adapter: bool, leftovers: tuple[str, ...]) -> None:
             file.unlink()
 
 
-def _save(model: Any, path: Path, adapter: bool, first: Mapping[str, Tensor] | None) -> None:
+def _save(model: Any, path: Path, adapter: bool) -> None:
     """The weights and the configuration."""
     if adapter:
-        save_adapter(model, path, first)
+        save_adapter(model, path)
     elif isinstance(model, ValueModel):
         _save_classifier(model, path)
     elif has_adapters(model):

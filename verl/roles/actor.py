@@ -567,7 +567,7 @@ class Actor(ModelHandle[ActorWorker]):
         (`adapter`) a directory of the adapters alone, which peft loads."""
         from verl.models.save import save_pretrained_dir
 
-        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter, first=self._first)
+        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter)
 
     def present_model(self) -> PreTrainedModel:
         """`model`, with the weights as they are now: those of its workers, where they are other processes."""
