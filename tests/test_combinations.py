@@ -76,6 +76,7 @@ DIRECT = {
     ("vllm", "int4"),
     ("responses", "value"),  # an actor has no such head
     ("tensor_model_parallel_size", "no paged forward"),
+    ("overlap_comm", "accelerator"),  # see test_auto.py
 }
 PAIRS = [(one, other, why) for one, others, why in NOT_TOGETHER for other in others]
 

@@ -55,6 +55,8 @@ NOT_TOGETHER: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tensor_model_parallel_size", ("hf",), "the engine {1} does not split a model; embedded and vllm do"),
     ("batch_invariant", ("hf", "vllm", "other engine"), "is for the embedded engine, not {1}"),
     ("overlap_comm", ("hf", "vllm", "other engine"), "is for the embedded engine, not {1}"),
+    ("overlap_comm", ("accelerator",),
+     "rollout.{0} is for ranks on a CPU: on {1} all weights arrive before the first forward: leave it out"),
     ("vllm", ("float64", "int4"), "vLLM has no {1}: use float32, bfloat16 or float16"),
     ("batch_invariant", ("no paged forward",), "rollout.{0} takes the embedded engine, and {1} has no forward for it"),
     ("tensor_model_parallel_size", ("no paged forward",),

@@ -113,6 +113,14 @@ def test_an_actor_says_its_engine_once(gpu: Install, tiny: Path, caplog: pytest.
     assert verl.Actor(str(tiny), rollout="hf").resolve_engine() == "hf"
 
 
+def test_weights_that_arrive_meanwhile_are_for_a_cpu(gpu: Install, tiny: Path) -> None:
+    """On a device they would all arrive first, without a word."""
+    for name in ("auto", "embedded"):
+        with pytest.raises(ConfigError, match=r"overlap_comm is for ranks on a CPU: on cuda"):
+            verl.Actor(str(tiny), rollout=name, overlap_comm=True).resolve_engine()
+    assert verl.Actor(str(tiny), overlap_comm=True, placement="cpu").resolve_engine() == "embedded"
+
+
 def test_an_actor_is_asked_for_what_it_has(gpu: Install, tiny: Path) -> None:
     assert verl.Actor(str(tiny), lora=LoraOptions(r=2)).resolve_engine() == "embedded"
     assert verl.Actor(str(tiny), dtype="float64").resolve_engine() == "embedded"

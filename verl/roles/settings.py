@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.combinations import check, named
 from verl.errors import ConfigError, nearest
 from verl.keywords import takes
 from verl.models.lora import has_adapters
@@ -121,7 +122,12 @@ def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:
 
 
 def with_engine(options: SamplerOptions, model: Any, device: str) -> SamplerOptions:
-    """The options with an engine in the place of "auto", which is logged."""
+    """The options with an engine in the place of "auto", which is logged.
+
+    Raises:
+        ConfigError: they ask for what is not done on the device.
+    """
+    check(options.asked() | named({"accelerator": not device.startswith("cpu") and device}))
     if options.name != "auto":
         return options
     name, why = choose_engine(

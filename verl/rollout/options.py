@@ -86,7 +86,7 @@ class RolloutOptions(Record):
     )
     overlap_comm: bool = cost(
         False,
-        "where training has another layout: the weights of a layer arrive while those before it compute (embedded)",
+        "where training has another layout: weights of a layer arrive while those before it compute (embedded, CPU)",
     )
     num_rollout_workers: Processes = cost(1, "processes that sample, in asynchronous training (trainer.max_staleness)")
     max_rollout_workers: Processes | None = cost(

@@ -36,8 +36,8 @@ class HybridWeights:
             of each wait.
         targets: the parameters of a generation model by checkpoint name, laid out over `target`. Nothing else may use
             their memory. None: `buffers` are made, cut as training cuts them.
-        overlap: `start` returns at once, and a thread moves the weights. (On an accelerator the calling thread issues
-            the transfer, which its stream runs.)
+        overlap: on a CPU, `start` returns at once, and a thread moves the weights. (On an accelerator the calling
+            thread issues the transfer, which its stream runs.)
         bucket_bytes: see `transition`.
 
     Attributes:
