@@ -32,13 +32,15 @@ def group_sizes(groups: Tensor) -> Tensor:
 
 
 def group_equal(values: Tensor, groups: Tensor) -> Tensor:
-    """`[S]` bool: the row's group has more than one row, and the same value in all of them."""
+    """`[S]` bool: the row's group has more than one row, and the same value in all of them, but for the rounding of a
+    sum (of token rewards, or a reward and a punishment)."""
     if not len(groups):
         return torch.zeros(0, dtype=torch.bool)
     number = int(groups.max()) + 1
     highest = values.new_full((number,), -torch.inf).scatter_reduce(0, groups, values, "amax")
     lowest = values.new_full((number,), torch.inf).scatter_reduce(0, groups, values, "amin")
-    return (highest == lowest)[groups] & (group_sizes(groups) > 1)
+    same = highest - lowest <= 1e-12 * torch.maximum(highest.abs(), lowest.abs())
+    return same[groups] & (group_sizes(groups) > 1)
 
 
 def group_centred(rewards: Tensor, groups: Tensor) -> Tensor:

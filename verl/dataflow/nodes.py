@@ -18,6 +18,7 @@ from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError
 from verl.record import Count
 from verl.rewards.forms import trajectories_of
+from verl.rewards.scores import rounded
 from verl.rewards.source import RewardResult, columns_read, say_failures
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
@@ -174,7 +175,8 @@ class RewardNode:
         if unscored:
             scores, metrics = await self.reward.score_and_count(episodes.take(unscored))
         scores = scores.among(unscored, len(episodes))
-        rewards = [score if reward is None else reward for reward, score in zip(said, scores["reward"], strict=True)]
+        pairs = zip(said, scores["reward"], strict=True)
+        rewards = [score if reward is None else rounded(reward) for reward, score in pairs]
         scores = scores.drop(["reward"]).add({"reward": rewards})
         # From one row per episode to one per trajectory.
         episode_of = {row: index for index, rows in enumerate(samples.episode_indices()) for row in rows}

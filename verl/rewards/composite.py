@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from verl.batch import Batch
 from verl.checked import checked, validated
 from verl.errors import CheckpointError, ConfigError
 from verl.names import check_known, disjoint
+from verl.rewards.scores import rounded
 from verl.rewards.source import RewardResult, RewardSource, source_of
 
 
@@ -81,7 +83,8 @@ class CompositeReward:
         terms = [w * r for w, r in zip(self.weights.values(), rewards, strict=True) if r is not None]
         if not terms or (len(terms) < len(rewards) and not self.partial):
             return None
-        return sum(terms)
+        largest = max(map(abs, terms))
+        return rounded(math.fsum(terms), largest) if math.isfinite(largest) else sum(terms)
 
     def _set_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
         if not isinstance(weights, Mapping):

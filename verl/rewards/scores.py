@@ -110,6 +110,13 @@ def _renamed(result: Any) -> Any:
     return {**rest, **({"scores": result["scores"]} if "scores" in result else {}), "reward": result["rewards"]}
 
 
+def rounded(number: float, largest: float | None = None) -> float:
+    """A number without what arithmetic in binary adds: 12 digits of it, or of the `largest` term of a sum. So sums that
+    are equal by arithmetic compare as equal: 0.1 + 0.2 with 0.3, and 0.7 + 0.2 + 0.1 with a bound of 1."""
+    size = abs(number) if largest is None else largest
+    return round(number, 11 - math.floor(math.log10(size))) if size and math.isfinite(size) else number
+
+
 def is_usable(number: float) -> bool:
     """Whether training can compute with a reward: it is finite in float32."""
     return math.isfinite(number) and abs(number) <= _LARGEST
@@ -124,7 +131,7 @@ def _score(value: Any) -> Score:
         for name, item in value.items():
             number = None if name == key else as_number(item)
             if number is not None and math.isfinite(number):
-                components[str(name)] = number
+                components[str(name)] = rounded(number)
         value = value[key]
     if value is None:
         return Score(None, "the function abstained (None)", False, components)
@@ -133,7 +140,7 @@ def _score(value: Any) -> Score:
         return failure(f"returned {_show(value)}, which is no number")
     if not is_usable(number):
         return failure(f"returned {number}")
-    return Score(number, None, False, components)
+    return Score(rounded(number), None, False, components)
 
 
 def as_number(value: Any) -> float | None:
