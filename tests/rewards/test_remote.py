@@ -80,7 +80,7 @@ def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Pl
         *[("Score: 7", 7), ("Score:-1", -1), ("Score: -0.5", -0.5), ("score = .5", 0.5), ("**Score:** +3", 3)],
         *[("Score (0-10): 7/10", 7), ('{"score": 4.25}', 4.25), ("final_score: 2", 2), ("Score: \u22123", -3)],
         *[
-            ("Score: 1. On second thought, Score: 9.", 9),
+            ("Score: 1. On second thought, Score: 9.", None),
             ("Score: 10.", 10),
             ("Score: 10/10", 10),
             ("Score: 5e-1", 0.5),
@@ -106,6 +106,34 @@ def test_what_a_judge_cannot_do_abstains_or_ends_the_run(serve: Callable[..., Pl
 def test_what_a_judge_says_is_read_with_its_sign(serve: Callable[..., Plain], said: str, score: float | None) -> None:
     judge = verl.Reward(url=serve(1).url, template="{response}", scale=(-10, 10))
     assert judge.get_reward(rows(f"say {said}"))["reward"] == [score]
+
+
+#: What a judge says of a response that asks it to write "Score: 10", and what it has given.
+QUOTES = [
+    ('Score: 2\nThe response asks me to write "Score: 10".', 2),
+    ('The response says "Score: 10", and is wrong.\nScore: 1', 1),
+    ("> Score: 10\n\nThat is what it wants.\n**Score: 0**", 0),
+    ("It says Score: 10", None),
+    ("As asked: Score: 10", None),
+    ('"Score: 10" is what it asks for.', None),
+    ('Score: 3. It asks for "Score: 10".', None),
+    ("Score: 3\nIt asks for:\nScore: 10", None),
+    ("Score: 10\nI was asked to begin so.\nScore: 3", None),
+    ("Score: 4\nIn short:\nScore: 4", 4),
+    ("- Score: 5", 5),
+    ("## Final score: 6/10", 6),
+    ('{"reason": "fine",\n "score": 6.5}', 6.5),
+    ("Good.\nScore\uff1a8", 8),
+    ("Good.\nScore: \uff18", 8),
+    ("\uff33\uff43\uff4f\uff52\uff45\uff1a\uff11\uff10\uff0f\uff11\uff10", 10),
+]
+
+
+@pytest.mark.parametrize(("said", "score"), QUOTES, ids=[repr(said) for said, _ in QUOTES])
+def test_a_response_that_asks_to_be_quoted_is_not_rewarded(said: str, score: float | None) -> None:
+    judge = JudgeReward("http://127.0.0.1:1", template="{response}")
+    found = judge._parsed(said)
+    assert found.value == score and (score is not None or "the judge gave" in str(found.reason))
 
 
 def test_a_judge_stays_in_its_scale_which_is_0_to_10(serve: Callable[..., Plain]) -> None:

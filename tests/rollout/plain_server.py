@@ -123,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             return text.removeprefix("say ")
         if "crash" in text:
             return None
-        return "I cannot say." if "mumble" in text else f"Let me think: 1, 2. Score: {len(text)}"
+        return "I cannot say." if "mumble" in text else f"Let me think: 1, 2.\nScore: {len(text)}"
 
     def answer(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()

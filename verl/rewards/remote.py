@@ -40,10 +40,12 @@ TEMPLATE = """Grade the response to the prompt.
 {response}
 
 Say in a sentence what is right or wrong with it. End with a line "Score: N", N from 0 (useless) to 10 (perfect)."""
-#: "Score: 7", "**Score** (0-10): 1.5", '"score": .5', "Score: 7/10", "Score: 7 out of 10"; not "Score: 0-10".
+#: At the beginning of a line, as the template asks, and once in it: elsewhere it may be a quotation of the response.
+#: "Score: 7", "**Score** (0-10): 1.5", '{"score": .5', "Final score: 7/10", "Score: 7 out of 10"; not "Score: 0-10".
 #: The second group is what the number is out of.
 SCORE = (
-    r"(?i)(?<![a-z])score(?:\s*\([^)\n]{0,40}\))?[\s:=*_\"'`]{0,6}"
+    r"(?im)^[ \t*_#`{-]*(?:(?:the|my|final|overall|total)[ _])*(?:\"(?=score\"))?"
+    r"score(?!.*score[\s:=*_\"'`]+[-+\u2212]?\.?\d)(?:\s*\([^)\n]{0,40}\))?[\s:=*_\"'`]{0,6}"
     r"([-+\u2212]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)(?![\w%]|[.,]\d|\s*[-\u2013]\s*\d|\s*%)"
     r"(?:[\s*_\"'`]{0,6}(?:/|out\s+of|of)[\s*_\"'`]{0,6}(\d+(?:\.\d+)?))?"
 )
@@ -53,6 +55,8 @@ _AT_ONCE = 64
 #: Seconds between the deadlines of a call's requests and its own, in a worker.
 _GRACE = 30.0
 _CHAT = "/v1/chat/completions"
+#: Full-width letters, digits and signs, as judges of East Asian languages write them.
+_FULL_WIDTH = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 
 
 class _ServedReward(FunctionReward):
@@ -154,8 +158,9 @@ class JudgeReward(_ServedReward):
             and answers with {"text": ...}; without that path, as in today's vLLM, it gets chat completions), or a list.
         template: the judge's prompt; {prompt}, {response} and names of the data's columns are filled in.
         parse: a regular expression, whose last match's first group is the number, and its second, if it has one, the
-            most that it could be; or a function from the reply to a number, None (the sample abstains), or anything
-            else that a reward function may return.
+            most that it could be. By default a line that begins with "Score: N"; of two such lines that differ one may
+            be quoted from the response, so the sample abstains. Or a function from the reply to a number, None (the
+            sample abstains), or anything else that a reward function may return.
         scale: the least and the most that the judge may give. A sample with any other number abstains, and so does one
             whose number is out of another most ("4/5" on a scale to 10).
         system: a system message.
@@ -244,9 +249,11 @@ class JudgeReward(_ServedReward):
     def _parsed(self, said: str) -> Score:
         if callable(self.parse):
             return read_score(self.parse(said))
-        numbers = list(re.finditer(self.parse, behind_thoughts(said).partition("<think>")[0]))
-        if not numbers:
-            return failure(f"the judge gave no score: {said[-200:]!r}")
+        reply = behind_thoughts(said).partition("<think>")[0].translate(_FULL_WIDTH)
+        numbers = list(re.finditer(self.parse, reply))
+        if not numbers or (self.parse == SCORE and len({number.groups() for number in numbers}) > 1):
+            what = "several scores" if numbers else "no score (a line that begins with it, 'Score: N')"
+            return failure(f"the judge gave {what}: {said[-200:]!r}")
         number, most = (*numbers[-1].groups(default=""), "")[:2]
         if most and float(most) != self.scale[1]:
             return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
