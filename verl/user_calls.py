@@ -25,7 +25,7 @@ import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -271,7 +271,7 @@ def watching(function: Callable[..., Any], what: str, seconds: float) -> Callabl
 
     @functools.wraps(function, updated=())
     async def call_async(*args: Any, **kwargs: Any) -> Any:
-        return await _in_steps(function(*args, **kwargs), what, time.monotonic() + seconds)
+        return await _watched_steps(function(*args, **kwargs), what, time.monotonic() + seconds)
 
     return call_async if is_async(function) else call
 
@@ -398,7 +398,7 @@ class _Work:
         what, seconds, function = self._call
         self.until, self._task = time.monotonic() + seconds, asyncio.current_task()
         try:
-            return await _in_steps(function(), what, self.until)
+            return await _watched_steps(function(), what, self.until)
         except asyncio.CancelledError:
             raise RuntimeError("it cancelled itself") from None
 
@@ -435,12 +435,17 @@ async def _on_user_loop(what: str, seconds: float, function: Callable[[], Corout
                 await work.cancel()
 
 
-@types.coroutine
-def _in_steps(work: Coroutine[Any, Any, T], what: str, until: float) -> Generator[Any, Any, T]:
+def _watched_steps(work: Coroutine[Any, Any, T], what: str, until: float) -> Awaitable[T]:
     """A coroutine whose steps are watched one by one: while it waits it holds nothing."""
+    return in_steps(work, lambda: watched(what, until - time.monotonic(), is_step=True))
+
+
+@types.coroutine
+def in_steps(work: Coroutine[Any, Any, T], step: Callable[[], AbstractContextManager[Any]]) -> Generator[Any, Any, T]:
+    """A coroutine each step of which, from one wait to the next, is within a context of its own."""
     thrown: BaseException | None = None
     while True:
-        with watched(what, until - time.monotonic(), is_step=True):
+        with step():
             try:
                 waits = work.send(None) if thrown is None else work.throw(thrown)
             except StopIteration as end:

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from verl.rewards.scores import Score, call_async, call_plain, failure
+from verl.rewards.generators import notes_here
+from verl.rewards.scores import Call, Score, call_async, call_plain, failure
 from verl.user_calls import is_async
 
 ASYNC_CALLS = 64
 PULSE_SECONDS = 0.5
+#: First calls of an async function that are watched for random numbers, which takes half a millisecond.
+_WATCHED = 32
 #: Seconds for a function's `load`.
 _START_SECONDS = 300.0
 
@@ -55,6 +58,22 @@ class Slots:
                     turn.set_result(None)
 
 
+class _Turn(Slots):
+    """One at a time; a call that a user's function makes is part of its own turn."""
+
+    async def __aenter__(self) -> None:
+        if notes_here.get() is None:
+            await super().__aenter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        if notes_here.get() is None:
+            await super().__aexit__()
+
+
+#: Of plain functions in threads of this process, which share its random generators.
+TURN = _Turn(1)
+
+
 class Caller(Protocol):
     """Makes at most `width` calls at a time, each in one of its `slots`.
 
@@ -67,8 +86,8 @@ class Caller(Protocol):
     #: Whether a late call is ended. If not, it goes on beside those that follow.
     ends_late: bool
 
-    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        """Scores of `rows` samples; one score if the call failed for all of them; None if there is no answer within
+    async def call(self, call: Call, timeout: float) -> list[Score] | None:
+        """The scores of its samples; one score if the call failed for all of them; None if there is no answer within
         `timeout` seconds."""
 
     def take_counts(self) -> dict[str, int]:
@@ -87,7 +106,7 @@ class Host:
         self._answers: dict[int, Future[list[Score] | None]] = {0: self.ready}
 
     def send(self, number: int, *request: Any) -> None:
-        """Give it a call (args, kwargs, rows), or the number of a call to cancel; without waiting for it."""
+        """Give it a `Call`, or the number of a call to cancel; without waiting for it."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -123,15 +142,15 @@ def serve(
     asyncio.set_event_loop(loop)
     tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def score(number: int, *call: Any) -> None:
-        answer(number, await call_async(function, *call))
+    async def score(number: int, call: Call) -> None:
+        answer(number, await call_async(function, call, number <= _WATCHED))
         tasks.pop(number, None)
 
-    def take(number: int, *request: Any) -> None:
-        if len(request) > 1:  # args, kwargs and rows; a cancellation has the number of a call alone
-            tasks[number] = loop.create_task(score(number, *request))
+    def take(number: int, request: Call | int) -> None:
+        if isinstance(request, Call):
+            tasks[number] = loop.create_task(score(number, request))
             return
-        if late := tasks.pop(request[0], None):
+        if late := tasks.pop(request, None):  # it is the number of a call to cancel
             late.cancel()
         answer(number, [])
 
@@ -145,8 +164,8 @@ def serve(
         threading.Thread(target=read, daemon=True).start()
         loop.run_forever()
     else:
-        for number, args, kwargs, rows in requests:
-            answer(number, call_plain(function, args, kwargs, rows, loop))
+        for number, call in requests:
+            answer(number, call_plain(function, call, loop))
         loop.close()
 
 
@@ -167,12 +186,12 @@ class FunctionCaller:
         self._starting = threading.Lock()
         self._deaths = 0
 
-    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
+    async def call(self, call: Call, timeout: float) -> list[Score] | None:
         for _ in range(1 + self.is_async):  # an async call may have ended by the fault of another
             with self._starting:
                 host = self._host = self._host or self._start()
             await asyncio.wait({asyncio.wrap_future(host.ready)}, timeout=_START_SECONDS)
-            answer = await host.ask(timeout, number := next(self._numbers), args, kwargs, rows)
+            answer = await host.ask(timeout, number := next(self._numbers), call)
             if answer.cancelled():
                 # A host that still runs its event loop cancels the call, and says so.
                 if not self.is_async or (await host.ask(PULSE_SECONDS, next(self._numbers), number)).cancelled():

@@ -23,9 +23,10 @@ from verl.errors import ConfigError, RewardError, nearest
 from verl.record import Count, Portion, Retries, Seconds
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
+from verl.rewards.generators import seed_of
 from verl.rewards.isolation import isolate
 from verl.rewards.processes import ProcessCaller, can_travel
-from verl.rewards.scores import Score, failure
+from verl.rewards.scores import Call, Score, failure
 from verl.rewards.source import RewardResult
 from verl.user_calls import is_async
 from verl.user_code import show_once
@@ -125,6 +126,9 @@ class FunctionReward:
         else:
             weakref.finalize(self, self.group.close)
         self._lock = threading.Lock()
+        #: Of the run; with the ids of its rows it seeds the random generators of a call.
+        self.seed = 0
+        self._noted: set[str] = set()
         self._unsaid: Counter[str] = Counter()
         self._scored = 0
         self._latest: str | None = None
@@ -236,7 +240,8 @@ class FunctionReward:
 
     async def _call(self, rows: Sequence[dict[str, Any]], seconds: float) -> list[Score] | None:
         args, kwargs = self.form.arguments(rows)
-        return await self.group.call(args, kwargs, len(rows), seconds)
+        seed = seed_of(self.seed, [row["id"] for row in rows]) if "id" in rows[0] else None
+        return await self.group.call(Call(args, kwargs, len(rows), seed), seconds)
 
     def _late(self) -> Score:
         return failure(f"gave no answer within {self.timeout:g} s")
@@ -258,8 +263,12 @@ class FunctionReward:
             self.failures.add(score.failed for score in scores)
             self._unsaid.update(_place(score.reason or "") for score in scores if score.failed)
             self._scored += len(scores)
+            notes = {score.note for score in scores if score.note} - self._noted
+            self._noted |= notes
             self._latest = next((score.reason for score in scores if score.failed), self._latest)
             too_many = str(self.failures) if self.failures.too_many else None
+        for note in sorted(notes):
+            logger.warning("%s %s %s: its scores are others in every run", self.what, self.name, note)
         for text in dict.fromkeys(score.traceback for score in scores):
             show_once(logger, f"{self.what} {self.name}", text)
         if too_many is not None:

@@ -22,6 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl.rewards import generators
 from verl.rewards.calls import FunctionCaller, Host, serve
 from verl.rewards.scores import Score
 from verl.sandbox.jail import die_with_parent
@@ -110,6 +111,7 @@ def _settle(parent: int) -> None:
     """Become a process of our own, which ends with its parent."""
     os.setsid()
     die_with_parent(parent)
+    generators.keeps_states = False
     for kind in (signal.SIGTERM, signal.SIGINT):
         signal.signal(kind, signal.SIG_DFL)
     with suppress(OSError):

@@ -6,12 +6,15 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
+from verl.rewards.generators import noting, seeded, watching_draws
 from verl.secrets import masked
+from verl.user_calls import in_steps
 from verl.user_code import describe, traceback_of
 
 _REASON_LENGTH = 300
@@ -24,13 +27,23 @@ _LARGEST = 3.4028234663852886e38
 @dataclass(frozen=True, slots=True)
 class Score:
     """A number, or the reason why there is none. `failed` is False for a function that returned None; `traceback` is of
-    one that raised."""
+    one that raised; `note` says why its scores are not the same in every run, of the first score of a call."""
 
     value: float | None
     reason: str | None = None
     failed: bool = False
     components: dict[str, float] = field(default_factory=dict)
     traceback: str | None = None
+    note: str | None = None
+
+
+class Call(NamedTuple):
+    """What a function is called with, of how many samples. `seed` is for the global random generators."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    rows: int
+    seed: int | None = None
 
 
 def failure(reason: str, traceback: str | None = None) -> Score:
@@ -42,38 +55,47 @@ def raised(error: BaseException) -> Score:
     return failure(f"raised {describe(error)}", traceback_of(error))
 
 
-def call_plain(
-    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int, loop: asyncio.AbstractEventLoop
-) -> list[Score]:
-    """Call a function on `rows` samples. What it may return: see `read_result`. If it raises, or does not return an
+def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractEventLoop) -> list[Score]:
+    """Call a function. What it may return: see `read_result`. If it raises, or does not return an
     entry for each sample, the answer is one score, which says so.
 
-    No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result.
+    No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result. The global
+    random generators begin from the seed.
     """
-    try:
-        result = function(*args, **kwargs)
-        result = loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
-        return read_result(result, rows, kwargs)
-    except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
-        return [raised(error)]
+    with noting() as notes, seeded(call.seed):
+        try:
+            result = function(*call.args, **call.kwargs)
+            result = loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
+            scores = read_result(result, call)
+        except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
+            scores = [raised(error)]
+    return _noted(scores, notes)
 
 
-async def call_async(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int) -> list[Score]:
-    """`call_plain` for an async function, on the running event loop."""
-    try:
-        return read_result(await function(*args, **kwargs), rows, kwargs)
-    except BaseException as error:  # as above
-        return [raised(error)]
+async def call_async(function: Callable[..., Any], call: Call, is_watched: bool) -> list[Score]:
+    """`call_plain` for an async function, on the running event loop, and with generators that are not seeded."""
+    with noting() as notes:
+        try:
+            work: Any = _wait_for(function(*call.args, **call.kwargs))
+            work = in_steps(work, partial(watching_draws, notes)) if is_watched else work
+            scores = read_result(await work, call)
+        except BaseException as error:  # as above
+            scores = [raised(error)]
+    return _noted(scores, notes)
+
+
+def _noted(scores: list[Score], notes: list[str]) -> list[Score]:
+    return [replace(scores[0], note=notes[0]), *scores[1:]] if notes and scores else scores
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def read_result(result: Any, rows: int, kwargs: Mapping[str, Any]) -> list[Score]:
+def read_result(result: Any, call: Call) -> list[Score]:
     """The scores in what a function returned: of one that gets a single `solution_str` its entry (`read_score`), else
     one for each row (`read_scores`)."""
-    return [read_score(result)] if "solution_str" in kwargs else read_scores(result, rows)
+    return [read_score(result)] if "solution_str" in call.kwargs else read_scores(result, call.rows)
 
 
 def read_scores(result: Any, rows: int) -> list[Score]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.calls import FunctionCaller, Host, serve
-from verl.rewards.scores import Score
+from verl.rewards.calls import TURN, FunctionCaller, Host, serve
+from verl.rewards.scores import Call, Score
 from verl.user_calls import MAX_HUNG, watching
 
 
@@ -36,12 +36,13 @@ class ThreadCaller(FunctionCaller):
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function, name)
         self.ends_late = self.is_async
+        self.slots = self.slots if self.is_async else TURN
         self._hung: set[threading.Thread] = set()
         self._timeout = math.inf
 
-    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
+    async def call(self, call: Call, timeout: float) -> list[Score] | None:
         self._timeout = timeout
-        return await super().call(args, kwargs, rows, timeout)
+        return await super().call(call, timeout)
 
     def _start(self) -> Host:
         name = f"reward {self.name}"

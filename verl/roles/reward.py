@@ -121,6 +121,12 @@ class Reward:
             recipe = partial(RewardWorker, PortableModel(source.model), source.batch_size)
             source.score_tokens = partial(_scores, controller.group(role, recipe))
 
+    def set_seed(self, seed: int) -> None:
+        """Seed the random generators of functions from a run's seed, and for each call from the ids of its rows."""
+        for source in leaves(self.source):
+            if hasattr(source, "seed"):
+                source.seed = seed
+
     def _models(self) -> list[RewardModel]:
         return [source for source in leaves(self.source) if hasattr(source, "score_tokens")]  # type: ignore[misc]
 

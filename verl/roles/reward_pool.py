@@ -21,7 +21,7 @@ from verl.errors import ClusterError, ConfigError, RewardError
 from verl.ray_session import START_DEADLINE, import_ray
 from verl.record import Processes
 from verl.rewards.calls import Slots
-from verl.rewards.scores import Score, failure
+from verl.rewards.scores import Call, Score, failure
 from verl.user_functions import digest, split_spec, user_modules
 from verl.workers.scorer import Scorer
 
@@ -35,9 +35,7 @@ _NEW = 0.1
 
 @dataclass(eq=False)
 class _Job:
-    args: list[Any]
-    kwargs: dict[str, Any]
-    rows: int
+    call: Call
     timeout: float
     future: concurrent.futures.Future[list[Score] | None] = field(default_factory=concurrent.futures.Future)
     until: float = 0.0
@@ -94,15 +92,15 @@ class RewardPool(Pool):
         self._queue: deque[_Job] = deque()
         self._supervisor: threading.Thread | None = None
 
-    async def call(self, args: list[Any], kwargs: dict[str, Any], rows: int, timeout: float) -> list[Score] | None:
-        """Scores of `rows` samples; one score if the call failed; None: no answer within `timeout` seconds since a
+    async def call(self, call: Call, timeout: float) -> list[Score] | None:
+        """The scores of its samples; one score if the call failed; None: no answer within `timeout` seconds since a
         worker began.
 
         Raises:
             RewardError: the function does not load in a worker; with the worker's own traceback.
             ClusterError: workers die again and again before they are ready.
         """
-        job = _Job(args, kwargs, rows, timeout)
+        job = _Job(call, timeout)
         with self.lock:
             self._open()
             self._queue.append(job)
@@ -226,7 +224,7 @@ class RewardPool(Pool):
                 if not job.future.cancelled():
                     job.until = time.monotonic() + job.timeout
                     worker.jobs[str(id(job))] = job
-                    self._call(worker, str(id(job)), Scorer.score, job.args, job.kwargs, job.rows)
+                    self._call(worker, str(id(job)), Scorer.score, job.call)
 
     def _give_up(self, error: Exception) -> None:
         jobs = [*self._queue, *(job for worker in self._workers for job in worker.jobs.values())]

@@ -212,6 +212,7 @@ class Trainer:
         for active in self.tasks.values():
             for role, source in active.sources.items():
                 source.set_placement(self.actor.controller, role)
+                source.set_seed(self.actor.plan.seed)
         for controller in {handle.controller for handle in self.roles.values()}:
             controller.wait(limits.deadline)
         if len(tasks) > 1:  # samples of another temperature say so

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.scores import Score, call_plain
+from verl.rewards import generators
+from verl.rewards.scores import Call, Score, call_plain
 from verl.user_functions import digest, load_function, split_spec
 from verl.workers.pooled import PooledWorker
 
@@ -33,6 +34,7 @@ class Scorer(PooledWorker):
                 f"{split_spec(spec)[0]} is not what it was when this run began, or not what the driver's machine has, "
                 "and one run has one reward: put it back, or start again to go on with the new one"
             )
+        generators.keeps_states = False
         self.function: Callable[..., Any] = load_function(spec) if spec else ray.cloudpickle.loads(function)
         if hasattr(self.function, "load"):
             self.function.load()
@@ -42,8 +44,8 @@ class Scorer(PooledWorker):
     def ping(self) -> None:
         """Answers, if the process is alive."""
 
-    def score(self, args: list[Any], kwargs: dict[str, Any], rows: int) -> tuple[list[Score], float]:
-        """The scores of a call on `rows` samples, and the seconds that it took."""
+    def score(self, call: Call) -> tuple[list[Score], float]:
+        """The scores of a call, and the seconds that it took."""
         began = time.perf_counter()
-        scores = call_plain(self.function, args, kwargs, rows, self.loop)
+        scores = call_plain(self.function, call, self.loop)
         return scores, time.perf_counter() - began

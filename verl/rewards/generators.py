@@ -1,0 +1,129 @@
+"""Random numbers in users' functions depend on the samples of a call, not on the calls before it: the global generators
+of `random`, NumPy and torch are seeded for each call of a plain function. What that does not reach is noted."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import pickle
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from verl.user_code import NOT_THE_USERS
+
+#: Of the call of a user's function that this is inside of; None: of none.
+notes_here: ContextVar[list[str] | None] = ContextVar("notes_here", default=None)
+#: Whether the generators' states are kept for what else this process does: it is no process of a function's own.
+keeps_states = True
+_lock = threading.Lock()
+#: Seeded calls under way, and the states of the generators before the first of them.
+_calls, _before = 0, list[Any]()
+
+
+def seed_of(seed: int, ids: Sequence[str]) -> int:
+    """A seed of 32 bits for a call on the rows of these ids in a run with this seed."""
+    return int.from_bytes(hashlib.sha256(json.dumps([seed, *ids]).encode()).digest()[:4], "big")
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Inside, the global generators begin from a seed; afterwards they are as before. None: they are left alone."""
+    global _calls, _before
+    if seed is None:
+        yield
+        return
+    with _lock:
+        if keeps_states and not _calls:
+            _before = [state() for state, *_ in _generators()]
+        _calls += 1
+        for *_, begin in _generators():
+            begin(seed)
+    try:
+        yield
+    finally:
+        with _lock:
+            _calls -= 1
+            if keeps_states and not _calls:
+                for (_, restore, _), state in zip(_generators(), _before, strict=False):
+                    restore(state)
+
+
+@contextmanager
+def noting() -> Iterator[list[str]]:
+    """The notes on what is called inside."""
+    _watch()
+    notes: list[str] = []
+    token = notes_here.set(notes)
+    try:
+        yield notes
+    finally:
+        notes_here.reset(token)
+
+
+@contextmanager
+def watching_draws(notes: list[str]) -> Iterator[None]:
+    """A note says if what is inside draws from the global generators."""
+    before = None if notes else _states()
+    yield
+    if before not in (None, _states()):
+        notes.append("draws from the global random generators, which are seeded for plain functions alone")
+
+
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
+    """How the state of each global generator is read, set, and begun from a seed."""
+    import numpy as np
+
+    generators: list[Any] = [
+        (random.getstate, random.setstate, random.seed),
+        (np.random.get_state, np.random.set_state, np.random.seed),
+    ]
+    if "torch" in sys.modules:
+        import torch
+
+        generators.append((torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed))
+        if torch.cuda.is_initialized():  # never in a fork
+            generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all))
+    return generators
+
+
+def _states() -> list[bytes]:
+    states = (state() for state, *_ in _generators()[:3])  # a tensor pickled twice may differ
+    return [pickle.dumps(state.tolist() if hasattr(state, "tolist") else state) for state in states]
+
+
+@functools.cache
+def _watch() -> None:
+    """Have it noted where a generator is made without a seed: `Random.seed` gets None, NumPy asks for entropy."""
+    seed, entropy = random.Random.seed, random._urandom  # type: ignore[attr-defined]
+
+    def watched_seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            _note()
+        seed(self, a, version)
+
+    def watched_entropy(size: int) -> bytes:
+        _note()
+        return entropy(size)  # type: ignore[no-any-return]
+
+    random.Random.seed = watched_seed  # type: ignore[method-assign]
+    random._urandom = watched_entropy  # type: ignore[attr-defined]
+
+
+def _note() -> None:
+    if (notes := notes_here.get()) is None:
+        return
+    made_by = (one for one in traceback.walk_stack(None) if one[0].f_globals.get("__name__") not in _BETWEEN)
+    frame, line = next(made_by)
+    if not frame.f_code.co_filename.startswith(NOT_THE_USERS):  # a library's may be for the names of files
+        notes.append(f"makes a random generator without a seed at {os.path.basename(frame.f_code.co_filename)}:{line}")
+
+
+_BETWEEN = ("random", "secrets", __name__)
