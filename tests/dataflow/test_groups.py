@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -17,13 +17,30 @@ from hypothesis import strategies as st
 
 from tests.properties import examples
 from verl.batch import Batch
+from verl.cluster.controller import start
 from verl.dataflow import loop
-from verl.dataflow.graph import ANY, Graph, Node
-from verl.dataflow.groups import run_graph
+from verl.dataflow.calls import Slot
+from verl.dataflow.graph import ANY, PHASES, Graph, Node
+from verl.dataflow.groups import DEADLINE, Groups
 from verl.dataflow.result import Result
 from verl.errors import ClusterError, DataError, RewardError, RolloutError, TrainingError
 
 PROMPTS = Batch.from_columns({"group": ["p0", "p1", "p2"], "answer": [10, 11, 12]})
+
+
+def run_graph(
+    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
+) -> Result:
+    """Run all nodes of a graph, from synchronous code."""
+
+    async def run() -> Result:
+        groups = Groups(graph, batch, deadline=deadline, slots=slots)
+        for phase in PHASES:
+            groups.start(phase)
+        return await groups.whole()
+
+    start()
+    return loop.run_sync(run())
 
 
 def ids(prompts: Batch) -> list[list[str]]:

@@ -60,9 +60,7 @@ def takes_splits(kernel: Callable[..., Tensor], keys: Tensor) -> bool:
 
 
 @cache
-def _runs_unsplit(
-    kernel: Callable[..., Tensor], page: int, size: int, dtype: torch.dtype, device: torch.device
-) -> bool:
+def _runs_unsplit(kernel: Callable[..., Tensor], page: int, size: int, dtype: torch.dtype, device: Any) -> bool:
     keys, query = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((1, page, 1, size), (2, 1, size)))
     ends = torch.arange(3, dtype=torch.int32, device=device)
     pages = {"seqused_k": ends.diff(), "block_table": torch.zeros(2, 1, dtype=torch.int32, device=device)}

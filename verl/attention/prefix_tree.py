@@ -119,8 +119,10 @@ def prefix_tree(
     return PrefixTree(lengths, paths)
 
 
-def joined(tree: PrefixTree, rows: Sequence[Indices], least: int = LEAST_BETWEEN) -> PrefixTree:
-    """The same trees of the same rows, with what their roots have in common, `least` tokens or more, once."""
+def joined(tree: PrefixTree, rows: Sequence[Indices], *, on_device: bool = False) -> PrefixTree:
+    """The same trees of the same rows, with what their roots have in common, `LEAST_BETWEEN` tokens or more
+    (`LEAST_BETWEEN_ON_DEVICE`), once."""
+    least = LEAST_BETWEEN_ON_DEVICE if on_device else LEAST_BETWEEN
     roots = {path[0]: row[: tree.lengths[path[0]]] for path, row in zip(tree.paths, rows, strict=True)}
     above = prefix_tree([*roots.values()], [0] * len(roots), [0] * len(roots), least=least)
     root_paths, below = dict(zip(roots, above.paths, strict=True)), len(above.lengths)

@@ -32,15 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl.attention import flash
-from verl.attention.prefix_tree import (
-    LEAST_BETWEEN,
-    LEAST_BETWEEN_ON_DEVICE,
-    Indices,
-    PrefixTree,
-    families,
-    joined,
-    prefix_tree,
-)
+from verl.attention.prefix_tree import Indices, PrefixTree, families, joined, prefix_tree
 from verl.autograd import add_rows
 from verl.device import is_host, to_device
 from verl.errors import DataError
@@ -144,7 +136,7 @@ def pack_rows(
         of_prompt = families([row[:length] for row, length in zip(fed, lengths, strict=True)])
         tree = prefix_tree(fed, lengths, of_prompt if share_prompts else range(len(fed)))
     if share_prompts:
-        tree = joined(tree, fed, LEAST_BETWEEN if is_host(torch.device(device)) else LEAST_BETWEEN_ON_DEVICE)
+        tree = joined(tree, fed, on_device=not is_host(torch.device(device)))
     if keep_last:
         fed = [np.append(row, r[-1:]).astype(np.int64) for row, (_, r) in zip(fed, samples, strict=True)]
         ends = enumerate(zip(tree.paths, samples, strict=True), len(tree.lengths))

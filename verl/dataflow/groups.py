@@ -16,11 +16,9 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from verl.batch import Batch
-from verl.cluster.controller import start
-from verl.dataflow import loop
 from verl.dataflow.calls import Calls, Slot
 from verl.dataflow.columns import GroupColumns, Row
-from verl.dataflow.graph import ANY, PHASES, Graph, Node, Phase
+from verl.dataflow.graph import ANY, Graph, Node, Phase
 from verl.dataflow.result import Result, combined
 from verl.errors import DataError, RolloutError
 
@@ -28,21 +26,6 @@ T = TypeVar("T")
 
 #: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
 DEADLINE = 1800.0
-
-
-def run_graph(
-    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
-) -> Result:
-    """Run all nodes of a graph; for synchronous code, notebooks included. See `Groups`."""
-
-    async def run() -> Result:
-        groups = Groups(graph, batch, deadline=deadline, slots=slots)
-        for phase in PHASES:
-            groups.start(phase)
-        return await groups.whole()
-
-    start()
-    return loop.run_sync(run())
 
 
 class Groups:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from verl.batch import Batch
 from verl.cluster.controller import start
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+StepPart: TypeAlias = Callable[[Groups], Awaitable[Result]]
 
 
 class GraphRunner:
@@ -61,25 +62,11 @@ class GraphRunner:
             spans, self.spans = self.spans, []
         return spans
 
-    def run(
-        self,
-        graph: Graph,
-        batch: Batch,
-        part: Callable[[Groups], Awaitable[Result]] = draw,
-        *,
-        in_step: bool = True,
-    ) -> Result:
+    def run(self, graph: Graph, batch: Batch, part: StepPart = draw, *, in_step: bool = True) -> Result:
         """Run a part of a step (`verl.trainer.step`) and wait for it; see `draw`."""
         return self.wait(self.draw(graph, batch, part, in_step=in_step))
 
-    async def draw(
-        self,
-        graph: Graph,
-        batch: Batch,
-        part: Callable[[Groups], Awaitable[Result]] = draw,
-        *,
-        in_step: bool = True,
-    ) -> Result:
+    async def draw(self, graph: Graph, batch: Batch, part: StepPart = draw, *, in_step: bool = True) -> Result:
         """Samples with all that is read of them, or what another part of a step makes of them; on the event loop.
         `in_step`: not for an evaluation, whose work no step's record counts."""
         result = await part(Groups(graph, batch, deadline=self.deadline, slots=self._slots))

@@ -149,16 +149,8 @@ class HybridWeights:
 
     def _run(self) -> None:
         try:
-            self.transfer = Transfer(
-                self.plan,
-                self.rank,
-                self.group,
-                self.engine.shards(),
-                self.buffers,
-                self._device,
-                self._begin,
-                self._end,
-            )
+            held, calls = self.engine.shards(), (self._begin, self._end)
+            self.transfer = Transfer(self.plan, self.rank, self.group, held, self.buffers, self._device, *calls)
             self.transfer.run()
         except BaseException as error:
             for arrived in self._arrived or ():
