@@ -16,8 +16,8 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def flash_attention(value: Tensor, *, paged: bool = False) -> Callable[..., Tensor] | None:
-    """The kernel for values such as these (`[..., K, D]`), in half precision on CUDA or ROCm: torch's own where it is
-    new enough (2.11, 2.12 for keys in pages), else that of the package flash-attn where it is installed.
+    """The kernel for values such as these (`[..., K, D]`), in half precision on CUDA or ROCm: torch's own (for keys in
+    pages from 2.12 on), else that of the package flash-attn where it is installed.
 
     Args:
         paged: keys and values are pages of a cache.
@@ -29,13 +29,11 @@ def flash_attention(value: Tensor, *, paged: bool = False) -> Callable[..., Tens
 
 
 def _torch_kernel(paged: bool) -> Callable[..., Tensor] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+    from torch.nn.attention.varlen import varlen_attn
+
     whole: Callable[..., Any] = varlen_attn
     known = (varlen_attn.__kwdefaults__ or {}).keys()
-    if "window_size" not in known or (paged and not {"seqused_k", "block_table", "num_splits"} <= known):
+    if paged and not {"seqused_k", "block_table", "num_splits"} <= known:
         return None
     return whole if "enable_gqa" in known else _of_any_heads(whole)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -282,20 +282,15 @@ def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_
         wanted = 2 * max_batch * blocks_for(max_length, tokens) * size
         kv_memory = min(wanted, free_memory(packed.device) // 2)
         if packed.tensor_group is not None:
-            kv_memory = _least(kv_memory, packed.tensor_group)
+            least = torch.tensor(kv_memory)
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=packed.tensor_group)
+            kv_memory = int(least)
     if kv_memory < 2 * size:
         raise ConfigError(
             f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
             f"{2 * size} bytes with this model"
         )
     return KVCache(kv_memory // size, *shape, packed.device, compiled, tokens)
-
-
-def _least(number: int, group: Any) -> int:
-    """The least of the ranks of a group."""
-    least = torch.tensor(number)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    return int(least)
 
 
 def _max_length(packed: PackedModel, wanted: int | None) -> int:
