@@ -162,6 +162,24 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         load_prompts(path)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_json_lines_are_read_whatever_the_file_is_called(tmp_path: Path, rows: int) -> None:
+    lines = [json.dumps({"prompt": f"p{i}"}) for i in range(rows)]
+    path = tmp_path / "x.json"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    if rows == 1:  # a mapping, as far as anyone can say
+        with pytest.raises(DataError, match="neither a list of rows, nor JSON Lines"):
+            load_prompts(path)
+        return
+    assert load_prompts(path).batch["prompt"] == [f"p{i}" for i in range(rows)]
+    path.write_text(f"{lines[0]}\n\n{{broken\n")
+    with pytest.raises(DataError, match=r"x\.json, line 3 is not valid JSON"):
+        load_prompts(path)
+    path.write_text(json.dumps({"files": []}, indent=1))
+    with pytest.raises(DataError, match="empty"):
+        load_prompts(path)
+
+
 def test_a_directory_named_like_a_file_and_times_beyond_python_are_told(tmp_path: Path) -> None:
     moments = pa.array([10**18], pa.timestamp("us"))
     pq.write_table(pa.table({"prompt": ["a"], "when": moments}), tmp_path / "moments.parquet")

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import verl
 from verl.attention.segments import pack_rows
 from verl.errors import ModelError
 from verl.models import loading
@@ -188,3 +189,6 @@ def test_a_classifier_with_several_labels_is_no_reward_model(saved: Path, tmp_pa
     AutoModelForSequenceClassification.from_pretrained(saved, num_labels=3).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ModelError, match="several labels"):
         load_model(tmp_path / "classifier", kind="score")
+    with pytest.raises(ModelError, match="a classifier with several labels, which is no reward model") as caught:
+        verl.Reward(model=str(tmp_path / "classifier")).get_reward(["a"])
+    assert "cut short" not in str(caught.value)

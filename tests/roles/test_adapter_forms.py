@@ -23,7 +23,7 @@ from tests.exact import norm_in_fp64
 from tests.ranks import job
 from verl import device
 from verl.errors import CheckpointError, ModelError
-from verl.models.loading import load_model
+from verl.models.loading import load_model, load_tokenizer
 from verl.models.lora import adapters_off, has_adapters
 from verl.models.probe import check_export
 from verl.models.save import save_pretrained_dir
@@ -325,3 +325,22 @@ def test_references_of_ranks_that_share_a_model(tmp_path: Path) -> None:
     assert {*line} == {"bias=all", "modules_to_save=lm_head", "ia3"}
     for form, gaps in line.items():
         assert gaps["reference"] < 1e-9 and gaps["policy"] > 1e-3, (form, gaps)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_adapters_of_a_model_with_more_tokens_than_its_base(
+    tiny: Path, tmp_path: Path, trained: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, size = load_model(tiny), load_model(tiny).config.vocab_size
+    model.resize_token_embeddings(size + 4)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[size:] = 5.0  # as new tokens are made from others
+    kept = {"modules_to_save": ["embed_tokens", "lm_head"]} if trained else {}
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **kept)
+    actor = verl.Actor(peft.get_peft_model(model, config), load_tokenizer(str(tiny)))
+    if not trained:
+        with pytest.raises(ModelError, match=rf"embeds {size} tokens and this model {size + 4}.*write the model whole"):
+            actor.save_pretrained(tmp_path / "adapter", adapter=True)
+        return
+    actor.save_pretrained(tmp_path / "adapter", adapter=True)
+    assert f"call resize_token_embeddings({size + 4}) on the base" in caplog.text

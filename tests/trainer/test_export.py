@@ -22,7 +22,8 @@ from verl.checkpoint.store import load_checkpoint, save_checkpoint
 from verl.cli.main import app
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, ModelError
-from verl.models.loading import load_model
+from verl.models.loading import load_model, load_tokenizer
+from verl.rollout.environments import EnvironmentEpisode
 from verl.run.export import export
 from verl.run.train import train
 from verl.weights.shard import checksum
@@ -170,3 +171,45 @@ def test_a_trainer_goes_on_from_a_checkpoint_of_the_command(tmp_path: Path, tiny
         verl.Trainer(str(tiny), reward_fn=len, algorithm="rloo", n=4, log_dir=False).load_checkpoint(
             run / "checkpoints" / "latest"
         )
+
+
+OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("source", ["python", "episode", "none"])
+def test_the_chat_template_and_tokens_of_training_leave_with_the_model(tmp_path: Path, tiny: Path, source: str) -> None:
+    tokenizer, episode = load_tokenizer(str(tiny)), None
+    if source == "none":
+        tokenizer.chat_template = None
+    else:
+        tokenizer.chat_template = OTHER
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>"]})
+    if source == "episode":
+        (tmp_path / "template.jinja").write_text(OTHER.replace("[{{", "<{{").replace("}}]", "}}>"))
+        episode = EnvironmentEpisode(Echo, chat_template=str(tmp_path / "template.jinja"))
+    model = load_model(tiny)
+    model.resize_token_embeddings(len(tokenizer))
+    actor = verl.Actor(model, tokenizer, episode=episode, sampling={"max_new_tokens": 3})
+    trainer = verl.Trainer(actor, reward_fn=len, algorithm="grpo", n=2, log_dir=False)
+    trainer.save_checkpoint(tmp_path / "saved")
+    assert verify(tmp_path / "saved").ok
+    done = RUNNER.invoke(app, ["export", str(tmp_path / "saved"), str(tmp_path / "exported")])
+    assert done.exit_code == 0, done.output
+    actor.save_pretrained(tmp_path / "written")
+    chat = [{"role": "user", "content": "two?"}]
+    for folder in ("exported", "written"):
+        again = AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert len(again("<call>", add_special_tokens=False)["input_ids"]) == 1
+        if source == "none":
+            assert again.chat_template is None
+            continue
+        text = again.apply_chat_template(chat, tokenize=False)
+        assert text == ("<user> two?\n" if source == "episode" else "[user] two?\n")
+
+
+class Echo:
+    def reset(self, **row: Any) -> str:
+        return "go"
+
+    def get_reward(self) -> float:
+        return 1.0

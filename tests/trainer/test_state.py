@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -340,6 +342,28 @@ def test_malformed_tables_and_generators_are_damage(saved: tuple[verl.Trainer, P
         assert found(trainer, directory).step == 1
         assert torch.equal(torch.get_rng_state(), before)
         reforge(directory / "step-000002", name, good)
+
+
+@pytest.mark.parametrize(
+    ("table", "fault"),
+    [
+        ({"x": [1, 2]}, "its samples lack group, prompt_tokens, response_tokens"),
+        ({"group": ["a"], "prompt_tokens": [[1]], "response_tokens": ["b"]}, "cannot be stored"),
+        (
+            {"group": ["a"], "prompt_tokens": [[1]], "response_tokens": [[1, 2]], "response_mask": [[1]]},
+            "response_mask is not as long as response_tokens",
+        ),
+    ],
+)
+def test_a_buffer_that_holds_no_samples_is_damage(
+    saved: tuple[verl.Trainer, Path], table: dict[str, Any], fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, directory = saved
+    pq.write_table(pa.table(table), directory / "table")
+    reforge(directory / "step-000002", "buffer.parquet", (directory / "table").read_bytes())
+    (directory / "table").unlink()
+    assert found(trainer, directory).step == 1
+    assert "buffer.parquet" in caplog.text and fault in caplog.text
 
 
 def test_wrong_types_in_the_schedule_of_asynchronous_training_are_damage(tiny: Path, tmp_path: Path) -> None:

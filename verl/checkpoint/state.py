@@ -4,6 +4,7 @@ actor/weights, critic/weights, ...        live weights under their Hugging Face 
 actor/optimizer, critic/optimizer, ...    masters and moments
 actor/config.json, actor/probe.json       the architecture, and log-probs of a few tokens to verify a reload by
 actor/layers.json                         what layers of the actor have adapters or are in 4 bits, if any
+actor/tokenizer/                          the tokenizer's own files, with the chat template of training
 buffer.parquet                            samples that wait for an update
 random                                    process-wide random generators
 trainer.json                              steps, the algorithm's state, optimizer counters, the caller's own
@@ -25,9 +26,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Po
 
 from verl.batch import Batch
 from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
-from verl.checkpoint.saving import SaveResult
+from verl.checkpoint.saving import SaveResult, Writer
 from verl.checkpoint.store import Checkpoint, VerifyReport, load_checkpoint, model_identity, save_checkpoint
 from verl.checkpoint.store import verify as verify_files
+from verl.checkpoint.tokenizer import TokenizerWriter
 from verl.cluster.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError
@@ -186,6 +188,9 @@ class _Probe(BaseModel):
 
 
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
+#: Columns of samples that wait for an update, and those that have a number a token.
+_SAMPLE = ("group", "prompt_tokens", "response_tokens")
+_BY_TOKEN = ("response_mask", "rollout_log_probs", "log_probs", "ref_log_probs", "values")
 _REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
 _MOMENTS = ("step", *MOMENTS)
 
@@ -221,8 +226,8 @@ def identity(trainer: Trainer) -> dict[str, str]:
     return parts
 
 
-def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[RoleWriter]]:
-    """What `save_checkpoint` writes: files, the identity, and the writers of the roles.
+def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[Writer]]:
+    """What `save_checkpoint` writes: files, the identity, and the writers of the roles and of the tokenizer.
 
     Args:
         background: the tensors are copied to host memory and written while training goes on.
@@ -239,7 +244,7 @@ def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, A
     }
     if any((layers := layer_changes(trainer.actor.modules)).values()):
         files["actor/layers.json"] = layers
-    return files, identity(trainer), writers
+    return files, identity(trainer), [*writers, TokenizerWriter(trainer.actor.tokenizer_as_trained)]
 
 
 class RoleWriter:
@@ -323,7 +328,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) 
         _check_role(checkpoint, role, handle, state.roles[role])
     _read_probe(checkpoint)
     checkpoint.json("actor/config.json", dict[str, Any])
-    checkpoint.batch("buffer.parquet")
+    _check_buffer(checkpoint)
     _check_random(checkpoint, state)
     if state.tasks.keys() != trainer.tasks.keys():
         raise CheckpointError(
@@ -390,6 +395,18 @@ def _check_role(checkpoint: Checkpoint, role: str, handle: Actor | Critic, state
         check_base(state.base.model_dump(), handle.base)
         weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
     _check_weights(checkpoint, role, weights)
+
+
+def _check_buffer(checkpoint: Checkpoint) -> None:
+    """Samples that wait have what every update reads, and numbers for each of their tokens."""
+    samples = checkpoint.batch("buffer.parquet")
+    if len(samples) and (lacking := [name for name in _SAMPLE if name not in samples]):
+        raise checkpoint.damaged(f"buffer.parquet: its samples lack {', '.join(lacking)}")
+    for name in (name for name in _BY_TOKEN if name in samples):
+        written = samples.arrow(name).is_valid().to_pylist()
+        pairs = zip(samples.lengths(name), samples.lengths("response_tokens"), written, strict=True)
+        if any(here != tokens for here, tokens, is_there in pairs if is_there):
+            raise checkpoint.damaged(f"buffer.parquet: {name} is not as long as response_tokens")
 
 
 def _check_random(checkpoint: Checkpoint, state: TrainerState) -> None:

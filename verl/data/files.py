@@ -132,7 +132,11 @@ def _read_lines(path: Path) -> Iterator[Any]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[Path, Any]]:
-    content = _decode(path.read_bytes(), str(path))
+    text = path.read_bytes()
+    if _is_lines(text):
+        yield from zip(repeat(path), _read_lines(path), strict=False)
+        return
+    content = _decode(text, str(path))
     if isinstance(content, dict) and isinstance(content.get("files"), list):
         for name in content["files"]:
             file = inside(path.parent, str(name))
@@ -142,7 +146,16 @@ def _read_json(path: Path) -> Iterator[tuple[Path, Any]]:
     elif isinstance(content, list):
         yield from zip(repeat(path), content, strict=False)
     else:
-        raise DataError(f'{path} holds neither a list of rows nor {{"files": [...]}}')
+        raise DataError(f'{path} holds neither a list of rows, nor JSON Lines, nor {{"files": [...]}}')
+
+
+def _is_lines(text: bytes) -> bool:
+    """Whether the first line is a whole object and not the last: JSON Lines, as hubs name them `.json`, too."""
+    first, _, rest = text.lstrip().partition(b"\n")
+    try:
+        return bool(rest.strip()) and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:

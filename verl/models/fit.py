@@ -108,6 +108,8 @@ class Fit:
     def _why(self) -> str:
         """What is likely."""
         heads = [name for name in self.unexpected if name.startswith(tuple(f"{head}." for head in HEADS))]
+        if any(name.startswith(HEADS) for name in self.reshaped):
+            return ". It is a classifier with several labels, which is no reward model: that has one"
         if prefix := self._prefix():
             wrapper = next((by for known, by in _WRAPPERS.items() if known in prefix), None)
             by = f", which {wrapper} adds: save the model inside the wrapper, or" if wrapper else ":"

@@ -65,7 +65,13 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
     except ModelError as error:
         logger.warning("%s was not compared with the live model, its base is not at hand: %s", path, error)
         return
+    there, here = (each.config.get_text_config().vocab_size for each in (plain, model))
+    if there != here:
+        plain.resize_token_embeddings(here)
     again = PeftModel.from_pretrained(plain, str(path), autocast_adapter_dtype=False)
+    if there != here:
+        _check_resized(model, again, f"{path} over {base}", there, here)
+        return
     if not has_int4(model):
         _check_gap(model, again, f"{path} over {base}")
         return
@@ -75,6 +81,19 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
         "%.3g on average and %.3g at most: export the merged model if that is too much",
         *(path, base, float(gap.mean()), float(gap.max())),
     )
+
+
+def _check_resized(model: Any, again: Any, what: str, there: int, here: int) -> None:
+    """Raises ModelError: rows of the embeddings that were added to the base are in no adapter."""
+    tokens = f"its base embeds {there} tokens and this model {here}"
+    try:
+        _check_gap(model, again, what)
+    except ModelError as error:
+        raise ModelError(
+            f"{what}: {tokens}, and the rows that were added are in no adapter: write the model whole, or train them "
+            "with the adapters (modules_to_save)"
+        ) from error
+    logger.warning("%s: %s: call resize_token_embeddings(%d) on the base before peft loads them", what, tokens, here)
 
 
 def _check_gap(model: Any, again: Any, what: str) -> None:

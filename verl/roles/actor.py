@@ -561,13 +561,23 @@ class Actor(ModelHandle[ActorWorker]):
         super().load(weights, optimizer, rest)
         self.policy_version = int(rest["policy_version"])
 
+    @property
+    def tokenizer_as_trained(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the chat template of the episode of all prompts where that has another."""
+        chat_template = getattr(load_episode(self.rollout_options.episode), "chat_template", None)
+        if chat_template is None:
+            return self.tokenizer
+        from verl.rollout.gateway.template import with_template
+
+        return with_template(self.tokenizer, chat_template)
+
     @checked
     def save_pretrained(self, path: str | Path, *, adapter: bool = False) -> None:
         """Write a plain Hugging Face directory: weights (adapters merged into them), config and tokenizer; or
         (`adapter`) a directory of the adapters alone, which peft loads."""
         from verl.models.save import save_pretrained_dir
 
-        save_pretrained_dir(self.present_model(), self.tokenizer, path, adapter=adapter)
+        save_pretrained_dir(self.present_model(), self.tokenizer_as_trained, path, adapter=adapter)
 
     def present_model(self) -> PreTrainedModel:
         """`model`, with the weights as they are now: those of its workers, where they are other processes."""

@@ -12,6 +12,7 @@ from verl.checkpoint import state
 from verl.checkpoint.directory import CheckpointStore
 from verl.checkpoint.saving import MANIFEST
 from verl.checkpoint.store import Checkpoint, load_checkpoint
+from verl.checkpoint.tokenizer import FOLDER
 from verl.config import load_config
 from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
@@ -30,7 +31,7 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, a
     Args:
         path: a checkpoint, or a run's directory: then its newest whole checkpoint.
         out: a directory that is not there yet, or an empty one.
-        tokenizer: its directory or hub name; None: that of the model which the run began with.
+        tokenizer: its directory or hub name; None: the checkpoint's.
         adapter: write the adapters alone, as peft reads them; else adapters are merged into the weights.
 
     Raises:
@@ -97,11 +98,13 @@ class _Origin:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config: dict[str, Any] = checkpoint.json("actor/config.json", dict[str, Any])
         name = config.get("_name_or_path")
-        self._model, self._tokenizer, self._trust = (name if isinstance(name, str) and name else None), None, False
+        self._model, self._trust = (name if isinstance(name, str) and name else None), False
+        saved = checkpoint.path / FOLDER
+        self._tokenizer = str(saved) if saved.is_dir() else None
         settings = checkpoint.path.resolve().parent.parent / "config.yaml"
         if settings.is_file():
             model = load_config(settings).actor_rollout_ref.model
-            self._model, self._tokenizer = model.path or self._model, model.tokenizer
+            self._model, self._tokenizer = model.path or self._model, self._tokenizer or model.tokenizer
             self._trust = model.trust_remote_code
 
     def tokenizer(self, name_or_path: str | None) -> PreTrainedTokenizerBase:
@@ -114,9 +117,7 @@ class _Origin:
         except ModelError as error:
             if name_or_path is not None:
                 raise
-            raise ModelError(
-                f"{error}. A checkpoint holds no tokenizer: name its directory with --tokenizer"
-            ) from error
+            raise ModelError(f"{error}. Name the tokenizer's directory with --tokenizer") from error
 
     def give_generation_config(self, model: Any) -> None:
         """Sampling defaults and end tokens, which checkpoints do not hold, where the first model can still be read."""

@@ -67,9 +67,7 @@ class ChatTemplate:
         chat_template: str | None = None,
         ends: Sequence[int] | None = None,
     ) -> None:
-        if chat_template is not None:
-            tokenizer = copy.copy(tokenizer)
-            tokenizer.chat_template = _source(chat_template)
+        tokenizer = with_template(tokenizer, chat_template)
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the tokenizer has no chat template: name one, as chat_template='hermes'")
         self.chat = ChatTokenizer(tokenizer)
@@ -156,6 +154,14 @@ class ChatTemplate:
 
 
 _REMEDY = "name another one: chat_template='hermes', or a file"
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer with another chat template, see `ChatTemplate`; None: as it is."""
+    if chat_template is not None:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = _source(chat_template)
+    return tokenizer
 
 
 def _shows(text: str, reply: Message) -> bool:
