@@ -53,9 +53,10 @@ ALLOWED = {
     ("rollout/environments.py", "_makes_environments", "bind"): "the arguments of a signature",
     ("rollout/tools.py", "call", "bind"): "the arguments of a signature",
     ("sandbox/run_tests.py", "run_program", "builtins.exec"): "a program, in a process of the sandbox",
-    ("sandbox/run_tests.py", "run_text", "builtins.exec"): "its tests, in a process of a sandbox",
+    ("sandbox/run_tests.py", "units", "builtins.exec"): "its tests, in a process of a sandbox",
+    ("sandbox/run_tests.py", "fault_of", "builtins.exec"): "what they import, as above",
     ("sandbox/run_tests.py", "entry_point", "builtins.eval"): "the name of what they are of, as above",
-    ("sandbox/run_tests.py", "judge", "builtins.exec"): "our stand-in for pytest, as above",
+    ("sandbox/run_tests.py", "main", "builtins.exec"): "our stand-in for pytest, as above",
     ("sandbox/jail.py", "open_network", "create_server"): "that socket, in a network that has the sandbox alone",
     ("sandbox/jail.py", "run", "builtins.exec"): "a program, in a process of the sandbox",
 }

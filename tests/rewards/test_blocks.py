@@ -85,3 +85,8 @@ def test_marks_without_end_take_no_time(text: str) -> None:
     extract_code(text)
     extract_code(f"```python\n{text}")
     assert time.process_time() - start < 4
+
+
+def test_a_program_keeps_what_ends_no_line_of_it() -> None:
+    text = "a = '\x0b \x0c \x1c \u2028 \x85'\r\nb = 2"
+    assert extract_code(f"```python\r\n{text}\r\n```") == text.replace("\r\n", "\n")

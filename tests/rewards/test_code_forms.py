@@ -186,12 +186,6 @@ FORMS: dict[str, tuple[Any, str | None, str, str]] = {
         ADD,
         SUB,
     ),
-    "a class that derives from the program's": (
-        "class Both(Adder):\n    pass\nassert Both(1).add(2) == 3",
-        None,
-        "class Adder:\n    def __init__(self, n): self.n = n\n    def add(self, n): return self.n + n",
-        "class Adder:\n    def __init__(self, n): self.n = n\n    def add(self, n): return self.n - n",
-    ),
     "a class that only the tests define": (
         "class Node:\n    def __init__(self, n): self.n = n\nassert Solution().add(Node(1), Node(2)) == 3",
         None,
@@ -211,6 +205,18 @@ FORMS: dict[str, tuple[Any, str | None, str, str]] = {
         "print(0.3333, 2.5)\nprint(1)",
     ),
     "digits that are no fraction": ({"inputs": [""], "outputs": ["05 30"]}, None, "print('05 30')", "print(5, 30)"),
+    "what is read": (
+        "from unittest.mock import patch\nwith patch('builtins.input', side_effect=['1', '2']):\n    assert add() == 3",
+        None,
+        "def add(): return int(input()) + int(input())",
+        "def add(): return int(input()) - int(input())",
+    ),
+    "a part of the program that is replaced": (
+        "from unittest.mock import patch\nwith patch('solution.one', return_value=2):\n    assert add(1) == 3",
+        None,
+        "def one(): return 1\ndef add(n): return n + one()",
+        "def one(): return 1\ndef add(n): return n + 1",
+    ),
     "assert_case": (json.dumps({"assert_case": ["assert add(1, 2) == 3"]}), None, ADD, SUB),
 }
 
@@ -262,9 +268,51 @@ def test_what_asks_nothing_of_the_program_is_left_out(tests: Any, reason: str) -
         raise AssertionError(result.reasons[0])
 
 
+OBJECTS = "class V:\n    def __init__(self, n): self.n = n\n    def __eq__(self, other): return self.n == other.n"
+DERIVES = "class W(V):\n    pass\nassert W(3).n == 3"
+
+
+def test_what_compares_objects_of_the_program_is_refused_unless_live() -> None:
+    programs = [OBJECTS, "class V:\n    def __init__(self, n): pass", "", "import os; os._exit(0)"]
+    rows = [{"response": program, "tests": "assert V(3) == V(3)"} for program in programs]
+    refused = judge(*rows)
+    assert refused.reward == [None] * 4  # whatever the program is
+    assert "by its own operators: that needs live=True" in str(refused.reasons[0])
+    live = judge(*rows, live=True)
+    assert (live.reward, live.components["live"]) == ([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0])
+
+
+def test_a_class_that_derives_from_the_programs_is_refused() -> None:
+    result = judge({"response": OBJECTS, "tests": DERIVES}, live=True)
+    assert result.reward == [None]
+    assert "derive a class from the program's, which is in another process" in str(result.reasons[0])
+
+
+def test_a_program_asks_for_no_more_of_the_tests_than_they_gave_it() -> None:
+    program = """
+def names(f, node):
+    out = [f.__name__, node.n]
+    for thing, name in ((f, '__code__'), (f, '__globals__'), (node, '__class__'), (node, '_hidden')):
+        try: out.append(repr(object.__getattribute__(type(thing), '__getattr__')(thing, name)))
+        except AttributeError: out.append(None)
+    return out + [f(node)]
+"""
+    tests = """
+class Node:
+    def __init__(self): self.n, self._hidden = 1, 2
+    def get(self): return self.n
+def f(node): return node is one
+one = Node()
+assert names(f, one) == ["f", 1, None, None, None, None, True]
+"""
+    assert judge({"response": program, "tests": tests}).reward == [1.0]
+
+
 @pytest.mark.parametrize(
     ("tests", "reason"),
     [
+        ("[" * 5000, "nested too deep"),
+        (["[" * 5000 + "]" * 5000], "nested too deep"),
         ("assert add(1, 2 == 3", "neither Python nor JSON"),
         ('{"inputs": [1', "neither Python nor JSON"),
         ({"inputz": [1], "outputs": [1]}, "'inputz', which is not known: did you mean 'input'"),
@@ -380,7 +428,7 @@ CHEATS = {
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_cheat_passes_nothing(cheat: str) -> None:
     program, tests = CHEATS[cheat]
-    result = judge({"response": program, "tests": tests}, timeout=5.0, partial=True)
+    result = judge({"response": program, "tests": tests}, timeout=5.0, partial=True, live=True)
     assert result.reward[0] in (0.0, None)
     assert cheat == "np of its own" or result.reward == [0.0]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -92,12 +94,46 @@ except OSError as error:
         "import ctypes; assert ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) >= 0",
         "import os; os.setuid(0)",
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+        "import fcntl, os; fcntl.fcntl(os.open(os.path.dirname(os.__file__), 0), fcntl.F_NOTIFY, fcntl.DN_ACCESS)",
+        "import fcntl, os; fcntl.fcntl(open(os.__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     ],
 )
 def test_ways_out_are_closed(attempt: str) -> None:
     run = run_python(attempt, limits=SHORT)
     assert run.status == "error", run
     assert any(name in run.stderr for name in ("PermissionError", "AssertionError", "ValueError", "OSError")), run
+
+
+def test_no_lock_of_a_program_reaches_a_file_of_the_host(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "mine.py").write_text("value = 7")
+    program = """
+import fcntl, mine, time
+file, other = open(mine.__file__), open(mine.__file__)
+{lock}
+time.sleep(1)
+print("locked")
+"""
+    with (tmp_path / "mine.py").open("r+") as file, ThreadPoolExecutor(1) as thread:
+        for lock in ("fcntl.flock(file, fcntl.LOCK_EX)", "fcntl.lockf(file, fcntl.LOCK_SH)"):
+            running = thread.submit(run_python, program.format(lock=lock), packages=[tmp_path])
+            while not running.done():
+                for take in (fcntl.flock, fcntl.lockf):
+                    take(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    take(file, fcntl.LOCK_UN)
+                time.sleep(0.01)
+            assert running.result().stdout == "locked\n", running.result()
+
+
+def test_a_program_may_write_a_database() -> None:
+    program = """
+import sqlite3
+for text in ("create table t(x)", "insert into t values (7)", "select x from t"):
+    with sqlite3.connect("/tmp/mine.db") as base:
+        rows = list(base.execute(text))
+print(rows)
+"""
+    assert run_python(program).stdout == "[(7,)]\n"
 
 
 def test_init_cannot_be_killed_and_the_program_takes_nobody_along() -> None:

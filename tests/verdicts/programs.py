@@ -690,7 +690,7 @@ def judged(cases: list[Case], **options: Any) -> tuple[list[float | None], list[
 
 
 if __name__ == "__main__":
-    rewards, reasons = judged(CASES, timeout=10.0)
+    rewards, reasons = judged(CASES, timeout=10.0, live=True)
     print(*table(rewards), sep="\n")
     for case, reward, reason in zip(CASES, rewards, reasons, strict=True):
         if reward != case.value:

@@ -12,6 +12,8 @@ _MARKS = r"(?:[ \t>]|[-*+][ \t]|\d{1,9}[.)][ \t])*"
 _FENCE = re.compile(rf"(?P<before>{_MARKS})(?P<fence>`{{3,}}|~{{3,}})(?P<label>.*)")
 #: A fence that begins a block behind text in its line: a language or nothing follows it.
 _LATE_FENCE = re.compile(r"(?<!`)(?P<fence>`{3,})(?P<label>[ \t]*[\w+#-]*\s*)$")
+#: As Python has them: others, such as a form feed, may stand within a text of the program.
+_LINE_END = re.compile(r"\r\n?|\n")
 _INLINE = re.compile(r"(?<!`)(`{3,})[^`]+\1(?!`)")
 _LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
 _PYTHON = ("py", "py3", "python", "python2", "python3", "ipython")
@@ -43,7 +45,7 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
     """
     blocks: list[tuple[str, list[str]]] = []
     opened: re.Match[str] | None = None
-    for line in text.splitlines():
+    for line in _LINE_END.split(text):
         fence = _FENCE.fullmatch(line) if opened is None else _ends(opened, line)
         if opened is None and (fence is None or (fence["fence"][0] == "`" and "`" in fence["label"])):
             fence = _LATE_FENCE.search(_INLINE.sub("", line))

@@ -21,8 +21,7 @@ from verl.rewards.forms import judges
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.sandbox.code_tests import Tests, judge, parse
 
-#: Seconds for a sample's processes to start and to be ended, besides twice its own: tests that have run in the process
-#: of the program run again with other values.
+#: Seconds for a sample's processes to start and to be ended, besides its own.
 _GRACE = 60.0
 #: Bytes that a reference may print.
 _REFERENCE_OUTPUT = 16 << 20
@@ -43,19 +42,22 @@ class CodeReward(FunctionReward):
       trailing blanks.
 
     A row with neither abstains. A row whose tests are of no known form, do not parse, ask nothing of the program or
-    cannot run themselves is a failure, and left out with the reason.
+    cannot run themselves is a failure, and left out with the reason, whatever its program. Whatever a program raises
+    or lacks is a failed test.
 
-    Tests run where the program is not. Arguments and results travel between the two as plain values, of exactly a type
-    of Python's or its library's, and what a function changes in place changes for the tests, too; other objects stay
-    where they are. What tests expect never reaches the program, but where it must: tests that give it
-    functions or objects of their own, use the operators of its classes, catch its errors or watch what it prints run in
-    its process.
+    Tests run where the program is not, and compare there. Arguments and results travel between the two as plain values,
+    of exactly a type of Python's or its library's, and what a function changes in place changes for the tests, too;
+    other objects stay where they are, and can be called and read from the other side. What tests expect never reaches
+    the program.
 
     Args:
         timeout: seconds for all tests of a sample; tests that have not passed by then have failed.
         partial: the reward is the share of tests that pass.
         packages: directories that the programs may import from.
         memory: bytes of each process.
+        live: also judge tests that compare objects of the program by its own operators (`Vector(1) == Vector(1)`).
+            The program's word is taken there, once it has denied that objects made with other arguments are equal.
+            Component `live` is the share of tests with such a comparison. False: such a row is left out.
         parallel: samples judged at a time; None: one per core.
         **options: see `FunctionReward`.
 
@@ -73,22 +75,23 @@ class CodeReward(FunctionReward):
         partial: bool = False,
         packages: Sequence[str | Path] = (),
         memory: Annotated[int, Field(ge=1)] = 512 << 20,
+        live: bool = False,
         parallel: Processes | None = None,
         name: str = "code",
         retries: Retries = 0,
         **options: Unpack[OnFailure],
     ) -> None:
         self.limits = sandbox.Limits(seconds=timeout, memory=memory)
-        self.partial, self.packages = partial, packages
+        self.partial, self.packages, self.live = partial, packages, live
         sandbox.require()
         options["process"] = False  # the programs have processes of their own
-        super().__init__(self.scores, name=name, timeout=2 * timeout + _GRACE, retries=retries, **options)
+        super().__init__(self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **options)
         self.group.width = parallel or os.cpu_count() or 1
         self.group.slots = Slots(self.group.width)
 
     @staticmethod
     def call_seconds(options: Mapping[str, Any]) -> float:
-        return float(2 * options["timeout"] + _GRACE)
+        return float(options["timeout"] + _GRACE)
 
     @judges("last_turn")
     async def scores(
@@ -102,15 +105,16 @@ class CodeReward(FunctionReward):
         if tests is None and reference is None:
             return None
         passed = await asyncio.to_thread(self._judge, solution_str, tests, reference, entry_point)
-        share = sum(passed) / len(passed)
-        return {"score": share if self.partial else float(share == 1), "passed": share}
+        share = sum(is_passed for is_passed, _ in passed) / len(passed)
+        score = {"score": share if self.partial else float(share == 1), "passed": share}
+        return score | ({"live": sum(is_live for _, is_live in passed) / len(passed)} if self.live else {})
 
-    def _judge(self, response: str, tests: Any, reference: Any, entry_point: str | None) -> list[bool]:
+    def _judge(self, response: str, tests: Any, reference: Any, entry_point: str | None) -> list[tuple[bool, bool]]:
         if tests is None:
             wanted = Tests(outputs=[("", "", self._printed(str(reference)))])
             return judge(extract_code(response), wanted, self.limits, self.packages)
         wanted = parse(tests, entry_point)
-        return judge(extract_code(response, wanted.names), wanted, self.limits, self.packages)
+        return judge(extract_code(response, wanted.names), wanted, self.limits, self.packages, self.live)
 
     def _printed(self, reference: str) -> str:
         limits = replace(self.limits, output=_REFERENCE_OUTPUT)

@@ -1,6 +1,6 @@
 """A sandbox for untrusted programs.
 
-Reading order: `run`, `jail`, `code_tests`, `run_tests`, `values`, `pytest_stub`.
+Reading order: `run`, `jail`, `code_tests`, `run_tests`, `link`, `values`, `pytest_stub`.
 """
 
 from __future__ import annotations

@@ -35,14 +35,19 @@ MOUNT_SETATTR = 442
 # that would end it. To end a sandbox, its parent is signalled, which the program cannot see.
 BLOCKED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 INSIDE = 1000
+#: Calls that a program may be deep in: more than Python's 1,000, as those have who write for judges.
+RECURSION = 4000
 # The user of a sandbox that root starts: the kernel exempts root from the limit on processes.
 NOBODY = 65534
 #: Numbers of the ABI and of system calls, by machine. Denied: namespaces, kernel objects that no limit counts (memory
 #: files, System V and POSIX queues), other processes, and what programs do not need.
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-SOCKET, CLONE, CLONE3, PIVOT_ROOT = {"x86_64": (41, 56, 435, 155), "aarch64": (198, 220, 435, 41)}.get(
-    platform.machine(), (0, 0, 0, 0)
-)
+SOCKET, CLONE, CLONE3, PIVOT_ROOT, FCNTL, FLOCK = {
+    "x86_64": (41, 56, 435, 155, 72, 73), "aarch64": (198, 220, 435, 41, 25, 32)
+}.get(platform.machine(), (0, 0, 0, 0, 0, 0))  # fmt: skip
+#: Of fcntl, what reaches files of the host although they are read-only: leases and notices, which are denied, and
+#: locks. A program's locks are granted, and hold nothing, as SQLite needs some answer; a command may lock records.
+SETLEASE, NOTIFY, LOCKS = 1024, 1026, (6, 7, 37, 38)
 DENIED = {
     "x86_64": (29, 64, 68, 101, 135, 155, 161, 165, 166, 175, 240, 246, 248, 249, 250, 253, 272, 294, 298, 300, 303,
                304, 308, 310, 311, 313, 319, 321, 323),
@@ -222,23 +227,27 @@ def confine(job: dict[str, Any]) -> None:
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    filter_calls((1, 2) if "port" in job else (1,))
+    filter_calls((1, 2) if "port" in job else (1,), "command" in job)
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
 
-def filter_calls(families: tuple[int, ...]) -> None:
-    """Deny system calls, and sockets of other families than these."""
+def filter_calls(families: tuple[int, ...], is_command: bool) -> None:
+    """Deny system calls, sockets of other families than these, and what reaches files of the host."""
     machine = platform.machine()
     if machine not in MACHINES:
         raise RefusedError(f"seccomp: no table of system calls for {machine}")
     load, equal, above, bits, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, deny, absent, kill = 0x7FFF0000, 0x00050001, 0x00050000 + 38, 0x80000000
+    allow, granted, deny, absent, kill = 0x7FFF0000, 0x00050000, 0x00050001, 0x00050000 + 38, 0x80000000
     program = [(load, 0, 0, 4), (equal, 1, 0, MACHINES[machine]), (answer, 0, 0, kill), (load, 0, 0, 0)]
     program += [(above, 0, 1, 0x40000000), (answer, 0, 0, deny)]  # the second ABI of x86_64
     for number in (*DENIED[machine], *DENIED_ANYWHERE):
         program += [(equal, 0, 1, number), (answer, 0, 0, deny)]
+    program += [(equal, 0, 1, FLOCK), (answer, 0, 0, absent if is_command else granted)]
+    commands = {SETLEASE: deny, NOTIFY: deny} | dict.fromkeys(() if is_command else LOCKS, granted)
+    verdicts = [((equal, 0, 1, number), (answer, 0, 0, verdict)) for number, verdict in commands.items()]
+    program += [(equal, 0, 2 + 2 * len(verdicts), FCNTL), (load, 0, 0, 24), *sum(verdicts, ()), (answer, 0, 0, allow)]
     # Flags of clone3 lie in memory, where a filter cannot look; libc falls back on clone.
     program += [(equal, 0, 1, CLONE3), (answer, 0, 0, absent)]
     namespaces = sum(CLONE_NEW.values()) | 0x2000000
@@ -261,6 +270,8 @@ def run(job: dict[str, Any]) -> None:
         os.execve(job["command"][0], job["command"], job["env"])
     sys.path[:] = [path for path in sys.path if path.startswith("/")] + job["packages"]
     sys.argv[:] = ["<program>"]
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(RECURSION)
     source = job["code"]
     linecache.cache["<program>"] = (len(source), None, source.splitlines(True), "<program>")
     module = sys.modules["__main__"] = types.ModuleType("__main__")

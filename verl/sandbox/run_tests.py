@@ -1,13 +1,8 @@
-"""Runs in a sandbox: a program, its tests, or both. `code_tests.py` sends its text and that of `values.py` there.
+"""Runs in a sandbox: a program, or its tests. `code_tests.py` sends its text and that of `link.py` and `values.py`.
 
-Settings of `main`: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), and the file descriptors
-`incoming` and `outgoing`. Verdicts are lines of JSON on stdout. Standard library alone.
-
-- "program" and "tests" have a sandbox each. The tests ask the program over two pipes, in JSON. Arguments and results
-  are values of exactly a type of Python's. An object of the program stays there; the tests get a `Handle` of it,
-  without operators that take another operand: they could agree with everything, and would learn what is expected.
-- "both" is for tests that need live objects, such as a function that the program gets. Cases and a secret, with which
-  every verdict begins, come over a pipe once the program is loaded.
+Settings of `main`: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), `live`, and the file
+descriptors `incoming` and `outgoing`. The tests ask the program over a `Link`, and judge what it answers. Verdicts are
+lines of JSON on stdout. Standard library alone.
 """
 
 from __future__ import annotations
@@ -21,12 +16,11 @@ import importlib
 import io
 import itertools
 import json
-import operator
-import os
 import sys
 import types
 
-from verl.sandbox.values import alike, decode, encode
+from verl.sandbox.link import COMPARED, COMPUTED, OWN_OPERATORS, Link, Over, waited_for
+from verl.sandbox.values import alike, decode
 
 TYPE_CHECKING = False  # loading typing takes longer than all the rest
 if TYPE_CHECKING:
@@ -47,230 +41,47 @@ COMMON = {
 LIBRARIES = {name: module for module, names in COMMON.items() for name in names.split()}
 #: Modules as which tests import the program.
 PROGRAM = ("solution", "main", "program", "submission", "answer", "implementation", "your_module", "my_module")
-#: What a handle passes on: operations without an operand that the tests could expect something of; and the others.
-FORWARDED = "bool len iter next reversed str repr hash int float index abs neg getitem setitem delitem enter exit"
-OPERANDS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift lt le gt ge eq"
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator if hasattr(operator, name) else builtins, name, getattr) for name in FORWARDED.split()},
-    "call": lambda function, args, kwargs: function(*args, **kwargs),
-    "enter": lambda context: type(context).__enter__(context),
-    "exit": lambda context, *error: type(context).__exit__(context, *error),
-    "getattr": getattr,
-    "setattr": setattr,
-    "await": lambda awaitable: waited_for(awaitable),
-}
-
 
 ASKS_NOTHING = "they ask nothing of the program"
-LIVE = {"passed": False, "fault": None, "live": True, "altered": 0}
+#: Calls of a dummy: the tests may loop until something else is true.
+PATIENCE = 10_000
+#: Errors that are the tests' own where no program is asked.
+FAULTS = (NameError, ImportError, SyntaxError)
+FAILED = {"passed": False, "fault": None, "needs": None, "live": False, "reason": None}
 
 
-class NeedsLive(BaseException):
-    """The test needs an object of one side on the other."""
+class FaultError(BaseException):
+    """What is wrong with the tests themselves."""
 
 
-class Over(BaseException):
-    """The program does not run, or has ended."""
+def serve(program: str, link: Link) -> None:
+    """Answer for a program. What it prints goes with the answers, and what it reads is asked for."""
+    written = io.BytesIO()
+    sys.stdout = io.TextIOWrapper(written, write_through=True)
+    module, broken = run_program(program)
+    vars(module)["__builtins__"]["input"] = lambda prompt="": link.ask("input", str(prompt))
+    link.operations.update(module=lambda: module, name=functools.partial(named, vars(module)))
+
+    def printed() -> str:
+        text = written.getvalue().decode(errors="replace")
+        written.seek(0)
+        written.truncate()
+        return text
+
+    printed()
+    link.printed = printed
+    while (message := link.receive())[0] == "ask":
+        link.send(*(("over", broken, None) if broken else link.answer(*message[1:])))
 
 
-@functools.cache
-def event_loop() -> Any:
-    return importlib.import_module("asyncio").new_event_loop()
+def named(names: dict[str, Any], name: str) -> list[Any]:
+    """[whether the program defines this name, whether it is a class, its value]."""
+    name = entry_of(names) if name == "candidate" else name
+    return [name in names, isinstance(names.get(name), type), names.get(name)]
 
 
-def waited_for(result: Any) -> Any:
-    return event_loop().run_until_complete(result) if hasattr(type(result), "__await__") else result
-
-
-class Handle:
-    """The tests' side of an object of the program: its number there, and whether the tests made it themselves, from a
-    class that they name. Operators of those are the program's own matter, and need them live."""
-
-    __slots__ = ("_held",)
-
-    def __init__(self, asker: Asker, number: int) -> None:
-        object.__setattr__(self, "_held", [asker, number, False])
-
-    def __getattr__(self, name: str) -> Any:
-        return self._held[0].ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._held[0].ask("setattr", self, name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._held[0].ask("call", self, list(args), kwargs)
-        return mark(result) if self._held[2] else result
-
-    def __await__(self) -> Any:
-        yield from ()
-        return self._held[0].ask("await", self)
-
-    def __instancecheck__(self, value: Any) -> Any:
-        raise self._held[0].live()
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> Any:  # a class of the tests derives from it
-        raise self._held[0].live()
-
-
-def mark(value: Any) -> Any:
-    if type(value) is Handle:
-        value._held[2] = True
-    return value
-
-
-def operand(handle: Handle, other: Any) -> Any:
-    for value in (handle, other):
-        if type(value) is Handle and value._held[2] and handle is not other:
-            raise value._held[0].live()
-    return True if handle is other else NotImplemented
-
-
-def forward(name: str) -> Callable[..., Any]:
-    return lambda handle, *rest: handle._held[0].ask(name, handle, *rest)
-
-
-for _name in OPERANDS.split():
-    setattr(Handle, f"__{_name}__", operand)
-    setattr(Handle, f"__r{_name}__", operand)
-for _name in FORWARDED.split():
-    setattr(Handle, f"__{_name}__", forward(_name))
-
-
-class Asker:
-    """The tests' side of the pipes. Counts what it asks, and what was there to be asked."""
-
-    asked = answered = 0
-    needs_live = False
-    over: str | None = None
-
-    def __init__(self, incoming: int, outgoing: int) -> None:
-        self.lines, self.out = os.fdopen(incoming), os.fdopen(outgoing, "w")
-        self.handles: dict[int, Handle] = {}
-
-    def begin(self) -> None:
-        self.asked, self.answered, self.needs_live = 0, 0, False
-
-    def live(self) -> NeedsLive:
-        self.needs_live = True
-        return NeedsLive()
-
-    def lookup(self, name: str) -> Any:
-        """(whether the program defines this name, its value)."""
-        is_defined, value, is_error = self.ask("name", name)
-        if name[:1].isupper() and is_error:  # to be caught by its class
-            raise self.live()
-        self.answered += is_defined
-        return is_defined, mark(value) if name[:1].isupper() else value
-
-    def ask(self, operation: str, *request: Any) -> Any:
-        """What the program answers."""
-        self.asked += 1
-        if self.over is None:
-            self.out.write(json.dumps([operation, *(encode(item, self.number) for item in request)]) + "\n")
-            with contextlib.suppress(BrokenPipeError):
-                self.out.flush()
-            line = self.lines.readline(1 << 24)
-            ended = ("over", "the program has ended", None)
-            kind, content, changed = json.loads(line) if line.endswith("\n") else ended
-            self.over = str(content) if kind == "over" else None
-        if self.over is not None:
-            raise Over(self.over)
-        self.answered += operation in OPERATIONS
-        if kind == "raised":
-            raise self.error(operation, *content)
-        if changed is not None:
-            take_back(request[1:], decode(changed, self.handle))
-        return decode(content, self.handle)
-
-    def number(self, value: Any) -> Any:
-        if type(value) is not Handle:
-            raise self.live()
-        return {"yours": value._held[1]}
-
-    def handle(self, kind: str, inner: Any) -> Any:
-        if kind not in ("object", "coroutine"):
-            raise ValueError(f"the program answered with a {kind}")
-        handle = self.handles.setdefault(int(inner), Handle(self, int(inner)))
-        return awaited(handle) if kind == "coroutine" else handle
-
-    def error(self, operation: str, name: str, args: Any) -> BaseException:
-        """The program's error as one of Python's; not one that ends a loop of the tests."""
-        kind: Any = getattr(builtins, name, None)
-        ends = operation != "next" and name in ("StopIteration", "StopAsyncIteration")
-        if ends or not isinstance(kind, type) or not issubclass(kind, Exception | SystemExit):
-            kind = RuntimeError
-        error: BaseException = kind.__new__(kind)
-        error.args = tuple(decode(args, self.handle))
-        error.of_program = True  # type: ignore[attr-defined]
-        return error
-
-
-async def awaited(handle: Handle) -> Any:
-    return await handle
-
-
-def take_back(request: tuple[Any, ...], changed: Any) -> None:
-    """Apply to the arguments what the call changed in place."""
-    (args, kwargs), (new_args, new_kwargs) = request, changed
-    for old, new in [*zip(args, new_args, strict=True), *((kwargs[name], new_kwargs[name]) for name in kwargs)]:
-        if type(old) is list:
-            old[:] = new
-        elif type(old) in (dict, set):
-            old.clear()
-            old.update(new)
-
-
-class Server:
-    """The program's side of the pipes."""
-
-    def __init__(self, program: str) -> None:
-        self.kept: list[Any] = []
-        self.numbers: dict[int, int] = {}
-        self.names, self.broken = run_program(program)
-
-    def run(self, incoming: int, outgoing: int) -> None:
-        lines, out = os.fdopen(incoming), os.fdopen(outgoing, "w")
-        while (line := lines.readline()).endswith("\n"):
-            out.write(json.dumps(("over", self.broken, None) if self.broken else self.answer(*json.loads(line))) + "\n")
-            out.flush()
-
-    def answer(self, operation: str, *content: Any) -> tuple[str, Any, Any]:
-        try:
-            request = [decode(item, self.mine) for item in content]
-            if operation == "name":
-                name = entry_of(self.names) if request[0] == "candidate" else request[0]
-                value = self.names.get(name)
-                is_error = isinstance(value, type) and issubclass(value, BaseException)
-                return "value", [name in self.names, encode(value, self.number), is_error], None
-            if operation == "names":
-                return "value", [name for name in self.names if not name.startswith("_")], None
-            result = encode(OPERATIONS[operation](*request), self.number)
-            changed = [encode(item, self.number) for item in request[1:]]
-            return "value", result, changed if operation == "call" and changed != list(content[1:]) else None
-        except BaseException as error:
-            return "raised", described(error), None
-
-    def mine(self, kind: str, inner: Any) -> Any:
-        return self.kept[inner] if kind == "yours" else getattr(builtins, inner)
-
-    def number(self, value: Any) -> Any:
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.kept)
-            self.kept.append(value)
-        return {"coroutine" if type(value) is types.CoroutineType else "object": self.numbers[id(value)]}
-
-
-def described(error: BaseException) -> list[Any]:
-    """The nearest class of Python's own, and the arguments or the text."""
-    kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
-    try:
-        return [kind.__name__, encode(list(error.args) if kind is type(error) else [str(error)], str)]
-    except Exception:  # the text of an error may raise
-        return [kind.__name__, []]
-
-
-def run_program(program: str) -> tuple[dict[str, Any], str | None]:
-    """What a program defines, as module "solution", and why it does not run. Common names need no import, as where
+def run_program(program: str) -> tuple[types.ModuleType, str | None]:
+    """A program as module "solution", and why it does not run. Common names need no import, as where
     such programs are written for (a class `Solution` with `List` in its signatures)."""
     module = sys.modules["solution"] = types.ModuleType("solution")
     usual = {name: getattr(importlib.import_module(of), name) for name, of in LIBRARIES.items() if name in program}
@@ -279,12 +90,13 @@ def run_program(program: str) -> tuple[dict[str, Any], str | None]:
     for flags in (0, __future__.annotations.compiler_flag):  # an annotation may name a class of the tests
         try:
             exec(compile(program, "<solution>", "exec", flags, dont_inherit=True), vars(module))
-            return vars(module), None
+            vars(module).setdefault("__all__", [name for name in vars(module) if not name.startswith("_")])
+            return module, None
         except BaseException as error:
             problem = problem or error
             if not isinstance(error, NameError):
                 break
-    return vars(module), ": ".join(map(str, described(problem)))[:500]  # type: ignore[arg-type]
+    return module, type(problem).__name__
 
 
 def entry_of(names: dict[str, Any]) -> str:
@@ -294,96 +106,57 @@ def entry_of(names: dict[str, Any]) -> str:
     return defined[-1] if defined else "candidate"
 
 
-class Beside:
-    """The program in the process of the tests, in the place of an `Asker`."""
+class Dummy:
+    """In the place of a program: every name is a function, or an object with such methods, that gives `value`: itself,
+    which is true and equal to anything, or false and equal to nothing, or a constant. What passes with all of these
+    asks nothing; what fails with the first two by an error of its own is at fault."""
 
-    asked = answered = 0
-    needs_live = False
+    answered, used, over, needs = 1, False, None, None
 
-    def __init__(self, program: str) -> None:
-        self.names, self.over = run_program(program)
-        self.wrapped: dict[int, Any] = {}
-
-    def begin(self) -> None:
-        self.asked += self.over is not None
-
-    def lookup(self, name: str) -> Any:
-        name = entry_of(self.names) if name == "candidate" else name
-        self.asked, self.answered = self.asked + 1, self.answered + (name in self.names)
-        value = self.names.get(name)
-        if type(value) is types.FunctionType:
-            value = self.wrapped.setdefault(id(value), without_stop(value))
-        return name in self.names, value
-
-
-class Nonsense:
-    """In the place of a program: it defines all that is asked for, and what that gives, in any way, has one truth. What
-    passes with such a program that is always true, and with one that never is, asks nothing."""
-
-    asked = answered = 1
-    needs_live, over = False, None
-
-    def __init__(self, truth: bool) -> None:
-        results: dict[str, Any] = dict.fromkeys(["bool", "lt", "le", "gt", "ge", "eq", "ne", "contains"], truth)
-        results |= {"len": int(truth), "int": int(truth), "index": int(truth), "float": float(truth), "hash": 0}
-        results |= {"str": "nonsense", "repr": "nonsense", "format": "nonsense", "exit": False}
-        answers = itertools.count()
-
-        def answer(name: str, *args: Any, **kwargs: Any) -> Any:
-            if next(answers) > 10_000:  # the tests may loop until something else is true
-                raise Over("nonsense")
-            return iter([value]) if name in ("iter", "await") else results.get(name, value)
-
-        def attribute(_: Any, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return value
-
-        names = [*results, *FORWARDED.split(), *OPERANDS.split(), *(f"r{name}" for name in OPERANDS.split())]
-        names += ["call", "await"]
-        methods: dict[str, Any] = {f"__{name}__": functools.partial(answer, name) for name in names}
-        kind: Any = type("Nonsense", (), {**methods, "__getattr__": attribute})
-        value = kind()
-        self.defined = type("Defined", (kind,), {"__bool__": lambda self: True})()
+    def __init__(self, value: Any = None, truth: bool | None = None) -> None:
+        self._value, self._truth, self._calls = value if truth is None else self, truth, 0
 
     def begin(self) -> None: ...
 
     def lookup(self, name: str) -> Any:
-        return True, self.defined
+        return True, functools.partial(self)
 
-    def ask(self, *request: Any) -> list[str]:
-        return []
+    def module(self) -> Any:
+        module = types.ModuleType("solution")
+        vars(module).update(__getattr__=lambda name: functools.partial(self), __all__=[])
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls > PATIENCE:
+            raise Over("a dummy")
+        return self._value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._value])
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
-def without_stop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that cannot end a loop of the tests."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except StopIteration as error:
-            raise RuntimeError("StopIteration") from error
-
-    return call
+def defined(name: str) -> Callable[..., Any]:
+    is_truth = name in COMPARED.split()
+    return lambda dummy, *others: NotImplemented if dummy._truth is None else dummy._truth if is_truth else dummy
 
 
-def as_module(source: Asker | Beside | Nonsense) -> types.ModuleType:
-    """The program, for tests that import it."""
-    if isinstance(source, Beside):
-        return sys.modules["solution"]
-
-    def read(name: str) -> Any:
-        if name == "__all__":
-            return source.ask("names")
-        is_defined, value = (False, None) if name.startswith("__") else source.lookup(name)
-        if not is_defined:
-            raise AttributeError(f"the program does not define {name}")
-        return value
-
-    module = types.ModuleType("solution")
-    vars(module)["__getattr__"] = read
-    return module
+for _name in f"{COMPARED} {COMPUTED} abs neg getitem".split():
+    setattr(Dummy, f"__{_name}__", defined(_name))
+for _name in COMPUTED.split():
+    setattr(Dummy, f"__r{_name}__", defined(_name))
+setattr(Dummy, "__bool__", lambda dummy: dummy._truth is not False)  # noqa: B010  the class is read as any source is
 
 
 class Names(dict[str, object]):
@@ -391,14 +164,13 @@ class Names(dict[str, object]):
     program's. Only where a test has no other name of the program, a name of Python's is the program's (a task was to
     write `sum`); a module never is."""
 
-    def __init__(self, tree: ast.AST, source: Asker | Beside | Nonsense, entry: str | None) -> None:
+    def __init__(self, tree: ast.AST, source: Link | Dummy, entry: str | None) -> None:
         super().__init__({"__name__": "__main__"})
         self.source, self.entry = source, entry
         free = free_names(tree)
         self.modules = {name: module for name in free if (module := module_of(name, tree)) is not None}
         self.checked = checked_names(tree)
-        others = {name for name in free if not hasattr(builtins, name) and not name.startswith("__")}
-        self.keeps_to_python = bool(entry or self.checked or others - LIBRARIES.keys() - self.modules.keys())
+        self.keeps_to_python = bool(entry or self.checked or of_program(tree) - self.modules.keys())
 
     def __missing__(self, name: str) -> Any:
         if name in self.modules:
@@ -428,6 +200,39 @@ def module_of(name: str, tree: ast.AST) -> Any:
         return None
     module = importlib.import_module(ALIASES.get(name, name))
     return module if name in ALIASES or all(hasattr(module, attribute) for attribute in read) else None
+
+
+def fault_of(tree: ast.Module) -> str | None:
+    """What is wrong with tests of any program: they import what is not there, or compare with a name that is nowhere,
+    while others are called."""
+    caught = {inner for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if modules and node not in caught and not {*modules} & {*PROGRAM}:
+            try:
+                exec(compile(ast.Module([node], []), "<test>", "exec", dont_inherit=True), {})  # type: ignore[list-item]
+            except ImportError as error:
+                return f"{type(error).__name__}: {error}"
+    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    operands = [operand for node in compared for operand in (node.left, *node.comparators)]
+    elsewhere = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in operands}
+    unknown = {name for name in of_program(tree) if name not in sys.stdlib_module_names}
+    alone = sorted(name for name in unknown - elsewhere if name.islower())
+    return f"NameError: name '{alone[0]}' is nowhere" if unknown > {*alone} > set() else None
+
+
+def of_program(tree: ast.AST) -> set[str]:
+    """Names that tests do not define, nor Python or a library."""
+    return {name for name in free_names(tree) - checked_names(tree) - LIBRARIES.keys() - ALIASES.keys()
+            if not hasattr(builtins, name) and not name.startswith("__")}  # fmt: skip
+
+
+def compares_objects(tree: ast.AST) -> bool:
+    """Whether tests compare objects of the program, which they make, with something: `v == Vector(1, 2)`."""
+    items = [item for node in ast.walk(tree) if isinstance(node, ast.Compare) for item in node.comparators]
+    classes = {ast.unparse(item.func) for item in items if isinstance(item, ast.Call)}
+    return any(name[:1].isupper() for name in classes & (of_program(tree) | checked_names(tree)))
 
 
 def free_names(tree: ast.AST) -> set[str]:
@@ -462,25 +267,23 @@ def checked_names(tree: ast.AST) -> set[str]:
     return checked
 
 
-def units(case: dict[str, Any], source: Asker | Beside | Nonsense) -> Iterator[Callable[[], Any]]:
+def units(case: dict[str, Any], source: Link | Dummy) -> Iterator[Callable[[], Any]]:
     """The parts of a case, each with a verdict of its own: its text, then the tests of unittest and pytest in it."""
-    names: dict[str, Any] = {}
-
-    def run_text() -> None:
-        nonlocal names
-        tree = ast.fix_missing_locations(heard(ast.parse(case["text"])))
-        names = Names(tree, source, case["entry"])
-        names.update(__agrees__=agrees, __gives__=gives, __holds__=holds)
-        source.asked += isinstance(source, Beside) and bool(names.checked)
-        exec(compile(tree, "<test>", "exec", dont_inherit=True), names)
-
-    yield run_text
-    unittest: Any = importlib.import_module("unittest")
+    tree = ast.fix_missing_locations(heard(ast.parse(case["text"])))
+    names: dict[str, Any] = Names(tree, source, case["entry"])
+    if "call" in case:
+        yield lambda: gives(names["candidate"], *decode(case["call"], getattr))
+        return
+    unittest: Any = importlib.import_module("unittest") if "unittest" in case["text"] else None
+    if unittest:
+        unittest.main = lambda *args, **kwargs: None
+    yield lambda: exec(compile(tree, "<test>", "exec", dont_inherit=True), names)
     for name, value in list(names.items()):
-        if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "__main__":
+        is_class = isinstance(value, type) and value.__module__ == "__main__"
+        if is_class and unittest and issubclass(value, unittest.TestCase):
             for test in unittest.defaultTestLoader.loadTestsFromTestCase(value):
                 yield functools.partial(run_case, test, unittest.TestResult())
-        elif isinstance(value, type) and name.startswith("Test"):
+        elif is_class and name.startswith("Test"):
             for method, function in vars(value).items():
                 yield from calls(method, function, value)
         else:
@@ -509,26 +312,26 @@ def calls(name: str, function: Any, owner: type | None = None) -> Iterator[Calla
 
 def call(function: Any, owner: Any, values: dict[str, Any], missing: list[str]) -> None:
     if missing:
-        raise ImportError(f"the tests need the fixture '{missing[0]}', and there are none here")
+        raise FaultError(f"the tests need the fixture '{missing[0]}', and there are none here")
     instance = owner and owner()
     if hasattr(instance, "setup_method"):
         instance.setup_method(*[function][: instance.setup_method.__code__.co_argcount - 1])
     waited_for(function(*([instance] if owner else []), **values))
 
 
-def gives(function: Any, args: list[Any], wanted: list[Any]) -> bool:
-    """Whether what a function gives, as JSON has it, is one of these."""
-    result = json.loads(json.dumps(waited_for(function(*args))))
-    return any(alike(result, one) for one in wanted)
+def gives(function: Any, args: list[Any], wanted: list[Any]) -> None:
+    """Fail unless what a function gives, as JSON has it, is one of these."""
+    result, *right = json.loads(json.dumps([waited_for(function(*args)), *wanted]))
+    if not any(alike(result, one) for one in right):
+        raise AssertionError(f"{result!r:.80}")
 
 
 def heard(tree: ast.Module) -> ast.Module:
-    """Tests in which an assert that fails is known to have failed, also where the tests only print that it did."""
+    """Tests in which a failed assert fails the test, also where they only print that it did."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any(map(ignores, node.handlers)):
-            for inner in itertools.chain.from_iterable(map(ast.walk, node.body)):
-                if isinstance(inner, ast.Assert):
-                    inner.test = ast.Call(ast.Name("__holds__", ast.Load()), [inner.test], [])
+        if isinstance(node, ast.Try) and any("assert " in ast.unparse(inner) for inner in node.body):
+            for handler in filter(ignores, node.handlers):
+                handler.body.append(ast.Raise())
     return tree
 
 
@@ -539,37 +342,8 @@ def ignores(handler: ast.ExceptHandler) -> bool:
     return not ends and (handler.type is None or ast.unparse(handler.type) in caught)
 
 
-def holds(value: Any) -> Any:
-    global failed
-    failed = failed or not value
-    return value
-
-
-altered, failed = 0, False
-
-
-def agrees(one: Any, two: Any) -> bool:
-    """Whether one of two values that should be equal also equals a random value in place of the other."""
-    global altered
-    altered += 1
-    return bool(one == random_like(two) or random_like(one) == two)
-
-
-def random_like(value: Any) -> Any:
-    noise, kind = os.urandom(8).hex(), type(value)
-    if kind is bool:
-        return not value
-    if kind in (int, float):
-        return kind(int(noise, 16))
-    if kind in (list, tuple, set, frozenset):
-        return kind([noise])
-    return noise if kind is str else {noise: noise} if kind is dict else object()
-
-
-def outcome(unit: Callable[[], Any], source: Asker | Beside | Nonsense) -> dict[str, Any]:
+def outcome(unit: Callable[[], Any], source: Link | Dummy) -> dict[str, Any]:
     """The verdict of one part: whether it passed, or what is wrong with the tests themselves."""
-    global altered, failed
-    altered, failed = 0, False
     source.begin()
     reason, fault = None, None
     try:
@@ -577,53 +351,50 @@ def outcome(unit: Callable[[], Any], source: Asker | Beside | Nonsense) -> dict[
             unit()
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"[:200]
-        if isinstance(error, ImportError) and not hasattr(error, "of_program"):
-            fault = reason
-    reason = reason or ("an assert failed" if failed else None)
-    if source.asked == 0:
-        fault = fault or reason or ASKS_NOTHING
+        is_fault = isinstance(error, FaultError) or (isinstance(source, Dummy) and isinstance(error, FAULTS))
+        fault = reason if is_fault else None
     passed = reason is None and source.over is None and source.answered > 0
-    return {"passed": passed, "fault": fault, "live": source.needs_live, "altered": altered, "reason": reason}
+    return {"passed": passed, "fault": fault, "needs": source.needs, "live": source.used, "reason": reason}
 
 
-def judge(cases: list[dict[str, Any]], source: Asker | Beside, prefix: str, pytest: str) -> None:
-    sys.modules["pytest"] = types.ModuleType("pytest")
-    exec(compile(pytest, "<pytest>", "exec", dont_inherit=True), vars(sys.modules["pytest"]))
-    vars(importlib.import_module("unittest"))["main"] = lambda *args, **kwargs: None
-    out, apart, every = sys.stdout, isinstance(source, Asker), []
-    for number, case in enumerate(cases):
-        every.append([dict(LIVE)] if apart and case["live"] else verdicts_of(case, source))
-        print(f"\n{prefix}{json.dumps([number, every[-1]])}", file=out, flush=True)
-    for number, case in enumerate(cases):
-        if not apart or case["asks"]:  # beside the program, that could make anything pass
-            continue
-        idle = passing(case, False)
-        idle = [all(passed) for passed in zip(idle, passing(case, True), strict=False)] if any(idle) else idle
-        for verdict, is_idle in zip(every[number], [all(idle)] if case["live"] else idle, strict=False):
-            verdict.update({"live": False, "fault": ASKS_NOTHING} if is_idle else {})
-        print(f"\n{prefix}{json.dumps([number, every[number]])}", file=out, flush=True)
-
-
-def passing(case: dict[str, Any], truth: bool) -> list[bool]:
-    """Which parts of a case pass with `Nonsense`."""
-    return [verdict["reason"] is None for verdict in verdicts_of(case, Nonsense(truth))]
-
-
-def verdicts_of(case: dict[str, Any], source: Asker | Beside | Nonsense) -> list[dict[str, Any]]:
-    sys.modules.update(dict.fromkeys(PROGRAM, as_module(source)))
+def verdicts_of(case: dict[str, Any], source: Link | Dummy) -> list[dict[str, Any]]:
+    sys.modules.update(dict.fromkeys(PROGRAM, source.module()))
     return [outcome(unit, source) for unit in units(case, source)]
 
 
+def judged(case: dict[str, Any], link: Link) -> list[dict[str, Any]]:
+    """The verdicts of a case. What is wrong with the tests is known before the program is asked, and without it."""
+    if "call" in case:
+        return verdicts_of(case, link)
+    tree = ast.parse(case["text"])
+    if compares_objects(tree) and not link.is_live:
+        return [{**FAILED, "needs": OWN_OPERATORS}]
+    if fault := fault_of(tree):
+        return [{**FAILED, "fault": fault}]
+    dummies = [Dummy(truth=True), Dummy(truth=False), Dummy(None), Dummy(True), Dummy(False)]
+    trials = [verdicts_of(case, dummy) for dummy in dummies[:2]]
+    idle = [all(verdict["reason"] is None for verdict in unit) for unit in zip(*trials, strict=False)]
+    for dummy in dummies[2:] if any(idle) else ():
+        passed = [verdict["reason"] is None for verdict in verdicts_of(case, dummy)]
+        idle = [all(both) for both in zip(idle, passed, strict=False)]
+    faults = [{verdict["fault"] for verdict in trial} - {None} for trial in trials]
+    if fault := next(iter(faults[0] & faults[1]), ASKS_NOTHING if all(idle) else None):
+        return [{**FAILED, "fault": fault}]
+    verdicts = verdicts_of(case, link)
+    for verdict, is_idle in zip(verdicts, idle, strict=False):
+        verdict["fault"] = ASKS_NOTHING if is_idle and verdict["reason"] is None else None
+    return verdicts
+
+
 def main(settings: dict[str, Any]) -> None:
-    if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(0)
-    sys.setrecursionlimit(4000)
+    """One side: the program, or its tests, which print their verdicts, a line of JSON for each case."""
+    fds = settings["incoming"], settings["outgoing"]
     if settings["side"] == "program":
-        Server(settings["program"]).run(settings["incoming"], settings["outgoing"])
-    elif settings["side"] == "tests":
-        judge(settings["cases"], Asker(settings["incoming"], settings["outgoing"]), "", settings["pytest"])
-    else:
-        source = Beside(settings["program"])
-        with os.fdopen(settings["incoming"]) as lines:
-            secret, cases = json.loads(lines.readline())
-        judge(cases, source, secret, settings["pytest"])
+        return serve(settings["program"], Link(*fds, asks_freely=True))
+    out, link = sys.stdout, Link(*fds, is_live=settings["live"])
+    sys.stdout = io.StringIO()  # what a program prints is no verdict
+    sys.modules["pytest"] = types.ModuleType("pytest")
+    exec(compile(settings["pytest"], "<pytest>", "exec", dont_inherit=True), vars(sys.modules["pytest"]))
+    for number, case in enumerate(settings["cases"]):
+        verdicts = judged(case, link)
+        print(f"\n{json.dumps([number, verdicts])}", file=out, flush=True)

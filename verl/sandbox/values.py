@@ -21,8 +21,10 @@ BASES = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     """A value as JSON; what JSON does not have is a mapping of its kind to its content, `other` says how objects go."""
     kind: Any = type(value)
-    if kind in (type(None), bool, int, float, str):
+    if kind in (type(None), bool, float, str):
         return value
+    if kind is int:  # longer ones are not for JSON, which a program's limit on digits holds for
+        return value if -(1 << 63) < value < 1 << 63 else {"int": hex(value)}
     if kind in (list, tuple, set, frozenset):
         items = [encode(item, other) for item in value]
         return items if kind is list else {kind.__name__: items}
@@ -54,6 +56,8 @@ def decode(content: Any, other: Callable[[str, Any], Any]) -> Any:
         return getattr(builtins, kind)([decode(item, other) for item in inner])
     if kind == "dict":
         return {decode(key, other): decode(item, other) for key, item in inner}
+    if kind == "int":
+        return int(inner, 16)
     if kind in ("bytes", "complex"):
         return bytes.fromhex(inner) if kind == "bytes" else complex(*inner)
     if kind == "named":
