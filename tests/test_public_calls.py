@@ -38,7 +38,7 @@ from verl.batch import Batch
 from verl.config.algorithm_options import AlgorithmKeywords
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import get_dataloader
-from verl.errors import VerlError
+from verl.errors import ConfigError, VerlError
 from verl.ray_session import connect, remove_sessions
 from verl.rewards.make import make_reward
 from verl.rewards.source import run_reward, source_of
@@ -58,10 +58,18 @@ from verl.trainer.options import (
 )
 from verl.utils.batching import DynamicBatchSampler
 
+
+class Mute:
+    """An object that has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
 ODD: tuple[Any, ...] = (
     "x", "", "1", b"x", 0, 1, -1, -2, 2, 2**31, 2**63, 10**400, 0.0, 0.5, 1.5, -0.5, -1.0, 1e308, math.nan, math.inf,
     -math.inf, True, False, None, [], [None], ["a"], [1, 2], (), (1.0,), {}, {"a": 1}, {1: 2}, {"a": math.nan},
-    object(),
+    object(), Mute(),
     Path("some/where"), torch.zeros(2), range(3), complex(1, 1),
 )  # fmt: skip
 #: What a call may take, with one step of what it makes.
@@ -279,7 +287,7 @@ def trainers(actor: verl.Actor) -> Iterator[Target]:
     )
     task = {"algorithm": "grpo", "sources": {"reward": letters}}
     alone = lambda task: step(verl.Trainer(actor, tasks=[task], log_dir=False))  # noqa: E731
-    yield Target(verl.Task, {"name": "a", **task, "n": 2}, alone)
+    yield Target(verl.Task, {"name": "a", **task, "n": 2}, alone, ("cost",))
     both = [verl.Task(name, "grpo", {"reward": codes}, n=2) for name in ("a", "b")]
     several = {"actor": actor, "tasks": both, "log_dir": False}
     yield Target(
@@ -432,6 +440,67 @@ def main(folder: str, server: str, share: str) -> None:
 
 def test_odd_arguments_are_refused_by_name(tmp_path: Path, serve: Callable[..., Plain]) -> None:
     assert in_process(tmp_path, serve(1).url, 0.004) >= 100
+
+
+def misspelt_calls() -> Iterator[tuple[Callable[..., Any], dict[str, Any], str]]:
+    """A call of each public name with a keyword that is nearly one of its own, and that one."""
+    trainers = dict.fromkeys(("Trainer", "PPOTrainer", "AsyncTrainer"), "reward_fn")
+    handles = ("FSDPWorker", "HuggingFaceWorker", "MegatronWorker", "VLLMActor", "VLLMActorModel")
+    further = {"Actor": "tokenizer", "Critic": "tokenizer", "ActorRolloutRefWorker": "temperature"}
+    further |= trainers | dict.fromkeys(handles, "temperature") | {"Reward": "reward_fn"}
+    for name in verl.__all__:
+        call = getattr(verl, name)
+        if not callable(call) or name == "BaseAlgorithm":
+            continue
+        parameters = inspect.signature(call).parameters.values()
+        own = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            own = [further[name]] if name in further else []
+        for keyword in own[-1:]:
+            yield call, {f"{keyword}_": 1}, keyword
+    yield type(make_algorithm("grpo")), {"kl_coeff": 1}, "kl_coef"
+
+
+def test_a_misspelt_keyword_of_any_public_constructor_is_named_with_the_nearest(tiny: Path) -> None:
+    wrong = []
+    for call, keywords, nearest in misspelt_calls():
+        first = next(iter(inspect.signature(call).parameters), "")
+        if call is verl.AsyncTrainer:
+            keywords["batch_size"] = 2
+        try:
+            call(*([str(tiny)] if first in ("model", "actor", "model_name", "model_path") else []), **keywords)
+        except ConfigError as error:
+            if f"did you mean '{nearest}'?" in str(error):
+                continue
+            wrong.append(f"{call.__name__}: {error}")
+        except Exception as error:
+            wrong.append(f"{call.__name__}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_task_takes_its_reward_by_name() -> None:
+    task = verl.Task("a", "grpo", reward=letters)
+    assert [*task.sources] == ["reward"] and task.sources["reward"].get_reward(["ab"])["reward"] == [2.0]
+    with pytest.raises(ConfigError, match="did you mean 'reward'"):
+        verl.Task("a", "grpo", rewards=letters)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", [-math.inf, None, "", 3])
+def test_what_is_registered_has_a_text_as_its_name(name: Any) -> None:
+    for register in (verl.register_node, verl.register_algorithm, verl.register_reward):
+        with pytest.raises(ConfigError, match=r"name: must be text"):
+            register(name)
+
+
+def test_a_hook_is_a_function_and_an_object_without_a_text_is_named_by_its_type() -> None:
+    from verl.report.sinks import Logger
+
+    with pytest.raises(ConfigError, match="fn: must be a function, not null"):
+        Logger().on_log_hook(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not such a Mute"):
+        verl.Task(n=Mute())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not such a Mute"):
+        verl.RolloutNode(Mute())  # type: ignore[arg-type]
 
 
 def test_all_of_the_api_reference_is_called(tmp_path: Path) -> None:

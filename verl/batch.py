@@ -48,8 +48,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verl.checked import checked
-from verl.errors import ConfigError, DataError, nearest
+from verl.checked import checked, hinted
+from verl.errors import ConfigError, DataError, nearest, shown
 from verl.exact import ExactType, exact, unified
 from verl.record import Natural
 
@@ -111,6 +111,7 @@ COMPUTED = frozenset((
 ))  # fmt: skip
 
 
+@hinted
 class Batch:
     """An immutable table of samples. Slices and concatenations share memory; every call returns a new one.
 
@@ -133,7 +134,7 @@ class Batch:
             DataError: columns differ in length, or a known column holds the wrong type.
         """
         if any(not isinstance(odd := name, str) for name in columns):
-            raise DataError(f"a column's name is a text, not {odd!r}")
+            raise DataError(f"a column's name is a text, not {shown(odd)}")
         arrays = {name: _to_arrow(name, values) for name, values in columns.items()}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
@@ -146,7 +147,7 @@ class Batch:
         """One mapping a row; a key that a row lacks is null there. What one Arrow type would change is kept as it is,
         see `verl.exact`."""
         if any(not isinstance(odd := row, Mapping) for row in rows):
-            raise DataError(f"a row is a mapping of columns to values, not {odd!r}")
+            raise DataError(f"a row is a mapping of columns to values, not {shown(odd)}")
         names = dict.fromkeys(name for row in rows for name in row)
         columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
         for name in names.keys() - SCHEMA.keys() - WRITTEN:
@@ -164,7 +165,7 @@ class Batch:
         """
         batches = list(batches)
         if any(not isinstance(odd := batch, Batch) for batch in batches):
-            raise DataError(f"only batches are put behind each other, not {odd!r}")
+            raise DataError(f"only batches are put behind each other, not {shown(odd)}")
         tables = [b.table for b in batches if len(b) or b.columns]
         if not tables:
             return cls(pa.table({}))

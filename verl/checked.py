@@ -11,11 +11,13 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import AfterValidator, ConfigDict, InstanceOf, PlainValidator, TypeAdapter, ValidationError
 
+from verl.errors import ConfigError, nearest
+from verl.keywords import takes
 from verl.record import Problem, SettingsError, problems_of, section
 
 _CONFIG = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -45,6 +47,7 @@ def checked(function: CallableT) -> CallableT:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
+            check_keywords(owner, signature, kwargs)
             return function(*args, **kwargs)  # whose own message names the function
         hints = hints_of(function)
         values = {name: value for name, value in bound.arguments.items() if name in hints}
@@ -52,6 +55,35 @@ def checked(function: CallableT) -> CallableT:
         return function(*bound.args, **bound.kwargs)
 
     return typing.cast(CallableT, call)
+
+
+def hinted(function: CallableT) -> CallableT:
+    """Decorator of a constructor that is called too often to look at its arguments: an unknown keyword is named as by
+    `checked`."""
+    if isinstance(function, type):
+        function.__init__ = hinted(function.__init__)  # type: ignore[misc]
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            check_keywords(function.__qualname__.removesuffix(".__init__"), inspect.signature(function), kwargs)
+            raise
+
+    return typing.cast(CallableT, call)
+
+
+def check_keywords(owner: str, signature: inspect.Signature, kwargs: Iterable[str]) -> None:
+    """Raises ConfigError for a keyword that a call has not: with the call that takes it, or the nearest name."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():  # it looks at them itself
+        return
+    for name in kwargs:
+        if name not in kinds:
+            owner = owner.rpartition("<locals>.")[2]
+            raise ConfigError(f"{owner}: there is no argument '{name}': {takes(name, owner) or nearest(name, kinds)}")
 
 
 def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,15 @@ class BrokenCollectiveError(ClusterError):
     """A rank waited in vain for another one, which died, failed or is late."""
 
 
+def shown(value: object, most: int = 60) -> str:
+    """How a message shows a user's value: its repr, cut, on one line; its type where the repr fails."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # as of an integer of more digits than Python writes
+        text = f"such a {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """The phrase that ends an unknown-name message: the nearest valid name, else all of them."""
     names = sorted(known)

@@ -25,7 +25,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import httpx
 
 from verl.checked import checked
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, shown
 from verl.record import Retries, Seconds
 from verl.secrets import from_environment, is_secret, key_of, masked
 
@@ -135,7 +135,7 @@ class ServerPool:
         paths = {url.path.rstrip("/") for url in parsed}
         if not parsed or any(url.scheme not in ("http", "https") or not url.netloc for url in parsed) or len(paths) > 1:
             raise ConfigError(
-                f"servers are addresses like http://host:8000, all with the same path, not {masked(repr(urls))}"
+                f"servers are addresses like http://host:8000, all with the same path, not {masked(shown(urls, 200))}"
             )
         bearer = key_of(api_key, kind)
         path = paths.pop()

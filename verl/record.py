@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, nearest, shown
 
 _LIMITS = {
     "greater_than_equal": "at least {ge}",
@@ -52,6 +52,8 @@ NotNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 #: A share of which nothing would be none at all.
 Portion = Annotated[float, Field(gt=0, le=1)]
+#: Of what a user registers.
+Name = Annotated[str, Field(min_length=1)]
 Retries = Annotated[int, Field(ge=0, le=100)]
 #: Shares by name, in any unit.
 Weights = Annotated[Mapping[str, NotNegative], Field(min_length=1)]
@@ -170,7 +172,7 @@ class Record(BaseModel):
         if isinstance(settings, cls):
             return settings
         if settings is not None and not isinstance(settings, Mapping):
-            raise ConfigError(f"{name} is a {cls.__name__} or a mapping of its fields, not {settings!r}")
+            raise ConfigError(f"{name} is a {cls.__name__} or a mapping of its fields, not {shown(settings)}")
         try:
             return cls(**{str(key): value for key, value in (settings or {}).items()})
         except SettingsError as error:
@@ -258,23 +260,17 @@ def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
         return str(context["message"])
     if kind == "value_error":
         return details["msg"].removeprefix("Value error, ")
-    shown = _shown(details["input"])
+    text_of = _shown(details["input"])
     if kind == "too_short":
         least = context["min_length"]
-        return f"must have at least {least} item{'s' if least > 1 else ''}, not {shown}"
+        return f"must have at least {least} item{'s' if least > 1 else ''}, not {text_of}"
     if kind in _LIMITS:
-        return f"must be {_LIMITS[kind].format(**context)}, not {shown}"
+        return f"must be {_LIMITS[kind].format(**context)}, not {text_of}"
     said = details["msg"].removeprefix("Input should be ")
-    text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {shown}"
-    close = difflib.get_close_matches(str(details["input"]), map(str, typing.get_args(annotation)), n=1)
+    text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {text_of}"
+    close = difflib.get_close_matches(text_of.strip("'"), map(str, typing.get_args(annotation)), n=1)
     return f"{text}: did you mean '{close[0]}'?" if kind == "literal_error" and close else text
 
 
 def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    try:
-        text = f"'{value}'" if isinstance(value, str) else " ".join(str(value).split())
-    except Exception:  # an integer of more digits than Python writes, or an object whose text fails
-        text = f"such a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)

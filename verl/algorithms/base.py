@@ -27,7 +27,7 @@ from verl.algorithms.episodes import Episodes
 from verl.algorithms.loss_terms import Loss, LossFn, LossInput
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.checked import validated
+from verl.checked import hinted, validated
 from verl.errors import ConfigError, DataError
 from verl.names import check_known
 from verl.record import Positive
@@ -100,7 +100,7 @@ class BaseAlgorithm(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        dataclass(kw_only=True, eq=False)(cls)
+        hinted(dataclass(kw_only=True, eq=False)(cls))
 
     def __post_init__(self) -> None:
         label = self.name or type(self).__name__

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from verl.autograd import sum_rows
 from verl.batch import Batch
+from verl.checked import hinted
 
 
+@hinted
 @dataclass(frozen=True, kw_only=True)
 class LossInput:
     """The response tokens of one micro-batch, with the counts of the whole mini-batch that it was cut from.
@@ -71,6 +73,7 @@ class LossInput:
         return sum_rows(values, self.sequence, self.num_sequences)
 
 
+@hinted
 @dataclass(kw_only=True)
 class Loss:
     """What a loss function returns for one micro-batch.

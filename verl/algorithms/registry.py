@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from verl.algorithms.base import BaseAlgorithm
-from verl.errors import ConfigError, nearest
+from verl.checked import checked
+from verl.errors import ConfigError, nearest, shown
 from verl.names import give_name
+from verl.record import Name
 from verl.user_functions import load_function
 
 #: What a trainer or a run uses when nobody said.
@@ -35,7 +37,8 @@ _ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {
 AlgorithmT = TypeVar("AlgorithmT", bound=type[BaseAlgorithm])
 
 
-def register_algorithm(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
+@checked
+def register_algorithm(name: Name) -> Callable[[AlgorithmT], AlgorithmT]:
     """Class decorator: the algorithm can be chosen by this name. A class of the same name and module replaces
     its earlier definition (a notebook cell run twice).
 
@@ -55,7 +58,7 @@ def register_algorithm(name: str) -> Callable[[AlgorithmT], AlgorithmT]:
 def check_class(cls: Any) -> None:
     """Raises ConfigError unless `cls` is an algorithm class that can be instantiated."""
     if not (inspect.isclass(cls) and issubclass(cls, BaseAlgorithm)):
-        raise ConfigError(f"an algorithm is a subclass of verl.BaseAlgorithm, got {cls!r}")
+        raise ConfigError(f"an algorithm is a subclass of verl.BaseAlgorithm, got {shown(cls)}")
     missing = sorted(cls.__abstractmethods__)
     if missing:
         methods = " and ".join(f"{name}()" for name in missing)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.checked import checked
+from verl.checked import checked, hinted
 from verl.cluster.local import LocalGroup
 from verl.cluster.rank_context import TIMEOUT
 from verl.combinations import MAKE, check
@@ -250,6 +250,7 @@ def _ray_job(mesh: DeviceMesh, timeout: float) -> Job:
     return RayJob(mesh, timeout)
 
 
+@hinted
 def everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a function on every rank: of the torchrun job, or of the Ray workers that this script has started; in a
     plain script on the only one. It counts as a call.

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.checked import checked
+from verl.checked import checked, hinted
 from verl.device import default_kind
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, nearest, shown
 from verl.names import check_known
 from verl.weights.layout import PARALLEL
 
@@ -105,7 +105,7 @@ class ResourcePool:
         if not isinstance(form, Mapping):
             if isinstance(form, str | Device | Sequence):
                 return cls(form)
-            raise ConfigError(f"placement: give devices such as 'cuda:0-3' or {{'gpu_ids': [0, 1]}}, not {form!r}")
+            raise ConfigError(f"placement: give devices such as 'cuda:0-3' or {{'gpu_ids': [0, 1]}}, not {shown(form)}")
         check_known("placement has no key", form, _KEYS)
         where = [key for key in _KEYS[:4] if form.get(key) is not None]
         if len(where) != 1:
@@ -119,6 +119,7 @@ class ResourcePool:
         return cls([replace(device, node=node, accelerator=accelerator) for device in pool.devices], pool.parallel)
 
 
+@hinted
 @dataclass(frozen=True)
 class DeviceMesh:
     """Which role stands where: checked when it is made, printed as a picture.
@@ -256,5 +257,5 @@ def _numbers(key: str, written: Any) -> list[int]:
     numbers = list(written) if isinstance(written, list | tuple | range) else [written]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ConfigError(f"placement: {key} are numbers from 0 on, such as [0, 1], not {written!r}")
+            raise ConfigError(f"placement: {key} are numbers from 0 on, such as [0, 1], not {shown(written)}")
     return numbers

@@ -13,7 +13,7 @@ from typing import Any
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.buffer import Buffer, Capacity, no_room
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, nearest, shown
 
 __all__ = ["Buffer", "MemoryBuffer", "make_buffer"]
 
@@ -28,7 +28,7 @@ def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buf
     if not isinstance(kind, str):
         if not isinstance(kind, Buffer):
             kinds = "'memory', 'disk', 'distributed' or a Buffer"
-            raise ConfigError(f"buffer is {kinds}, not {kind!r} (a size: buffer_size)")
+            raise ConfigError(f"buffer is {kinds}, not {shown(kind)} (a size: buffer_size)")
         return kind
     if kind == "memory":
         return MemoryBuffer(capacity)

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.data.forms import loaded, tool_schemas
 from verl.data.prompts import SAID, content_text
-from verl.errors import ConfigError, DataError, nearest
+from verl.errors import ConfigError, DataError, nearest, shown
 from verl.user_calls import HungError, LateError, UserCode
 
 #: Columns of a row that a chat template reads besides the messages.
@@ -66,7 +66,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         if not callable(tokenizer):
-            raise ConfigError(f"tokenizer: must be one of transformers' or one like them, not {tokenizer!r}")
+            raise ConfigError(f"tokenizer: must be one of transformers' or one like them, not {shown(tokenizer)}")
         self.tokenizer = tokenizer
         self._source = str(getattr(tokenizer, "chat_template", None) or "")
 

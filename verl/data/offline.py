@@ -34,7 +34,7 @@ from verl.data.files import digest, is_files, named, recorded_files, rows_by_fil
 from verl.data.forms import chat_of, readable_row, table_rows, usual_row
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, shown
 from verl.record import Count
 
 _RESPONSES = ("completion", "response")
@@ -475,4 +475,4 @@ def _response(value: Any, prompted: Mapping[str, Any], where: str) -> dict[str, 
 def _label(value: Any, where: str) -> float:
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
-    raise DataError(f"{where}: label is true or false (1 or 0), not {value!r}")
+    raise DataError(f"{where}: label is true or false (1 or 0), not {shown(value)}")

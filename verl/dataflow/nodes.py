@@ -15,7 +15,7 @@ from verl.batch import COMPUTED, EPISODE, SCHEMA, Batch
 from verl.checked import checked
 from verl.dataflow.graph import ANY, OPTIONAL, Node
 from verl.dataflow.scores import by_episode
-from verl.errors import ConfigError
+from verl.errors import ConfigError, shown
 from verl.record import Count
 from verl.rewards.forms import trajectories_of
 from verl.rewards.scores import rounded
@@ -62,7 +62,7 @@ class RolloutNode:
         task: str | None = None,
     ) -> None:
         if not hasattr(actor, "controller"):
-            raise ConfigError(f"RolloutNode.actor: must be an Actor, not {actor!r}")
+            raise ConfigError(f"RolloutNode.actor: must be an Actor, not {shown(actor)}")
         self.actor, self.n, self.params, self.task = actor, n, params, task
         self.algorithm, self.greedy_baseline = algorithm, greedy_baseline
 
@@ -190,7 +190,7 @@ class UpdateNode:
     @checked
     def __init__(self, updater: Updater | Any) -> None:
         if not hasattr(updater, "algorithm"):
-            raise ConfigError(f"UpdateNode.updater: must be an Updater, not {updater!r}")
+            raise ConfigError(f"UpdateNode.updater: must be an Updater, not {shown(updater)}")
         self.updater = updater
 
     def as_node(self, name: str) -> list[Node]:

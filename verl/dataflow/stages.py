@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from verl.batch import Batch
+from verl.checked import checked
 from verl.dataflow.graph import ANY, Node
 from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
 from verl.errors import ConfigError, nearest
 from verl.names import give_name
+from verl.record import Name
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
@@ -20,7 +22,8 @@ StageT = TypeVar("StageT", bound=Callable[..., Any])
 _REGISTERED: dict[str, Any] = {}
 
 
-def register_node(name: str) -> Callable[[StageT], StageT]:
+@checked
+def register_node(name: Name) -> Callable[[StageT], StageT]:
     """Decorator of a class of nodes (a subclass of `RewardNode`, or any with `as_node(name)`) that is made without
     arguments, or of a function that is a stage: graphs take it by this name. One of the same name and module replaces
     its earlier definition (a notebook cell run twice).

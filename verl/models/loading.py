@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from verl.data.chat import ChatTokenizer
-from verl.errors import ModelError, nearest
+from verl.errors import ModelError, nearest, shown
 from verl.models.fit import Fit, compare, is_tied_apart, stored_tensors, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.lora import has_adapters
@@ -285,7 +285,7 @@ def as_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
     if isinstance(tokenizer, str):
         return load_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
-        raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {tokenizer!r}")
+        raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {shown(tokenizer)}")
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
-from verl.errors import ConfigError, DataError, RewardError
+from verl.errors import ConfigError, DataError, RewardError, shown
 from verl.rewards.failures import Failures
 from verl.rewards.forms import TEXTS, recognise
 from verl.rewards.source import run_reward
@@ -84,7 +84,7 @@ class Metric:
             return (mean(value), list(value)) if is_list else (float(value), None)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"metric '{self.name}' returned {value!r:.60}: give one number for all samples, or a list of one "
+                f"metric '{self.name}' returned {shown(value)}: give one number for all samples, or a list of one "
                 "number (or None) for each"
             ) from error
 

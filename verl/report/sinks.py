@@ -57,6 +57,7 @@ class Logger:
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self.sinks: list[Sink] = list(sinks)
 
+    @checked
     def on_log_hook(self, fn: Hook, seconds: float = DEADLINE) -> None:
         """`fn(step, record)` gets every record from now on, in a thread, and has so many seconds; the record is a copy,
         its own to change."""

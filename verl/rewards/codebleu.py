@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Unpack
 
 from verl.checked import checked
-from verl.errors import ConfigError
+from verl.errors import ConfigError, shown
 from verl.record import Seconds
 from verl.rewards.blocks import extract_code
 from verl.rewards.forms import judges
@@ -68,7 +68,9 @@ class CodeBleuReward(FunctionReward):
     ) -> None:
         self.weights = tuple(map(float, weights))
         if len(self.weights) != 4 or min(self.weights) < 0 or not math.isclose(sum(self.weights), 1.0):
-            raise ConfigError(f"reward '{name}': weights are four numbers of at least 0 that sum to 1, not {weights!r}")
+            raise ConfigError(
+                f"reward '{name}': weights are four numbers of at least 0 that sum to 1, not {shown(weights)}"
+            )
         super().__init__(self.scores, name=name, timeout=timeout, **options)
 
     @judges("last_turn")

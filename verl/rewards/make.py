@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, nearest, shown
 from verl.keywords import takes
 from verl.rewards.functions import OnFailure
 from verl.rewards.registry import REWARDS, registered
@@ -110,7 +110,7 @@ def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
 def _code(options: dict[str, Any]) -> RewardSource:
     evaluator = options.pop("evaluator", "tests")
     if evaluator not in ("tests", "codebleu"):
-        raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {evaluator!r}")
+        raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
     return _build(*{"tests": ("code", "CodeReward"), "codebleu": ("codebleu", "CodeBleuReward")}[evaluator], options)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from verl.checked import checked
 from verl.errors import ConfigError
 from verl.names import give_name
+from verl.record import Name
 
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
 _REGISTERED: dict[str, Any] = {}
@@ -14,7 +16,8 @@ _REGISTERED: dict[str, Any] = {}
 REWARDS = {"task", "code", "code_evaluator", "data_source", "math", "reasoning_gym", "rm_hf"}
 
 
-def register_reward(name: str) -> Callable[[RewardT], RewardT]:
+@checked
+def register_reward(name: Name) -> Callable[[RewardT], RewardT]:
     """Decorator that gives a reward a name, by which `Reward` and settings take it. It is a function of any form that
     `Reward` knows; or a class, made with the reward's options, whose objects are such functions or
     `RewardSource`s. A second one of the same name and module replaces the first (a notebook cell run twice).

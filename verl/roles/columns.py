@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.batch import Batch
-from verl.errors import DataError
+from verl.errors import DataError, shown
 from verl.rewards.scores import is_usable
 
 
@@ -46,7 +46,7 @@ def as_responses(responses: Any) -> Batch:
     if not all(isinstance(pair, tuple | list) and [*map(type, pair)] == [str, str] for pair in pairs):
         raise DataError(
             "a reward scores sequences of generate_sequences, a list of texts, or a list of (prompt, response) pairs, "
-            f"not {responses!r:.80}"
+            f"not {shown(responses)}"
         )
     return Batch.from_rows([{"prompt": prompt, "response": response} for prompt, response in pairs])
 
@@ -82,7 +82,7 @@ def add_rewards(sequences: Batch, rewards: Any) -> Batch:
         rewards = rewards.tolist()
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
         raise DataError(
-            f"rewards are what get_reward gives, or a list or tensor of {len(sequences)} numbers, not {rewards!r}"
+            f"rewards are what get_reward gives, or a list or tensor of {len(sequences)} numbers, not {shown(rewards)}"
         )
     return aligned(sequences, [_number(reward, row) for row, reward in enumerate(rewards)], "reward")
 
@@ -91,5 +91,5 @@ def _number(reward: Any, row: int) -> float | None:
     try:
         number = math.nan if reward is None else float(reward)
     except (TypeError, ValueError):
-        raise DataError(f"the reward of row {row} is {reward!r}: give a number, or None to abstain") from None
+        raise DataError(f"the reward of row {row} is {shown(reward)}: give a number, or None to abstain") from None
     return number if is_usable(number) else None

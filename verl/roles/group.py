@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Concatenate
 
 from verl.algorithms import make_algorithm
+from verl.checked import hinted
 from verl.cluster.group import P, R
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
@@ -16,6 +17,7 @@ from verl.roles.updater import Updater
 from verl.workers.actor import ActorWorker
 
 
+@hinted
 class WorkerGroup:
     """The workers of an actor, and of what works beside it: `WorkerGroup(actor)`, `WorkerGroup(actor, reward)`.
 

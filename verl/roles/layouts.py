@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from verl.cluster.controller import Controller
 from verl.device import device_name, free_memory, is_here
-from verl.errors import ConfigError
+from verl.errors import ConfigError, shown
 from verl.models.memory import ModelSize
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -35,7 +35,7 @@ def lay_out(handles: Sequence[Actor | Critic], placements: Iterable[Any], strate
             Controller.of(strategy)
         except ConfigError as error:
             ways = ", ".join(get_args(Strategy))
-            raise ConfigError(f"strategy is one of {ways}, or a placement, not {strategy!r} ({error})") from error
+            raise ConfigError(f"strategy is one of {ways}, or a placement, not {shown(strategy)} ({error})") from error
     choices = [one for one in (*placements, None if layout else strategy) if one is not None]
     if len(choices) > 1:
         raise ConfigError("give the trainer one placement: placement=, strategy=, device_map= or num_rollout_workers=")

@@ -13,7 +13,7 @@ from pydantic import Field
 from verl.batch import Batch
 from verl.checked import checked
 from verl.cluster.controller import Controller, start
-from verl.errors import CheckpointError, ConfigError, RewardError
+from verl.errors import CheckpointError, ConfigError, RewardError, nearest
 from verl.log import follow_log_level
 from verl.models.portable import PortableModel
 from verl.ranks import registry
@@ -73,7 +73,9 @@ class Reward:
         follow_log_level()
         sources = [source for source in (reward_fn, model, url) if source is not None]
         if len(sources) != 1:
-            raise ConfigError("a Reward takes exactly one of reward_fn=..., model=... and url=...")
+            hints = (nearest(name, ("reward_fn", "model", "url")) for name in options)
+            close = "".join(f": {hint}" for hint in hints if hint.startswith("did"))
+            raise ConfigError(f"a Reward takes exactly one of reward_fn=..., model=... and url=...{close}")
         if workers:
             from verl.roles.reward_pool import RewardPool
 

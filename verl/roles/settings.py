@@ -50,7 +50,7 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         spelt = (KEYWORDS.get(keyword, keyword), keyword)
         index, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))
         if index is None:
-            every = {"optim", "strategy", *KEYWORDS, *OptimConfig.model_fields}.union(*known)
+            every = {"model", "tokenizer", "optim", "strategy", *KEYWORDS, *OptimConfig.model_fields}.union(*known)
             raise ConfigError(f"{owner} has no setting '{keyword}': {takes(keyword) or nearest(keyword, every)}")
         changes[index][name] = value
     try:

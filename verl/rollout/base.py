@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import pyarrow as pa
 
 from verl.checked import checked
-from verl.errors import ConfigError, RolloutError, nearest
+from verl.errors import ConfigError, RolloutError, nearest, shown
 from verl.record import AsTuple, Natural, Portion, Share, Strings
 from verl.rollout.options import Temperature
 from verl.weights.shard import Shard
@@ -78,7 +78,7 @@ def as_sampling(params: Any, base: SamplingParams | None = None) -> SamplingPara
     if params is None or isinstance(params, SamplingParams):
         return params or base
     if not isinstance(params, Mapping):
-        raise ConfigError(f"sampling is SamplingParams or a mapping of their fields, not {params!r}")
+        raise ConfigError(f"sampling is SamplingParams or a mapping of their fields, not {shown(params)}")
     fields = {str(name): value for name, value in params.items()}
     if unknown := next((name for name in fields if name not in SamplingParams.__dataclass_fields__), None):
         raise ConfigError(f"there is no sampling setting '{unknown}': {nearest(unknown, base.__dataclass_fields__)}")

@@ -39,7 +39,7 @@ from verl.checked import checked
 from verl.data.chat import ChatTokenizer, template_inputs
 from verl.data.prompts import USER_PREFIX
 from verl.data.tokenize import encode_behind
-from verl.errors import ConfigError, DataError, RolloutError
+from verl.errors import ConfigError, DataError, RolloutError, shown
 from verl.names import check_known
 from verl.record import Count, Portion, Seconds
 from verl.rewards.forms import user_columns
@@ -156,7 +156,7 @@ class EnvironmentEpisode(ToolEpisode):
     def _kind(self, name: str | None, factory: Any) -> EnvironmentKind:
         what = "environment" if name is None else f"environment '{name}'"
         if not callable(factory):
-            raise ConfigError(f"{what}: must be a class, or a function that makes environments, not {factory!r:.60}")
+            raise ConfigError(f"{what}: must be a class, or a function that makes environments, not {shown(factory)}")
         try:
             instance = factory()
         except Exception as error:  # a user's code may raise anything
@@ -377,7 +377,7 @@ def as_environments(source: Any) -> EnvironmentEpisode:
         source = load_function(source)
     episode = EnvironmentEpisode(source) if isinstance(source, Mapping) else as_episode(source)
     if not isinstance(episode, EnvironmentEpisode):
-        raise ConfigError(f"environment: must be a class with a method reset(self, **row), not {source!r:.60}")
+        raise ConfigError(f"environment: must be a class with a method reset(self, **row), not {shown(source)}")
     return episode
 
 
@@ -432,9 +432,9 @@ def _with_observation(chat: list[dict[str, Any]], observation: Any) -> list[dict
     if isinstance(observation, str) and isinstance(content, list):
         observation = [{"type": "text", "text": observation}]
     if type(observation) is not type(content):
-        raise RolloutError(f"reset() returned {observation!r:.60}: None, a text or a list of parts is appended")
+        raise RolloutError(f"reset() returned {shown(observation)}: None, a text or a list of parts is appended")
     if isinstance(observation, list) and (odd := next((p for p in observation if not _is_text(p)), None)):
-        raise RolloutError(f"reset() returned {odd!r:.60}: models of text are trained here, parts are of type text")
+        raise RolloutError(f"reset() returned {shown(odd)}: models of text are trained here, parts are of type text")
     return [*chat[:-1], {**chat[-1], "content": content + observation}]
 
 
@@ -453,4 +453,4 @@ def _number(kind: str, value: Any) -> float | None:
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"{kind}.get_reward() returned {value!r:.40}: it is a number, or None") from error
+        raise RolloutError(f"{kind}.get_reward() returned {shown(value)}: it is a number, or None") from error

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, shown
 from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, check_new
 from verl.rollout.hooks import Guard, LogitsProcessor
 from verl.rollout.stop_strings import cut_text
@@ -321,7 +321,7 @@ async def run_episodes(
         if not responses:
             return Outcome(index, [], f"episode of row '{row['id']}' gave 0 responses", "no_response")
         if not isinstance(responses, Sequence) or not all(isinstance(each, Turns) for each in responses):
-            raise ConfigError(f"an episode returns a list of Turns; that of row '{row['id']}' gave {responses!r:.60}")
+            raise ConfigError(f"an episode returns a list of Turns; that of row '{row['id']}' gave {shown(responses)}")
         _check_temperatures(responses, sampling, str(row["id"]))
         return Outcome(index, responses)
 

@@ -16,7 +16,7 @@ from verl.data.chat import ChatTokenizer
 from verl.data.prompts import content_text
 from verl.data.text import ResponseText, behind_thoughts
 from verl.data.tokenize import encode_plain
-from verl.errors import ConfigError, ModelError, nearest
+from verl.errors import ConfigError, ModelError, nearest, shown
 from verl.record import Count, Strings
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -103,7 +103,7 @@ class GuardModel:
         self.model_name, self.max_new_tokens, self.template = model_name, max_new_tokens, template
         self.refuses = refuses
         if not self.refuses or not all(map(_words, self.refuses)):
-            raise ConfigError(f"refuses of a guard model are words, such as 'unsafe', not {refuses!r}")
+            raise ConfigError(f"refuses of a guard model are words, such as 'unsafe', not {shown(refuses)}")
         self.minimum, self.device, self.dtype = minimum, device, dtype
         self._one_at_a_time = threading.Lock()
 

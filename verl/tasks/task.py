@@ -29,6 +29,7 @@ class Task:
         name: what errors, metrics and files call it.
         algorithm: a name, class or instance; None: the default of `make_algorithm`.
         sources: role ("reward", "cost") -> a `Reward`, or anything `Reward` takes.
+        reward, cost: the same by their own names.
         n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
         share: of the prompts, relative to other tasks.
         loss_weight: of its loss, where 1 is an equal weight for each task; None: its share, so that all samples count
@@ -54,6 +55,8 @@ class Task:
         algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None = None,
         sources: Mapping[str, Any] | None = None,
         *,
+        reward: Any = None,
+        cost: Any = None,
         n: Count | None = None,
         share: NotNegative = 1.0,
         loss_weight: NotNegative | None = None,
@@ -75,6 +78,7 @@ class Task:
             self.episode = as_episode(episode)
         self.algorithm = make_algorithm(algorithm)
         by_role = dict(sources or {})
+        by_role |= {role: one for role, one in (("reward", reward), ("cost", cost)) if one is not None}
         stages: dict[str, Any] = {}
         further: list[Node] = []
         if not isinstance(nodes, tuple | list | dict) or nodes:

@@ -16,7 +16,7 @@ from verl.data.loader import PromptLoader, pooled, sources_of
 from verl.data.prefetch import Loader, Prefetch, in_time
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
-from verl.errors import ConfigError
+from verl.errors import ConfigError, shown
 from verl.user_calls import UserCode
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def as_loader(
     is_rows = isinstance(data, Dataset | PromptDataset | Mapping) or hasattr(data, "column_names")
     is_rows = is_rows or is_files(data) or records_of(data) is not None
     if not is_rows and not isinstance(data, Iterable):
-        raise ConfigError(f"Trainer.fit goes over batches of prompts, or rows with batch_size=N, not {data!r}")
+        raise ConfigError(f"Trainer.fit goes over batches of prompts, or rows with batch_size=N, not {shown(data)}")
     if batch_size is None:
         if is_rows:
             raise ConfigError(

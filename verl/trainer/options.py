@@ -176,8 +176,7 @@ def tasks_of(
     """
     if reward is not None and reward_fn is not None:
         raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
-    sources = {"reward": reward_fn if reward is None else reward, "cost": cost}
-    sources = {role: source for role, source in sources.items() if source is not None}
+    reward = reward_fn if reward is None else reward
     if config_path is not None:
         if tasks is not None:
             raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
@@ -193,8 +192,8 @@ def tasks_of(
             from verl.rollout.environments import as_environments
 
             played = as_environments(environment)
-        tasks = [Task(algorithm=only, sources=sources, episode=played, n=n, sampling=sampling, nodes=nodes)]
-    elif environment is not None or sources or keywords or algorithm is not None or n or sampling or nodes:
+        tasks = [Task(algorithm=only, reward=reward, cost=cost, episode=played, n=n, sampling=sampling, nodes=nodes)]
+    elif keywords or n or sampling or nodes or any(one is not None for one in (environment, reward, cost, algorithm)):
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
         raise ConfigError(
             "tasks have their own reward, cost, episode, algorithm, n, sampling and nodes: give the trainer "

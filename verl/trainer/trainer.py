@@ -284,6 +284,7 @@ class Trainer:
             logger.on_log_hook(hook, self.limits.deadline)
         self._logger = logger
 
+    @checked
     def on_log_hook(self, fn: Callable[[int, dict[str, Any]], None]) -> None:
         """`fn(step, record)` gets every log record from now on."""
         self._hooks.append(fn)

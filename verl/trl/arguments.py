@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 from transformers import TrainingArguments
 
 from verl.checked import validated
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, nearest, shown
 from verl.ranks import torchrun_ranks
 from verl.record import Count, Natural, NotNegative, Positive, Seed, Share
 from verl.trl.names import DEFAULTS, NO_EFFECT, OTHERWISE, REMOVED
@@ -106,7 +106,7 @@ class Config(_Quiet):  # type: ignore[misc]
         if name in other and name not in known:
             default, hint = other[name]
             if value is not None and value != default and (value or default):
-                raise ConfigError(f"{kind}: {name}={value!r} is not done here: {hint}")
+                raise ConfigError(f"{kind}: {name}={shown(value)} is not done here: {hint}")
         elif name not in known and name not in NO_EFFECT:
             if instead := REMOVED.get(name):
                 raise ConfigError(f"{kind} has no argument '{name}': {instead}")
@@ -166,7 +166,7 @@ class Config(_Quiet):  # type: ignore[misc]
         if isinstance(args, Config):
             raise ConfigError(f"args is a {type(args).__name__}: this trainer takes a {cls.__name__}")
         if not dataclasses.is_dataclass(args):
-            raise ConfigError(f"args is a {cls.__name__} or a transformers.TrainingArguments, not {args!r:.60}")
+            raise ConfigError(f"args is a {cls.__name__} or a transformers.TrainingArguments, not {shown(args)}")
         record = cls()
         known = cls.defaults().keys() - {"gradient_checkpointing"}  # it changes no number, and costs time
         for field in dataclasses.fields(args):
@@ -215,7 +215,7 @@ class Config(_Quiet):  # type: ignore[misc]
         try:
             return dict(json.loads(value) if isinstance(value, str) else value)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name}={value!r:.60} is no mapping, and no JSON of one") from error
+            raise ConfigError(f"{name}={shown(value)} is no mapping, and no JSON of one") from error
 
     def model_settings(self) -> dict[str, Any]:
         """Keywords of `Actor` about the model.

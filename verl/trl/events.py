@@ -16,7 +16,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import TrainerCallback
 
 from verl.batch import Batch
-from verl.errors import ConfigError
+from verl.errors import ConfigError, shown
 from verl.trainer.collector import Samples
 from verl.trainer.trainer import Trainer
 from verl.trl.entries import kl_of_tokens, whole
@@ -122,7 +122,7 @@ class Events:
         """Raises ConfigError if it is no `TrainerCallback`."""
         instance = callback() if isinstance(callback, type) else callback
         if not isinstance(instance, TrainerCallback):
-            raise ConfigError(f"a callback is a transformers.TrainerCallback, not {callback!r:.60}")
+            raise ConfigError(f"a callback is a transformers.TrainerCallback, not {shown(callback)}")
         self.callbacks.append(instance)
 
     def call(self, event: str, **more: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.checked import checked
 from verl.data.cursor import permutation
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, shown
 from verl.record import Count, Natural, Portion, Seed
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class DynamicBatchSampler:
         pad_token_id: Natural = 0,
     ) -> None:
         if isinstance(dataset, Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise ConfigError(f"DynamicBatchSampler.dataset: must have a length and rows by number, not {dataset!r}")
+            raise ConfigError(
+                f"DynamicBatchSampler.dataset: must have a length and rows by number, not {shown(dataset)}"
+            )
         if lengths is None:
             look = length_fn or _row_length
             lengths = [int(look(dataset[row])) for row in range(len(dataset))]

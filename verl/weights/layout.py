@@ -14,7 +14,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from verl.combinations import MAKE, check, named
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, nearest, shown
 from verl.weights.tensor_plan import tensor_plan
 
 #: The dimensions of a layout, outermost first: pipeline, replicas, fully sharded, sequence, expert, tensor.
@@ -120,7 +120,7 @@ class Layout:
         for field in fields(self):
             size = getattr(self, field.name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"layout: {field.name} is a number of ranks, at least 1, not {size!r}")
+                raise ConfigError(f"layout: {field.name} is a number of ranks, at least 1, not {shown(size)}")
 
     @property
     def sizes(self) -> tuple[int, ...]:

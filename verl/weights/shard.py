@@ -18,6 +18,8 @@ from functools import lru_cache
 from itertools import pairwise, product, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from verl.checked import hinted
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,6 +52,7 @@ class Box(NamedTuple):
         return tensor
 
 
+@hinted
 @dataclass(frozen=True, slots=True)
 class Shard:
     """`tensor` is the block of the weight `name` (of `global_shape`) that begins at `offset`, one index a dimension."""

@@ -13,7 +13,7 @@ import torch
 from verl.batch import Batch
 from verl.cluster.rank_context import ALONE, ROLE, WEIGHTS, RankContext, dispatch
 from verl.combinations import check
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, nearest, shown
 from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
 from verl.models.portable import empty_copy
@@ -394,7 +394,7 @@ def load_episode(episode: Episode | str | None) -> Episode | None:
 
     played: Episode = as_episode(load_function(episode) if isinstance(episode, str) else episode)
     if not callable(played):
-        raise ConfigError(f"episode: must be a function `async episode(client, row)`, not {played!r:.60}")
+        raise ConfigError(f"episode: must be a function `async episode(client, row)`, not {shown(played)}")
     return played
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl.data.text import ResponseText
 from verl.device import HostCopy, is_host, to_device
-from verl.errors import RolloutError
+from verl.errors import RolloutError, shown
 from verl.kernels.compiled import Kernels
 from verl.rollout.base import Finish, LongPromptError, Request, Sample, SamplingParams
 from verl.rollout.embedded.sampler import SamplingTable, sample, stream_key, uniforms
@@ -320,7 +320,7 @@ def _check_guards(responses: Sequence[Response]) -> None:
         verdicts = list(guard([response.text() or "" for response in asked]))
         if len(verdicts) != len(asked) or not set(verdicts) <= {None, "stop", "reject"}:
             raise RolloutError(
-                f"the guard {guard!r} must return None, 'stop' or 'reject' for {len(asked)} texts, not {verdicts}"
+                f"the guard {shown(guard)} must return None, 'stop' or 'reject' for {len(asked)} texts, not {verdicts}"
             )
         for response, verdict in zip(asked, verdicts, strict=True):
             if verdict is not None and (verdict == "reject" or response.finish is None):

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from verl.data.forms import plain
-from verl.errors import ConfigError
+from verl.errors import ConfigError, shown
 from verl.rewards.scores import as_number, is_usable
 from verl.rollout.episode import EndOfRunError
 from verl.rollout.gateway.server import listening
@@ -85,7 +85,7 @@ def verdict_of(value: Any) -> Verdict:
     for name in ("trajectories", "calls"):
         part = {} if fields.get(name) is None else fields[name]
         if not isinstance(part, Mapping):
-            raise AgentError(f"'{name}' is a mapping of names to rewards, not {part!r:.40}")
+            raise AgentError(f"'{name}' is a mapping of names to rewards, not {shown(part)}")
         parts.append({str(key): reward for key, value in part.items() if (reward := _reward(value)) is not None})
     return Verdict(_reward(fields.get("reward")), *parts)
 
@@ -95,7 +95,7 @@ def _reward(value: Any) -> float | None:
         return None
     number = as_number(value)
     if number is None or not is_usable(number):
-        raise AgentError(f"a reward is a finite number, not {value!r:.40}")
+        raise AgentError(f"a reward is a finite number, not {shown(value)}")
     return number
 
 
@@ -132,7 +132,7 @@ def agent_of(
     is_list = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
     if not is_list or not all(isinstance(word, str) for word in words):
         raise ConfigError(
-            f"an agent is a function (base_url, api_key, row), a command or an address, not {masked(repr(agent))}"
+            f"an agent is a function (base_url, api_key, row), a command or an address, not {masked(shown(agent, 200))}"
         )
     if sandbox is not None:
         return _Sandboxed(words, environment or {}, sandbox)
