@@ -170,7 +170,7 @@ KINDS = ("sleep", "held", "regex", "raise", "huge", "exit")
 NOT_READ = {(place, "huge") for place in ("hook", "loss", "prepare", "episode", "environment")}
 #: Quick ones.
 DIAGONAL = {
-    ("evaluation_metric", "sleep"), ("loss", "held"), ("reward", "regex"), ("episode", "exit"), ("dataset", "raise"),
+    ("evaluation_metric", "sleep"), ("loss", "held"), ("reward", "exit"), ("episode", "exit"), ("dataset", "raise"),
 }  # fmt: skip
 CELLS = [(place, kind) for place in PLACES for kind in KINDS] + [("reward", "os._exit")]
 
