@@ -83,7 +83,9 @@ def score_metrics(batch: Batch) -> dict[str, Any]:
         by_group = [[batch["reward"][row] for row in rows] for rows in batch.group_indices()]
         scored = [present for rewards in by_group if len(present := [r for r in rewards if r is not None]) > 1]
         if scored:
-            record["reward/groups_alike"] = _mean([float(min(present) == max(present)) for present in scored])
+            # As `algorithms.advantages.group_equal` compares them.
+            alike = [max(present) - min(present) <= 1e-12 * max(map(abs, present)) for present in scored]
+            record["reward/groups_alike"] = _mean([float(one) for one in alike])
     for name in (c for c in batch.columns if c.startswith("reward/")):
         record[f"{name}/mean"] = _mean([value for value in batch[name] if value is not None])
     return record

@@ -9,7 +9,6 @@ from verl.batch import Batch
 from verl.errors import DataError, RewardError
 from verl.names import check_known
 from verl.rewards.answers import boxes
-from verl.rewards.forms import judges
 
 GSM8K = ("openai/gsm8k",)
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
@@ -36,7 +35,6 @@ _SPELLINGS = (
 )
 
 
-@judges("last_turn")
 def score_by_source(data_source: str, solution_str: str, ground_truth: Any) -> float:
     """1.0 where the answer in the response equals the row's, else 0.0: of GSM8K the last number behind "####" near the
     end, of MATH the last box, spelt alike.
@@ -58,6 +56,9 @@ def _check_values(where: str, rows: Batch) -> None:
 
 
 score_by_source.check_values = _check_values  # type: ignore[attr-defined]
+
+
+vars(score_by_source)["judges"] = "last_turn"
 
 
 def _spelt(answer: str) -> str:

@@ -17,7 +17,6 @@ from verl.errors import RewardError
 from verl.record import Processes, Retries, Seconds
 from verl.rewards.blocks import extract_code
 from verl.rewards.calls import Slots
-from verl.rewards.forms import judges
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.sandbox.code_tests import Tests, judge, parse
 
@@ -66,6 +65,7 @@ class CodeReward(FunctionReward):
     """
 
     one_of: ClassVar[tuple[str, ...]] = ("tests", "reference")
+    judges: ClassVar[str | None] = "last_turn"
 
     @checked
     def __init__(
@@ -93,7 +93,6 @@ class CodeReward(FunctionReward):
     def call_seconds(options: Mapping[str, Any]) -> float:
         return float(options["timeout"] + _GRACE)
 
-    @judges("last_turn")
     async def scores(
         self, solution_str: str, tests: Any = None, reference: Any = None, entry_point: str | None = None
     ) -> dict[str, float] | None:

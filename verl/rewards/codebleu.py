@@ -27,7 +27,6 @@ from verl.checked import checked
 from verl.errors import ConfigError, shown
 from verl.record import Seconds
 from verl.rewards.blocks import extract_code
-from verl.rewards.forms import judges
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.syntax import syntax_tree
 
@@ -56,6 +55,7 @@ class CodeBleuReward(FunctionReward):
     """
 
     one_of: ClassVar[tuple[str, ...]] = ("reference",)
+    judges: ClassVar[str | None] = "last_turn"
 
     @checked
     def __init__(
@@ -73,7 +73,6 @@ class CodeBleuReward(FunctionReward):
             )
         super().__init__(self.scores, name=name, timeout=timeout, **options)
 
-    @judges("last_turn")
     def scores(self, texts: list[str], reference: list[str | None]) -> list[dict[str, float] | None]:
         """The score of each response with its parts."""
         return [

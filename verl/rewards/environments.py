@@ -14,7 +14,7 @@ from verl.rewards.forms import recognise
 from verl.rewards.functions import FunctionReward
 from verl.rewards.make import make_reward
 from verl.rewards.processes import ProcessCaller
-from verl.rewards.scores import is_usable, rounded
+from verl.rewards.scores import read_score
 from verl.rewards.source import RewardResult, leaves
 from verl.rewards.threads import ThreadCaller
 from verl.user_calls import is_async
@@ -56,16 +56,10 @@ class EnvironmentReward:
         rewards = batch["episode_reward"] if "episode_reward" in batch else [None] * len(batch)
         if self._chosen_by is not None:
             rewards = [r if e in self._chosen_by else None for r, e in zip(rewards, batch["environment"], strict=True)]
-        odd = [reward is not None and not is_usable(reward) for reward in rewards]
+        scores = [None if reward is None else read_score(reward) for reward in rewards]
         return RewardResult(
-            [
-                None if is_odd or reward is None else rounded(reward)
-                for reward, is_odd in zip(rewards, odd, strict=True)
-            ],
-            reasons=[
-                f"{self.name}.get_reward() returned {reward}" if is_odd else None
-                for reward, is_odd in zip(rewards, odd, strict=True)
-            ],
+            [score and score.value for score in scores],
+            reasons=[f"{self.name}.get_reward() {s.reason}" if s and s.reason else None for s in scores],
         )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from verl.batch import SCHEMA, Batch
 from verl.data.prompts import content_text
@@ -57,7 +57,9 @@ class Form(NamedTuple):
         named: parameters that are passed by name.
         required: those without a default.
         rest: whether `**columns` takes the remaining columns.
-        judges: the column with the text that is judged, see `judges`.
+        judges: the column with the text that the function gets as the response, and in the place of an episode's
+            conversation, which has the results of tools in it: what the policy wrote, all its turns (`response`) or the
+            last (`last_turn`). None: the response, and the conversation.
     """
 
     kind: Literal["texts", "pairs", "trl", "openrlhf", "verl"]
@@ -107,30 +109,12 @@ class Form(NamedTuple):
         return [values[role] for role in self.positional], columns
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def judges(column: Literal["response", "last_turn"]) -> Callable[[_F], _F]:
-    """Marks a function that judges only what the policy wrote: all its turns (`response`), or the last. It gets this
-    text instead of an episode's conversation, which also has the results of tools."""
-
-    def mark(function: _F) -> _F:
-        vars(function)["judges"] = column
-        return function
-
-    return mark
-
-
 def recognise(function: Callable[..., Any]) -> Form:
     """The signature of a function.
 
     Raises:
         ConfigError: it has none of these.
     """
-    return _recognise(function)._replace(judges=getattr(function, "judges", None))
-
-
-def _recognise(function: Callable[..., Any]) -> Form:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # compiled code may have no signature

@@ -78,6 +78,8 @@ class FunctionReward:
     one_of: ClassVar[tuple[str, ...]] = ()
     #: Whether a function that gets all samples in one call is called on fewer, too, where that call fails.
     calls_on_fewer: ClassVar[bool] = False
+    #: See `Form.judges`; a function may have it as an attribute.
+    judges: ClassVar[str | None] = None
     #: Whether a call retries what fails in it.
     has_own_retries: ClassVar[bool] = False
     #: Whether calls are made in worker processes also where none were asked for.
@@ -100,7 +102,8 @@ class FunctionReward:
     ) -> None:
         spec = None if callable(source) else str(source)
         function = source if callable(source) else load_function(str(source))
-        self.function, self.form = function, recognise(function)
+        self.function = function
+        self.form = recognise(function)._replace(judges=getattr(function, "judges", self.judges))
         self.name = name or (split_spec(spec)[1] if spec else name_of(function))
         if batch_size is not None and self.form.by_row:
             raise ConfigError(f"reward '{self.name}': with batch_size its signature must take several samples")

@@ -27,7 +27,7 @@ class PortableFunction:
     def __init__(self, kind: type[FunctionReward], source: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.kind, self.source, self.options = kind, source, options
         self.__name__ = kind.__name__
-        self.judges = getattr(kind.scores, "judges", None)  # type: ignore[attr-defined]
+        self.judges = kind.judges
         parameters = list(inspect.signature(kind.scores).parameters.values())  # type: ignore[attr-defined]
         self.__signature__ = inspect.Signature(parameters[1:])
         self._function: Callable[..., Any] | None = None

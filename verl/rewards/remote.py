@@ -22,7 +22,7 @@ from verl.errors import ConfigError, RolloutError, nearest
 from verl.http_servers import ServerPool, check_model_path
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
-from verl.rewards.forms import judges, user_columns
+from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.secrets import key_of
@@ -63,6 +63,7 @@ class _ServedReward(FunctionReward):
     """Scores all samples by calls to servers."""
 
     has_own_retries = True
+    judges = "response"
 
     def __init__(
         self,
@@ -134,7 +135,6 @@ class RemoteReward(_ServedReward):
         self.batch_size = batch_size
         super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
 
-    @judges("response")
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         responses = [_text(completion) for completion in completions]
@@ -215,7 +215,6 @@ class JudgeReward(_ServedReward):
             text = f"the template's {{{name}}} is no column of the data and stays as it is: {nearest(name, known)}"
             logger.warning("reward '%s': %s", self.name, text)
 
-    @judges("response")
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         texts = [

@@ -133,10 +133,14 @@ def _renamed(result: Any) -> Any:
 
 
 def rounded(number: float, largest: float | None = None) -> float:
-    """A number without what arithmetic in binary adds: 12 digits of it, or of the `largest` term of a sum. So sums that
-    are equal by arithmetic compare as equal: 0.1 + 0.2 with 0.3, and 0.7 + 0.2 + 0.1 with a bound of 1."""
+    """The decimal of nine digits that a number is but for binary rounding; any other number as it is. So 0.1 + 0.2 is
+    0.3, and 0.7 + 0.2 + 0.1 reaches a bound of 1. Digits are those of the `largest` term of a sum, if it is one."""
     size = abs(number) if largest is None else largest
-    return round(number, 11 - math.floor(math.log10(size))) if size and math.isfinite(size) else number
+    if not size or not math.isfinite(size):
+        return number
+    places = 8 - math.floor(math.log10(size))
+    decimal = round(number, places)
+    return decimal if decimal == round(number, places + 3) else number
 
 
 def is_usable(number: float) -> bool:

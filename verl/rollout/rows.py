@@ -78,22 +78,15 @@ def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
     if any(turn.call_rewards for turn in turns):
         at_calls = [[turn.call_rewards.get(i, 0.0) for i in range(len(turn.response_tokens))] for turn in turns]
         columns["call_rewards"] = pa.array(at_calls, pa.large_list(pa.float64() if is_double else pa.float32()))
-    if any(_tells_versions(turn) for turn in turns):
+    # What a grammar forced was written, too, and has mask 0.
+    forced = any(sum(v >= 0 for v in turn.token_versions) > sum(turn.response_mask) for turn in turns)
+    if forced or any(len({*turn.token_versions} - {-1}) > 1 for turn in turns):
         versions = [
             turn.token_versions or [turn.policy_version if mask else -1 for mask in turn.response_mask]
             for turn in turns
         ]
         columns["token_versions"] = pa.array(versions, pa.large_list(pa.int64()))
     return columns
-
-
-def _tells_versions(turn: Turns) -> bool:
-    """Whether several versions wrote it, or a grammar forced some of its tokens: these have mask 0 and a version."""
-    if len({*turn.token_versions} - {-1}) > 1:
-        return True
-    return any(
-        version >= 0 and not mask for version, mask in zip(turn.token_versions, turn.response_mask, strict=False)
-    )
 
 
 def _counts(turns: Sequence[Turns]) -> str:

@@ -24,7 +24,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from verl import sandbox
@@ -290,12 +290,10 @@ def _conversation(
     """The row's messages, then each turn as it was written, with the results that answer it."""
     assert client.text is not None
     said = [client.text(tokens) for tokens in runs(turns.response_tokens, turns.response_mask)]
-    before = row.get("messages") or [{"role": "user", "content": row.get("prompt") or ""}]
-    behind = [
-        [{"role": "assistant", "content": text}, *({"role": "tool", "content": result} for result in results)]
-        for text, results in zip_longest(said, answers[: len(said) - 1], fillvalue=())
-    ]
-    return [*before, *chain(*behind)]
+    messages = [*(row.get("messages") or [{"role": "user", "content": row.get("prompt") or ""}])]
+    for text, results in zip_longest(said, answers[: len(said) - 1], fillvalue=()):
+        messages += [{"role": "assistant", "content": text}, *({"role": "tool", "content": one} for one in results)]
+    return messages
 
 
 #: A tool's name and arguments, or an error message.
