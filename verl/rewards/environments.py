@@ -58,7 +58,7 @@ class EnvironmentReward:
             rewards = [r if e in self._chosen_by else None for r, e in zip(rewards, batch["environment"], strict=True)]
         scores = [None if reward is None else read_score(reward) for reward in rewards]
         return RewardResult(
-            [score and score.value for score in scores],
+            [None if score is None else score.value for score in scores],
             reasons=[f"{self.name}.get_reward() {s.reason}" if s and s.reason else None for s in scores],
         )
 
