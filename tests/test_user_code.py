@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import verl
+from tests.dataflow.test_groups import run_graph
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.groups import run_graph
 from verl.errors import RewardError, TrainingError
 from verl.report.sinks import Logger
 from verl.rollout.tools import Tool

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import verl
+from tests.dataflow.test_groups import run_graph
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.groups import run_graph
 from verl.report.metrics import Metric
 from verl.rewards.isolation import isolate
 from verl.rewards.make import make_reward

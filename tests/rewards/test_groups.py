@@ -12,10 +12,10 @@ import pytest
 
 import verl
 from tests.conftest import Plain
+from tests.dataflow.test_groups import run_graph
 from tests.trainer.cases import PROMPTS, SHORT, collected
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.groups import run_graph
 from verl.errors import ConfigError
 from verl.rewards.calls import Slots
 from verl.rewards.make import make_reward
