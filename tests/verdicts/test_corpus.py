@@ -12,7 +12,7 @@ from tests.verdicts.table import Counts, answers, count, given_back, ours, pairs
 
 needs_math_verify = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
 #: The most there may be. These numbers only fall.
-WRONG_1, WRONG_0, ABSTAINED, NOT_ITSELF = 85, 95, 44, 490
+WRONG_1, WRONG_0, ABSTAINED, NOT_ITSELF = 0, 3, 0, 0
 
 
 def test_the_corpus_is_large_has_many_kinds_and_a_reason_for_each_verdict() -> None:

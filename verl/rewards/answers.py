@@ -1,81 +1,134 @@
-"""What an answer in words says: the expression in a sentence, a number with its unit, or a word."""
+"""Where a text has its answer, in one spelling of its signs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import pairwise
 from unicodedata import normalize
 
 from verl.data.text import behind_thoughts
 
-#: What precedes the answer in GSM8K.
-_MARK = "####"
-#: Words that belong to an expression.
-_MATHS = ("and", "or", "sqrt", "frac", "infinity", "infty", "mod", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
-#: Words of a sentence that are as short as the names of variables.
-_SHORT = """
-the is are was has not yes no so we he she it its at by an as be if of on to in for per all you who one two six ten day
-age sum
-"""
-#: Words with a value, and those that multiply the number before them.
-_VALUES = """
-zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
-nineteen twenty thirty forty fifty sixty seventy eighty ninety
-"""
-_SCALES = ("hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "third", "quarter")
-_UNIT = (
-    r"(?:[mµnkMG]?(?:m|g|s|l|L|W|J|N|V|A|Pa|Hz|eV|Wh)|[cd]m|hr?|min|sec|ft|in|yd|mi|lb|oz|mol|k?cal|[mk]ph|rpm|K|°[CF])"
-    r"(?:\^?\{?-?\d\}?)?"
+_MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+_MONTH = rf"({'|'.join(_MONTHS)})(?:uary|ruary|ch|il|e|y|ust|t|tember|ober|ember)?\.?"
+_DAY, _YEAR = r"(\d{1,2})(?:st|nd|rd|th)?", r"(?:,? (\d{4}))?(?![\w/])"
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+#: Signs, and in the same order what they mean.
+_UNICODE = "\u2044\u2212\u2013\u2019\u201c\u201d\u3002×÷·≤≥≠≈∞π±∪∩∈∅∖θ"
+_MEANINGS = (
+    r"""/ - - ' " " . \times / \cdot \le \ge \ne \approx \infty \pi \pm \cup \cap \in \emptyset \setminus \theta"""
 )
-_NUMBER = r"([-+]?\$?[\d.,]*\d(?:\s*(?:\\times|\\cdot|[×*])\s*10\^\{?-?\d+\}?)?)"
-#: A number and its unit. A lone letter is a variable, but for a square metre: 5 m is five times m.
-_MEASURE = re.compile(rf"{_NUMBER}\s*(?!\w(?:\s|\^|$))({_UNIT}(?:\s*[/*·]\s*{_UNIT})*)|{_NUMBER} m\^?[23]")
-#: Names that LaTeX has as commands, and a number with a power of ten, as programs write them.
-_PLAIN = re.compile(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln)(?![A-Za-z])")
-_POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-#: Between two boxes that are parts of one answer.
-_JOINS = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or)\b)?[\s$]*(?:\(?\w\)\s*)?(?:\w{1,3}\s*(?:=|\\in|\\approx)\s*)?")
-#: What Unicode and Markdown have for LaTeX, in order.
+_TABLE = {
+    ord(sign): f"{text} " if text[0] == "\\" else text for sign, text in zip(_UNICODE, _MEANINGS.split(), strict=True)
+}
+
+
+def _date(year: str | None, month: str, day: str) -> str:
+    return f"{int(year or 0):04}-{_MONTHS.index(month) + 1:02}-{int(day):02}"
+
+
+def _words(match: re.Match[str]) -> str:
+    """Text within LaTeX: its words are marked, so that none is taken for a product of letters."""
+    words = re.sub(r"(?<![\w\d])(?!(?:and|or|[eid])\b)[^\W\d_][^\s(){}]*", r"«\g<0>»", match[1])
+    return f" {words}{match[2] or ''} "
+
+
+#: What Unicode, Markdown, programs and words have for LaTeX, in order.
 _SIGNS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    (r"(?<=\d)(?:\\[,;: !]|[\u2009\u202f\xa0])(?=\d{3}(?!\d))", ""),  # a space between thousands
+    # Nothing: what a calculator wrote, pictures, and what is between thousands.
+    (r"<<[^<>]*>>|\\!|[`\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]", ""),
+    (r"(?<=\d)(?:\\[,;: ]|[\u2009\u202f\xa0]|\{,\})(?=\d{3}(?!\d))", ""),
+    (r"\$\$((?s:.+?))\$\$|(?<!\\)\$(?!\s)((?:\\\$|[^$\n])+?)(?<![\s\\])\$(?!\d)", r"\1\2"),
     (r"[\u2070\xb9\xb2\xb3\u2074-\u2079\u207b]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
-    (r"[\xbc-\xbe\u2150-\u215e]", lambda match: f" {normalize('NFKC', match[0])}"),
-    ("(?s).*", lambda match: normalize("NFKC", match[0])),
-    ("\u2044", "/"),
-    (r"(?<![\w/.])(\d+) (\d+)/(\d+)(?![\w/.])", r"(\1+\2/\3)"),
-    (r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
-    (r"(?<![\w)*])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w(*])", r"\1"),
-    (r"\\(?:mathbf|boldsymbol|textbf)\s*\{([^{}]*)\}", r"\1"),
-    (r"\\text\s*\{(\([A-J]\))\}", r"\1"),
+    (r"(?<=\d)[\xbc-\xbe\u2150-\u215e]", r" \g<0>"),
+    (r"(?s).+", lambda match: normalize("NFKC", match[0]).translate(_TABLE)),
+    # LaTeX in one spelling.
+    (r"(?<!\\)\\(?:[()\[\],;: ]|q?quad(?![a-z]))|~", " "),
+    (r"(?s)\\begin\{.*?\\end\{", lambda match: match[0].replace("\n", " ")),
+    (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
+    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"\\frac\s*(?:\{([^{}]*)\}|(\w))\s*(?:\{([^{}]*)\}|(\w))", r"\\frac{\1\2}{\3\4}"),
+    (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"[(\[]?\s*\\begin\{(?:array|matrix)\}(?:\{[^{}]*\})?(.*?)\\end\{(?:array|matrix)\}\s*[)\]]?",
+     r"\\begin{pmatrix}\1\\end{pmatrix}"),
+    (r"<=|\\leq(?:slant)?(?![a-z])", r"\\le "),
+    (r">=|\\geq(?:slant)?(?![a-z])", r"\\ge "),
+    (r"(?<!\d)!=|\\neq(?![a-z])", r"\\ne "),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+    (r"\s*\(?\\?p?mod(?![a-z])\s*\{?(\d+)\}?\)?", r" mod \1"),
+    # LaTeX for what is plain.
+    (r"(?<![\w/.^])(\d+) (\d+)/(\d+)(?![\w/]|\.\d)", r"\1\\frac{\2}{\3}"),
+    (r"(?:\u221a|(?<!\\)sqrt)\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]\b))", r"\\sqrt{\1\2}"),
+    (r"(?<![\w)*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w(*])|(?<![\w_])__(?=\S)([^_\n]+)__(?!\w)", r"\1\2"),
+    (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
+    (r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)h?|pi|theta|alpha|beta|sec|csc|cot|log|ln|exp|sqrt)(?![A-Za-z])",
+     r"\\\1 "),
+    (r"(?<![\\A-Za-z])[iI]nfinity(?![A-Za-z])", r"\\infty "),
+    (r"\b(?:negative|minus) (?=[\d\\])", "-"),
+    (rf"\b{_MONTH} {_DAY}{_YEAR}", lambda match: _date(match[3], match[1], match[2])),
+    (rf"\b{_DAY}(?: of)? {_MONTH}{_YEAR}", lambda match: _date(match[3], match[2], match[1])),
+    (r"(?<=\d) to (?=\d)", "-"),
+    # Words and units are marked.
+    (r"(?:\^\{?\\circ\}?|°)\s*(?:\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|([CF])(?![a-z]))?", r" «deg\1\2» "),
+    (r"\\(?:mathbf|boldsymbol|textbf)\s*\{([^{}]*)\}|(?<=\{)\\(?:text|mathrm)\s*\{([^{}]*)\}|\\text\s*\{(\([A-J]\))\}",
+     r"\1\2\3"),
+    (r"\\(?:text(?:rm|it|normal)?|mathrm|mbox)\s*\{([^{}]*)\}(\^\{?-?\d\}?)?", _words),
+    (r"(-?)\\?([$€£])\s?(\.?\d(?:[\d.,]*\d)?)", r"\1\3 «\2»"),
+    (r"«deg»\s+(\d+)'(?!')", r"«deg» \1 «arcminutes»"),
+    (r"\\?%|(?<=\d)\s*per\s?cent(?:age)?(?!\w)", " «%» "),
+    (r"\\?\$(?!»)", " «$» "),
+    (r"(?<=\d)((?: «[$€£]»)?) (hundred|thousand|million|billion|trillion)s?\b", lambda m: f"e{_POWERS[m[2]]}{m[1]}"),
+    (r"(?<=\d)\s*([ap])\.?\s?m(?:\.|\b)", r" \1m"),
+    (r"(?i)«?\ball»? «?real(?:»? «?number)?s»?", r"\\mathbb{R}"),
+    (r"(\\mathbb\{R\}),? (?:except|other than|but)(?: for)? (?:[a-z]\s*=\s*)?([^\s.]+)", r"\1 \\setminus \\{\2\\}"),
+    (r"\bnot [^.,;]{1,30}?,? but (?:rather )?", ""),
+    (r"\bDNE\b|.*\bdoes(?: not|n't) exist\b.*", "does not exist"),
+)  # fmt: skip
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+#: Between two boxes that are parts of one answer, and a unit behind a box.
+_JOINS = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or)\b)?[\s$]*(?:\(?\w\)\s*)?(?:\w{1,3}\s*(?:=|\\in|\\approx)\s*)?")
+_BEHIND = re.compile(r"\$?\s*((?:\\?%|\^\{?\\circ\}?|°|\\(?:text|mathrm)\s*\{[^{}]*\}|[kcm]?m\b|k?g\b)[^\s$.,]*)")
+#: The mark before the answer in GSM8K, and what makes its line a heading instead.
+_MARK = re.compile(r"####[^\S\n]*([^\n]*)\n?")
+_HEADING = re.compile(r"(?i)(?:step\b|part\b|\d+[.)]\s).*|[^\d\\]*(?:answer|solution|result|conclusion|\s|:)[^\d\\]*")
+_SAYS = re.compile(
+    r"(?im)\banswers?\b(?:[^\n.:=]|\.\d)*?(?:\b(?:is|are)\b|[:=])[\s:]*(?=\S)|"
+    r"^[#*\s]*(?:the )?(?:final )?answer[#*\s:]*$"
 )
-_CHOICE = re.compile(
-    r"(?:.*\b(?:is|answer|option|choice)\b:?\s*)?(?:\(([A-J])\)|([A-J])[.):])(?:\W.*)?|\(?([A-J])\)?", re.DOTALL
-)
-_INTRODUCES = ("is", "are", "equals", "be", "was", "=")
-_MARKS = " .,;:!?*\"'()[]"
+_DENIES = re.compile(r"(?:\bnot|n't|\bnever)\b[^.,;:\n]*$")
+_SENTENCE = re.compile(r"(?<=[\w)}\]»%][.!?])(?<!\b[A-Z]\.)(?<!\b[A-Z][a-z]\.)(?<!\b[A-Z][a-z]{2}\.)\s+(?=[A-Z(\\«])")
 
 
-def after_mark(text: str) -> str:
-    """The line behind the last "####" of a text, or all of it."""
-    return text.rpartition(_MARK)[2].strip().partition("\n")[0] if _MARK in text else text
-
-
-def conclusion(text: str) -> str:
-    """Where a text has its answer: what follows its thoughts; within that the last `<answer>`; within that the last
-    `\\boxed{}`, with those that it is joined to ("x = \\boxed{1} and y = \\boxed{2}"), and what stands around them."""
-    text = behind_thoughts(text)
+def plain(text: str) -> str:
+    """A text in which Unicode, Markdown, money, dates and text within LaTeX have one spelling."""
     for sign, latex in _SIGNS:
         text = re.sub(sign, latex, text)
-    if answers := _ANSWER.findall(text):
-        text = answers[-1]
-    start = 0
-    for (_, end), (begin, _) in pairwise(_spans(text)):
-        if not _JOINS.fullmatch(text, end + 1, begin):
-            start = end + 1
-    return text[start:].lstrip("$") if start else text
+    return text.strip()
+
+
+def answer_in(text: str) -> str:
+    """What a text says as its answer, in one spelling; "": it says nothing. That is, behind the thoughts: the last
+    `<answer>`; in it the last `\\boxed{}`, with those that it is joined to ("x = \\boxed{1} and y = \\boxed{2}"); or
+    what follows `####`; or what follows "the answer is"; or the last line."""
+    text = behind_thoughts(text)
+    text = (_TAG.findall(text) or [text])[-1]
+    if spans := _spans(text):
+        first = len(spans) - 1
+        while first and _JOINS.fullmatch(text, spans[first - 1][1] + 1, spans[first][0]):
+            first -= 1
+        unit = _BEHIND.match(text, spans[-1][1] + 1)
+        inside = [text[text.index("{", begin) + 1 : end] for begin, end in spans[first:]]
+        return plain(", ".join(inside) + (f" {unit[1]}" if unit else ""))
+    if marks := list(_MARK.finditer(text)):
+        rest = text[marks[-1].end() :].strip()
+        text = rest if rest and _HEADING.fullmatch(marks[-1][1]) else marks[-1][1]
+    text = plain(text)
+    if says := list(_SAYS.finditer(text)):
+        behind = text[says[-1].end() :].strip().partition("\n")[0]
+        return "" if _DENIES.search(text[: says[-1].start()]) else _SENTENCE.split(behind)[0]
+    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
+    sentences = _SENTENCE.split(lines[-1]) if lines else [""]
+    return next((each for each in reversed(sentences) if re.search(r"[\d\\=]", each)), " ".join(sentences))
 
 
 def boxes(text: str) -> list[str]:
@@ -86,7 +139,7 @@ def boxes(text: str) -> list[str]:
 def _spans(text: str) -> list[tuple[int, int]]:
     """Where each `\\boxed{` begins, and its closing brace."""
     spans = []
-    for start in re.finditer(r"\\boxed\s*\{", text):
+    for start in re.finditer(r"\\f?box(?:ed)?\s*\{", text):
         depth, end = 1, start.end()
         while depth and end < len(text):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -94,77 +147,3 @@ def _spans(text: str) -> list[tuple[int, int]]:
         if not depth:
             spans.append((start.start(), end - 1))
     return spans
-
-
-def choice(text: str) -> str | None:
-    """The letter of an option: of "C", "(C) Paris" or "The answer is C. Paris"."""
-    option = _CHOICE.fullmatch(text.strip())
-    return option and (option[1] or option[2] or option[3])
-
-
-def expression(text: str) -> str | None:
-    """The one expression in a text without LaTeX's dollars and boxes; None: it has none, or several of which none is
-    introduced as the answer ("5 apples and 3 pears")."""
-    tokens = text.strip(" \n*").rstrip(" .,;").split()
-    if any(_word(token) in _SCALES for token in tokens):
-        return None
-    runs: list[tuple[int, list[str]]] = []
-    for index, token in enumerate(tokens):
-        if not _is_prose(token):
-            if runs and runs[-1][0] + len(runs[-1][1]) == index:
-                runs[-1][1].append(token)
-            else:
-                runs.append((index, [token]))
-    if len(runs) == 1 and len(runs[0][1]) == len(tokens):
-        return _as_latex(" ".join(tokens))
-    answers = [(index, run) for index, run in runs if _says(tokens, index, run)]
-    if len(answers) > 1:
-        answers = [answers[-1]] if _is_introduced(tokens, answers[-1][0]) else []
-    if not answers:
-        return None
-    run = answers[0][1]
-    while run[0].casefold() in ("and", "or"):
-        run = run[1:]
-    return _as_latex(" ".join(run).strip(" ,;:")) or None
-
-
-def amount(text: str) -> str | None:
-    """The number of a number with a unit."""
-    measure = _MEASURE.fullmatch(text.strip())
-    return measure and (measure[1] or measure[3])
-
-
-def words(text: str) -> str | None:
-    """The answer of a text that is words alone, in lower case; None: it is more or less than that."""
-    tokens = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 ", text).split()
-    start = max((index + 1 for index in range(len(tokens)) if _is_introduced(tokens, index + 1)), default=0)
-    answer = [_word(token) for token in tokens[start:] if _word(token)]
-    plain = all(re.fullmatch(r"[^\W\d_]+(?:['\u2019-][^\W\d_]+)*", word) for word in answer)
-    valued = not {*_SCALES, *_VALUES.split()}.isdisjoint(answer)
-    return " ".join(answer) if answer and plain and not valued else None
-
-
-def _as_latex(text: str) -> str:
-    return _POWER.sub(r"\1 \\times 10^{\2}", _PLAIN.sub(r"\\\1 ", text))
-
-
-def _word(token: str) -> str:
-    return token.strip(_MARKS).casefold()
-
-
-def _is_prose(token: str) -> bool:
-    word = token.strip(_MARKS)
-    if not word.replace("-", "").replace("'", "").isalpha() or word.casefold() in _MATHS:
-        return False
-    return len(word) > 3 or word.casefold() in _SHORT.split() or (len(word) == 3 and word.istitle())
-
-
-def _is_introduced(tokens: list[str], index: int) -> bool:
-    return index > 0 and (tokens[index - 1].endswith(":") or _word(tokens[index - 1]) in _INTRODUCES)
-
-
-def _says(tokens: list[str], index: int, run: list[str]) -> bool:
-    """Whether a run of tokens is an expression, and no article or name in a sentence."""
-    return any(re.search(r"[\d\\=+*/^<>]", token) for token in run) or (
-        index + len(run) == len(tokens) and _is_introduced(tokens, index)
-    )

@@ -1,37 +1,51 @@
-"""Answers to mathematical problems, compared by math-verify."""
+"""Answers to mathematical problems, read on both sides by one reader and compared as mathematics."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
+from verl.batch import Batch
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError
 from verl.record import Retries, Seconds
-from verl.rewards.answers import after_mark, amount, boxes, choice, conclusion, expression, words
+from verl.rewards.answers import answer_in, plain
+from verl.rewards.equality import UnsureError, is_same
 from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.source import run_reward
+from verl.rewards.values import read
 
 if TYPE_CHECKING:
     from verl.rewards.calls import Caller
 
-#: What shows that a text has LaTeX in it.
-_LATEX = ("$", "\\boxed", "\\[", "\\(")
+Alternatives = Literal["any", "all"]
+
+
+logger = logging.getLogger(__name__)
+#: Answers of the data that are judged against themselves before a run.
+_JUDGED = 200
 
 
 class MathReward(FunctionReward):
-    """1 if the answer in the response equals the row's as mathematics, else 0, by math-verify.
+    """1 if the answer in the response is the row's, else 0; expressions are compared by math-verify.
 
-    The row's answer is its column `ground_truth` (verl's, which may stand within `reward_model`), or else `answer`: a
-    number, an expression, LaTeX, a word, or a text that ends with its answer. In both it is what follows the last
-    `####` (GSM8K), or stands in `\\boxed{}`, or the last expression. A row whose answer cannot be read is left out.
+    The row's answer is its column `ground_truth` (verl's, which may stand within `reward_model`), or else `answer`. One
+    reader reads both sides (see `answer_in` and `read`). A sample abstains, with the reason, if its row's answer cannot
+    be read or is a mapping, or if the two cannot be compared without the question. Before a run the first 200 answers
+    are given back as responses, and those that are not right then are named.
 
     Comparing expressions may take without end, and the library cannot be interrupted: it runs in worker processes, also
     where none were asked for. One that is late is killed, and its sample abstains.
 
     Args:
+        alternatives: of a row's list of answers, "any" is right, or "all" are wanted, in any order.
+        unevaluated: a response need not be worked out: `123*456` is right for 56088.
         timeout: seconds for one sample.
         **options: see `FunctionReward`.
 
@@ -46,6 +60,8 @@ class MathReward(FunctionReward):
     def __init__(
         self,
         *,
+        alternatives: Alternatives = "any",
+        unevaluated: bool = False,
         name: str = "math",
         timeout: Seconds = 10.0,
         retries: Retries = 0,
@@ -56,7 +72,29 @@ class MathReward(FunctionReward):
             raise ConfigError(
                 "reward 'math' needs math-verify, which is not installed: pip install 'verl-hybrid[math]'"
             )
-        super().__init__(_Equality(), name=name, timeout=timeout, retries=retries, workers=workers, **options)
+        equality = _Equality(alternatives, unevaluated)
+        super().__init__(equality, name=name, timeout=timeout, retries=retries, workers=workers, **options)
+        self._itself = _Itself(alternatives, unevaluated)
+
+    def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        super().check_data(rows)
+        columns = ("reward_model", "extra_info", *self.one_of)
+        answers = [{"response": "", **{key: row[key] for key in columns if key in row}} for row in rows[:_JUDGED]]
+        judge = FunctionReward(self._itself, name=self.name, timeout=self.timeout, max_failure_rate=1.0)
+        try:
+            result = run_reward(judge, Batch.from_rows(answers))
+        finally:
+            judge.group.close()
+        wrong = [
+            f"row {row}: {reason or 'it is wrong for itself'}"
+            for row, (score, reason) in enumerate(zip(result.reward, result.reasons, strict=True))
+            if score != 1.0
+        ]
+        text = f"reward '{self.name}': {len(wrong)} of the first {len(answers)} answers are not right when given back"
+        if len(wrong) == len(answers):
+            raise RewardError(f"{text} ({wrong[0]})")
+        if wrong:
+            logger.warning("%s, and abstain or score 0: %s", text, "; ".join(wrong[:5]))
 
 
 class _Equality:
@@ -64,81 +102,89 @@ class _Equality:
 
     judges = "last_turn"
 
+    def __init__(self, alternatives: Alternatives, unevaluated: bool) -> None:
+        self.alternatives, self.unevaluated = alternatives, unevaluated
+
     def load(self) -> None:
         """Import the library, which takes seconds, before the deadline of a sample begins."""
         importlib.import_module("math_verify")
 
     def __call__(self, solution_str: str, ground_truth: Any = None, answer: Any = None) -> float:
-        return is_equal(solution_str, ground_truth, answer)
+        return is_equal(
+            solution_str, ground_truth, answer, alternatives=self.alternatives, unevaluated=self.unevaluated
+        )
 
 
-def is_equal(solution_str: str, ground_truth: Any = None, answer: Any = None) -> float:
+class _Itself(_Equality):
+    """The verdict on a row's answer that is given back as the response."""
+
+    def __call__(self, solution_str: str, ground_truth: Any = None, answer: Any = None) -> float:
+        text = _answers(answer if ground_truth is None else ground_truth, self.alternatives)[0]
+        if read(answer_in(text)) is None:
+            raise RewardError(f"the row's answer cannot be read: {text[-100:]!r}")
+        return super().__call__(text, ground_truth, answer)
+
+
+def is_equal(
+    solution_str: str,
+    ground_truth: Any = None,
+    answer: Any = None,
+    *,
+    alternatives: Alternatives = "any",
+    unevaluated: bool = False,
+) -> float:
     """1.0 if the answer in a response equals the row's, else 0.0. It has no deadline of its own.
 
     Raises:
-        RewardError: the row has no answer, or one that cannot be read.
+        RewardError: the row has no answer, or one that cannot be read or compared.
     """
-    from math_verify import verify
-
     expected = answer if ground_truth is None else ground_truth
+    golds = _answers(expected, alternatives)
+    if isinstance(expected, str) and _bare(plain(expected)) == _bare(answer_in(solution_str)):
+        return 1.0
+    errors: list[RewardError] = []
+    for gold in golds:
+        try:
+            if _is_one(gold, solution_str, unevaluated):
+                return 1.0
+        except RewardError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return 0.0
+
+
+def _answers(expected: Any, alternatives: str) -> list[str]:
+    """The row's answers, of which one is enough."""
+    if isinstance(expected, str) and re.match(r'\s*[\[{]\s*"', expected):
+        with suppress(ValueError):
+            expected = json.loads(expected)
+    if isinstance(expected, Mapping):
+        raise RewardError(f"the row's answer is a mapping ({', '.join(map(str, expected))}): give its answer alone")
     if isinstance(expected, list | tuple):
-        expected = ", ".join(map(str, expected))
+        texts = [str(each) for each in expected]
+        return texts if alternatives == "any" and texts else [", ".join(texts)]
     if expected is None or expected != expected or not str(expected).strip():
         raise RewardError("the row has no answer: give it a column ground_truth or answer")
-    text, solution_str = conclusion(after_mark(str(expected))), conclusion(solution_str)
-    if (letter := choice((boxes(text) or [text])[-1])) and choice(_last(solution_str)) == letter:
-        return 1.0
-    # Of a row that goes on ("1, 2, \\ldots") the library would compare the terms that are written.
-    if wanted := [] if "dots" in text else _read(text):
-        pairs = ((one, two) for one in wanted for two in _answers(solution_str) if not _tiny_apart(one, two))
-        return float(any(verify(*pair, timeout_seconds=None) for pair in pairs))
-    if wanted_words := words((boxes(text) or [text])[-1]):
-        return float(words(_last(solution_str)) == wanted_words)
-    raise RewardError(f"the row's answer cannot be read: {str(expected)[-100:]!r}")
+    return [str(expected)]
 
 
-def _tiny_apart(*values: Any) -> bool:
-    """Whether two numbers only agree because the library rounds both to six digits behind the point."""
-    if not all(getattr(value, "is_comparable", False) and value.is_finite for value in values):
-        return False
-    one, two = (value.doit().evalf() for value in values)
-    most = max(abs(one), abs(two))
-    return bool(most < 1e-3 and abs(one - two) > 1e-4 * most)
+def _is_one(gold_text: str, response: str, unevaluated: bool) -> bool:
+    wanted, said = answer_in(gold_text), answer_in(response)
+    gold = read(wanted) if re.search(r"\w|\\", wanted) else None
+    if re.search(r"\w|\\", said) and _bare(wanted) == _bare(said):
+        return True
+    if gold is None:
+        raise RewardError(f"the row's answer cannot be read: {gold_text[-100:]!r}")
+    answer = read(said)
+    try:
+        return answer is not None and is_same(gold, answer, unevaluated)
+    except UnsureError as error:
+        raise RewardError(
+            f"the row's answer {wanted[-100:]!r} and {said[-100:]!r} cannot be compared: {error}"
+        ) from None
 
 
-def _answers(response: str) -> list[Any]:
-    """The expressions that a response may end with; none if it has none."""
-    if after_mark(response) != response:
-        return _read(after_mark(response))
-    expressions, inside = _parse(response), boxes(response)
-    if len(inside) == 1 and (amount(inside[0]) or expression(inside[0]) != inside[0].strip()):
-        expressions += _read(inside[0])  # a sentence or a unit, which the library reads as a product of letters
-    return expressions or _read(_last(response))
-
-
-def _last(response: str) -> str:
-    """Where a response has its answer: the last box, or else the last line."""
-    return (boxes(response) or after_mark(response).strip().splitlines() or [""])[-1]
-
-
-def _read(text: str) -> list[Any]:
-    """What a text says that is an answer, by the first reading of it that is an expression; none: no reading is."""
-    if any(sign in text for sign in _LATEX) and (expressions := _parse(text)):
-        return expressions
-    said = expression(text)
-    if said is None:
-        return []
-    number = amount(said)
-    return [one for part in (number, said) if part for one in _parse(f"\\boxed{{{part}}}")]
-
-
-def _parse(text: str) -> list[Any]:
-    """The expressions that the library finds in a text, without those that it only copies."""
-    from math_verify import parse
-
-    # It warns that without a deadline of its own, which takes signals, somebody else must keep one.
-    logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
-    logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    expressions = [item for item in parse(text, parsing_timeout=None) if not isinstance(item, str)]
-    # Of an equation without variables the library would compare either side.
-    return [item.rhs if getattr(item, "is_Equality", False) and not item.free_symbols else item for item in expressions]
+def _bare(text: str) -> str:
+    """A text without what says nothing: marks of words, its end, and spaces but those between numbers."""
+    return re.sub(r"[«»]|(?<!\d)\s+|\s+(?!\d)", "", text).rstrip(".,;")

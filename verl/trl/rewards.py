@@ -54,7 +54,7 @@ def reasoning_accuracy_reward(
 def _compared(text: str, gold: str) -> tuple[float | None, str, str]:
     """The reward, and what was read of the solution and of the text."""
     try:
-        from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped]
+        from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
         raise ConfigError("accuracy_reward needs math-verify: pip install 'verl-hybrid[math]'") from error
