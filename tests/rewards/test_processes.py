@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import verl
 from tests import forked
 from tests.rewards.test_failures import WHOLE_BATCH, alive, limit_of
 from verl.batch import Batch
@@ -26,6 +27,7 @@ from verl.rewards.functions import FunctionReward
 from verl.rewards.source import run_reward
 from verl.rewards.threads import ThreadCaller
 from verl.roles.reward import Reward
+from verl.weights import forks
 
 pytestmark = pytest.mark.reward_processes
 
@@ -208,3 +210,128 @@ def test_the_object_of_a_method_is_freed_and_what_called_it_ends(process: bool) 
     while time.monotonic() < until and any(alive(host.pid) if process else host.thread.is_alive() for host in hosts):
         time.sleep(0.01)
     assert not any(alive(host.pid) if process else host.thread.is_alive() for host in hosts)
+
+
+HELPER = """
+import functools, io
+import numpy as np
+import torch
+
+TABLE = torch.arange(1 << 19, dtype=torch.float32)
+HELD = {"list": [TABLE * 2]}
+VIEW = (TABLE * 3).numpy()
+SPARSE = torch.eye(1024).to_sparse()
+class Net:
+    layer = torch.nn.Linear(1024, 1024).requires_grad_(False)
+class Deep:
+    def __init__(self, depth): self.inner = Deep(depth - 1) if depth else TABLE
+@functools.lru_cache
+def cached(): return TABLE * 4
+cached()
+def stream():
+    table = TABLE * 5
+    while True: yield table
+STREAM = stream()
+next(STREAM)
+DEEP = Deep(6)
+def default(n, table=TABLE * 6): return float(table[n])
+"""
+SHAPES = {
+    "tensor of a module": "float(helper.TABLE[n])",
+    "class attribute": "float(helper.Net.layer(torch.ones(1024)).sum())",
+    "list in a dict": "float(helper.HELD['list'][0][n])",
+    "lru_cache": "float(helper.cached()[n])",
+    "numpy view": "float(helper.VIEW[n])",
+    "sparse": "float(helper.SPARSE.to_dense()[n, n])",
+    "memory-mapped": "float(mapped[n])",
+    "deep": "float(helper.DEEP.inner.inner.inner.inner.inner.inner.inner[n])",
+    "generator": "float(next(helper.STREAM)[n])",
+    "default argument": "helper.default(n)",
+    "closure": "float(hidden()[n])",
+    "tokenizer": "float(len(tokenizer.encode('a' * n)))",
+    "product on all threads": "float((helper.TABLE.view(512, -1) @ helper.TABLE.view(-1, 512))[n, n])",
+}
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that reaches large tensors of its own in all ways that users have."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "helper_of_rewards.py").write_text(HELPER)
+    values = torch.arange(1 << 19, dtype=torch.float32)
+    torch.save(values, folder / "values.pt")
+    (folder / "mine.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(folder)!r})\n"
+        "import torch, helper_of_rewards as helper\n"
+        "from tests.conftest import byte_tokenizer\n"
+        "tokenizer = byte_tokenizer()\n"
+        "class Mapped:\n"
+        f"    values = torch.load({str(folder / 'values.pt')!r}, mmap=True, weights_only=True)\n"
+        "    def __getitem__(self, n): return self.values[n]\n"
+        "mapped = [Mapped()][0]\n"
+        "def hide():\n    table = torch.arange(1 << 19) * 7.0\n    return lambda: table\n"
+        "hidden = hide()\n"
+        "def scores(texts):\n"
+        "    n = len(texts[0])\n"
+        f"    return [{', '.join(SHAPES.values())}]\n"
+    )
+    return folder / "mine.py"
+
+
+@pytest.mark.parametrize("process", [True, False])
+def test_tensors_and_models_of_the_users_are_whole_in_the_process(shapes: Path, process: bool, tiny: Path) -> None:
+    from verl.user_functions import load_function
+
+    here = load_function(f"{shapes}:scores")
+    module = here.__module__
+    trainer = verl.Trainer(verl.Actor(str(tiny)), reward=here, log_dir=False)
+
+    def every(texts: list[str]) -> list[float]:
+        scores: list[float] = sys.modules[module].scores(texts)
+        return scores
+
+    reward = Reward(every, process=process, timeout=60.0)
+    assert isinstance(reward.source.group, ThreadCaller) is not process  # type: ignore[attr-defined]
+    rows = ["abc"] * len(SHAPES)
+    assert reward.get_reward(rows)["reward"] == pytest.approx(here(rows))
+    reward.close(), trainer.close()
+
+
+def test_a_fork_gives_back_what_the_trainer_made_and_nothing_else(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_LARGE", 0)
+    users = [torch.ones(1000)]
+    actor = verl.Actor(str(tiny), dtype="bfloat16")
+    trainer = verl.Trainer(actor, reward=lambda texts: [float(len(text)) for text in texts], log_dir=False, n=2)
+    trainer.step(["a", "b"])
+    made = [weakref.ref(tensor) for owner, tensors in forks._owners.items() for tensor in tensors(owner)]
+
+    def sizes(refs: list[Any]) -> list[int]:
+        return [one().untyped_storage().nbytes() for one in refs]
+
+    def kept(texts: list[str]) -> list[float]:
+        return [float(sum(sizes(made))), float(sum(sizes([lambda: users[0]])))]
+
+    before = sizes(made)
+    monkeypatch.setattr("verl.rewards.functions.can_travel", lambda function: True)
+    reward = Reward(kept)
+    assert reward.get_reward(["a", "b"])["reward"] == [0.0, 4000.0]
+    assert sizes(made) == before and min(before) > 0 and len(made) > 20
+    reward.close(), trainer.close()
+
+
+@pytest.mark.parametrize("says", ["Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error"])
+def test_what_needs_an_accelerator_goes_on_in_this_process(says: str, caplog: pytest.LogCaptureFixture) -> None:
+    here = os.getpid()
+
+    def needs(texts: list[str]) -> list[float]:
+        if os.getpid() != here:
+            raise RuntimeError(says)
+        return [1.0] * len(texts)
+
+    reward = Reward(needs)
+    for _ in range(2):
+        assert reward.get_reward(["a", "b"])["reward"] == [1.0, 1.0]
+    assert isinstance(reward.source.group, ThreadCaller)  # type: ignore[attr-defined]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("reward needs uses an accelerator, which a forked process cannot")

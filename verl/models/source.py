@@ -20,6 +20,7 @@ from verl.models.loading import load_model, meta_model, resolved_dtype
 from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
 from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
+from verl.weights.forks import no_forks
 from verl.weights.meta import sample
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards, named_weights, tied, whole_weights
@@ -94,6 +95,7 @@ class ModelFiles:
         model = score_model(model) if self.kind == "score" else model
         if self.lora is not None:
             add_lora(model, self.lora, self.seed)
+        no_forks(model, lambda model: model.parameters())
         return model
 
     def why_whole(self, model: Any) -> str | None:

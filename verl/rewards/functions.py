@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from verl.rewards.calls import Caller
 
 logger = logging.getLogger(__name__)
+#: What torch says where a fork uses an accelerator that was in use before.
+_FROM_A_FORK = re.compile("in forked subprocess|CUDA error: initialization error")
 
 
 class OnFailure(TypedDict, total=False):
@@ -118,16 +120,12 @@ class FunctionReward:
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
         process = process and getattr(function, "process", True) and can_travel(function)
-        if process:
-            self.group: Caller = ProcessCaller(_weak(function), self.name)
-        else:
-            from verl.rewards.threads import ThreadCaller
-
-            self.group = ThreadCaller(_weak(function), self.name)
         if workers:
             self.call_in(workers, spec)
+        elif process:
+            self.call_in(ProcessCaller, _weak(function))
         else:
-            weakref.finalize(self, self.group.close)
+            self._call_here()
         self._lock = threading.Lock()
         #: Of the run; with the ids of its rows it seeds the random generators of a call.
         self.seed = 0
@@ -136,10 +134,15 @@ class FunctionReward:
         self._scored = 0
         self._latest: str | None = None
 
-    def call_in(self, workers: Callable[[Callable[..., Any] | str, str], Caller], spec: str | None = None) -> None:
-        """Have the calls made by workers; `spec` is the function as "FILE.py:FUNCTION"."""
-        self.group = workers(spec or self.function, self.name)
+    def call_in(self, make: Callable[[Any, str], Caller], function: Callable[..., Any] | str | None = None) -> None:
+        """Have the calls made by what `make` makes; `function` may be "FILE.py:FUNCTION"."""
+        self.group = make(function or self.function, self.name)
         weakref.finalize(self, self.group.close)
+
+    def _call_here(self) -> None:
+        from verl.rewards.threads import ThreadCaller
+
+        self.call_in(ThreadCaller, _weak(self.function))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -244,7 +247,15 @@ class FunctionReward:
     async def _call(self, rows: Sequence[dict[str, Any]], seconds: float) -> list[Score] | None:
         args, kwargs = self.form.arguments(rows)
         seed = seed_of(self.seed, [row["id"] for row in rows]) if "id" in rows[0] else None
-        return await self.group.call(Call(args, kwargs, len(rows), seed), seconds)
+        answer = await self.group.call(call := Call(args, kwargs, len(rows), seed), seconds)
+        if not answer or not _FROM_A_FORK.search(answer[0].reason or ""):
+            return answer
+        if isinstance(self.group, ProcessCaller):  # of several calls under way the first one has seen to it
+            text = "%s %s uses an accelerator, which a forked process cannot: this process calls it from now on"
+            logger.warning(text, self.what, self.name)
+            self.group.close()
+            self._call_here()
+        return await self.group.call(call, seconds)
 
     def _late(self) -> Score:
         return failure(f"gave no answer within {self.timeout:g} s")

@@ -4,7 +4,6 @@ be pickled to get there, and stays for the whole run."""
 from __future__ import annotations
 
 import concurrent.futures
-import gc
 import json
 import logging
 import os
@@ -28,8 +27,6 @@ from verl.rewards.scores import Score
 from verl.sandbox.jail import die_with_parent
 
 logger = logging.getLogger(__name__)
-#: Bytes above which the process gives back its copy of a tensor, so that training it copies nothing.
-_LARGE = 1 << 20
 
 
 class _Process(Host):
@@ -119,12 +116,8 @@ def _settle(parent: int) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-        # A fork shares the parent's memory until one of the two writes to it. Weights that the parent trains would be
-        # copied, page by page, for a process that never reads them.
-        for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
-            with suppress(Exception):  # what cannot be given back stays
-                if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > _LARGE:
-                    tensor.untyped_storage().resize_(0)
+    if forks := sys.modules.get("verl.weights.forks"):  # else nothing is trained here
+        forks.release()
 
 
 def _requests(pipe: Connection) -> Iterator[tuple[Any, ...]]:

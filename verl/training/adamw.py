@@ -28,6 +28,7 @@ from verl.kernels.compiled import VECTOR, kernels
 from verl.kernels.inductor import lacking
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
+from verl.weights.forks import no_forks
 from verl.weights.shard import Shard, blocks_of
 from verl.weights.shards import Part, overlap
 
@@ -69,6 +70,7 @@ class SplitAdamW:
         parts = (zeros_like(lives, kind) for kind in (torch.int16, dtype, dtype))
         states = (_State(*tensors) for tensors in zip(*parts, strict=True))
         self._states = dict(zip(weights, states, strict=True))
+        no_forks(self, lambda rule: (t for s in rule._states.values() for t in (s.remainder, s.first, s.second)))
 
     @torch.no_grad()
     def step(self, lr: float, gradient_scale: float) -> None:

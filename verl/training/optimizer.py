@@ -16,6 +16,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.training.adamw import SplitAdamW, decay_of
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import OptimConfig
+from verl.weights.forks import no_forks
 from verl.weights.shard import Shard
 from verl.weights.shards import Part
 
@@ -187,6 +188,7 @@ class MasterOptimizer:
         scheduler: Any = None,
     ) -> None:
         self.weights = weights
+        no_forks(self, lambda rule: (value for *_, value in rule.state()))
         self._masters = {weight: _master(weight.live) for weight in weights}
         self._has_own_lr = optimizer is None
         self._coming: dict[str, dict[str, Any]] = {}
