@@ -3,6 +3,7 @@
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -394,3 +395,34 @@ def test_a_misspelt_key_is_always_named_with_a_valid_one(key, place, letter):
     text = str(error.value)
     assert f"{section}.{wrong}: unknown key; did you mean '" in text
     assert text.split("did you mean '")[1].split("'")[0] in KEYS + [k.rpartition(".")[0] for k in KEYS]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("010", r"010 would be 8, a number in base 8: write 10, or '010' in quotes"),
+        ("-0_17", r"-0_17 would be -15, a number in base 8: write -17"),
+        ("1:30", r"1:30 would be 90, a number in base 60: write '1:30' in quotes"),
+        ("190:20:30.15", r"190:20:30.15 would be 685230.15, a number in base 60"),
+    ],
+)
+def test_numbers_that_yaml_reads_in_another_base_are_refused(tmp_path: Path, text: str, fault: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"trainer:\n  total_steps: {text}\n")
+    with pytest.raises(ConfigError, match=f"recipe.yaml: line 2: {fault}"):
+        load_config(file)
+    file.write_text(f"data:\n  columns: {{a: [{text}]}}\n")
+    with pytest.raises(ConfigError, match=f"recipe.yaml: line 2: {fault}"):
+        load_config(file)
+    with pytest.raises(ConfigError, match=f"override 'trainer.total_steps': line 1: {fault}"):
+        load_config(None, [f"trainer.total_steps={text}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", 0), ("10", 10), ("1_000", 1000), ("0x10", 16), ("'010'", "010"), ("0.5", 0.5)]
+)
+def test_numbers_that_read_as_they_are_written_are_taken(tmp_path: Path, text: str, value: Any) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"actor_rollout_ref: {{model: {{path: x}}}}\ndata: {{train: {{task: t, seed: {text}}}}}\n")
+    source = load_config(file).data.train
+    assert isinstance(source, dict) and source["seed"] == value

@@ -139,3 +139,36 @@ def test_a_run_by_their_keys_alone(tiny: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 4/4" in done.stdout and "of no effect here" in done.stderr
+
+
+LAUNCH = ["data.train_files=train.parquet", "data.train_batch_size=8", "actor_rollout_ref.model.path=x"]
+
+
+@pytest.mark.parametrize(
+    ("more", "dtypes"),
+    [
+        ([], ("float32", "float32")),
+        (["algorithm.adv_estimator=grpo"], ("float32", "auto")),
+        (["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"], ("bfloat16", "float32")),
+        (["actor_rollout_ref.model.dtype=bfloat16", "critic.model.dtype=bfloat16"], ("bfloat16", "bfloat16")),
+        (["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"], ("auto", "auto")),
+    ],
+)
+def test_a_script_that_says_no_precision_trains_in_that_of_verl(more: list[str], dtypes: tuple[str, str]) -> None:
+    config = load_config(None, [*LAUNCH, *more])
+    assert (config.actor_rollout_ref.model.dtype, config.critic.model.dtype) == dtypes
+
+
+def test_settings_that_are_no_script_keep_the_precision_of_the_files() -> None:
+    config = load_config(None, ["data.train=train.parquet", "data.batch_size=8", "actor_rollout_ref.model.path=x"])
+    assert config.actor_rollout_ref.model.dtype == "auto"
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
+def test_a_mini_batch_larger_than_the_batch_is_refused(role: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{role}.ppo_mini_batch_size.*256 is not taken: a mini-batch is a part of the batch of 8"
+    ):
+        load_config(None, [*LAUNCH, f"{role}.ppo_mini_batch_size=256"])
+    config = load_config(None, LAUNCH)  # whose default is larger, too
+    assert config.actor_rollout_ref.actor.mini_batch_size == config.critic.mini_batch_size == 8

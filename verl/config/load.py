@@ -25,6 +25,8 @@ from verl.secrets import masked, masked_settings
 #: A recipe has a few kilobytes, and five levels at most below a list of the user's own.
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first takes a tenth of the time, where PyYAML has it
+#: What YAML 1.1 takes for a number in base 8 or 60: 010, 1:30.
+_OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]*[0-7]|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 RecordT = TypeVar("RecordT", bound=Record)
 #: Where each key was written: "recipe.yaml line 3" or "override 'a.b=1'".
 Locations = dict[tuple[str, ...], str]
@@ -66,6 +68,7 @@ def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     """The settings of a file with overrides, and where each was written."""
     text, path = ("", Path("the command line")) if path is None else (_read(path), path)
     root = _compose(text, str(path))
+    _check_numbers(root, str(path))
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
     locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
@@ -165,6 +168,22 @@ def _compose(text: str, origin: str) -> yaml.Node | None:
     return root
 
 
+def _check_numbers(node: yaml.Node | None, origin: str) -> None:
+    """Raises ConfigError: YAML 1.1 reads a number in base 8 or 60 where people write it in base 10, or mean a text."""
+    waiting = [] if node is None else [node]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, yaml.ScalarNode):
+            waiting += [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        elif not node.style and _OTHER_BASE.fullmatch(node.value):
+            text, is_time = node.value, ":" in node.value
+            plain = "" if is_time else f"{int(text.replace('_', ''))}, or "
+            raise ConfigError(
+                f"{origin}: line {node.start_mark.line + 1}: {text} would be {yaml.safe_load(text)}, a number in base "
+                f"{60 if is_time else 8}: write {plain}'{text}' in quotes for a text"
+            )
+
+
 def _nodes(node: yaml.Node, known: dict[int, float]) -> float:
     """Nodes below a node with aliases written out; one that holds itself has no end."""
     if id(node) not in known:
@@ -191,12 +210,13 @@ def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     if (comment := re.search(r"(?:^|\s)#.*", value)) and value.lstrip()[0] not in "'\"[{":
         raise ConfigError(f"override '{name}': {comment[0].strip()!r} would be a comment: put quotes around a text")
     try:
-        _compose(value, f"override '{name}'")
+        root = _compose(value, f"override '{name}'")
         change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except (yaml.YAMLError, OmegaConfBaseException, ConfigError) as error:
         why = _yaml_problem(error).removeprefix(f"override '{name}' is not valid YAML: ")
         shown = override if len(override) <= 200 else override[:200] + "..."
         raise ConfigError(f"override '{shown}': its value is no YAML: {why}; put quotes around a text") from None
+    _check_numbers(root, f"override '{name}'")
     return tuple(name.split(".")), change
 
 

@@ -90,17 +90,17 @@ def _fetched(get: Get) -> Any:
     return get("data.train_batch_size") if generated is None else generated
 
 
-def _prompts(get: Get) -> Any:
+def prompts_of(get: Get) -> Any:
     """Prompts of a step here: of streamed samples, those between two synchronisations of the weights."""
     return _fetched(get) * (get(f"{_ASYNC}.trigger_parameter_sync_step") or 4) if is_streamed(get) else _fetched(get)
 
 
 def _batch_size(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"data.batch_size": _prompts(get), **({} if get(f"{_ROLLOUT}.n") is not None else {f"{_ROLLOUT}.n": 1})}
+    return {"data.batch_size": prompts_of(get), **({} if get(f"{_ROLLOUT}.n") is not None else {f"{_ROLLOUT}.n": 1})}
 
 
 def _rollout_steps(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"trainer.total_steps": max(1, value // _prompts(get)) if isinstance(value, int) else value}
+    return {"trainer.total_steps": max(1, value // prompts_of(get)) if isinstance(value, int) else value}
 
 
 def _staleness(value: Any, get: Get) -> Mapping[str, Any]:
@@ -128,8 +128,9 @@ def _samples(key: str) -> Translate:
     """Prompts there, samples here."""
 
     def translate(value: Any, get: Get) -> Mapping[str, Any]:
-        if isinstance(value, int) and isinstance(prompts := _prompts(get), int) and is_theirs(get):
-            value = min(value, prompts)
+        prompts = prompts_of(get) if is_theirs(get) else None
+        if isinstance(value, int) and isinstance(prompts, int) and value > prompts:
+            raise RefusedError(f"a mini-batch is a part of the batch of {prompts} prompts: lower it")
         return {key: value * (get(f"{_ROLLOUT}.n") or 1) if isinstance(value, int) else value}
 
     return translate

@@ -8,7 +8,17 @@ from functools import cache
 from typing import Any
 
 from verl.config.document import keys
-from verl.config.other_names import ACTOR, NAMES, OWN, Get, RefusedError, is_streamed, is_theirs, usual_strategy
+from verl.config.other_names import (
+    ACTOR,
+    NAMES,
+    OWN,
+    Get,
+    RefusedError,
+    is_streamed,
+    is_theirs,
+    prompts_of,
+    usual_strategy,
+)
 from verl.config.sft_names import SFT_KEY, of_sft
 from verl.config.unused_names import reason_of, refusal
 from verl.errors import ConfigError
@@ -20,7 +30,6 @@ _DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
-    f"{ACTOR}.ppo_mini_batch_size": 256,
     f"{ACTOR}.optim.weight_decay": 0.01,
     f"{ACTOR}.optim.adam_eps": 1e-8,
     f"{ACTOR}.kl_loss_coef": 0.001,
@@ -91,13 +100,22 @@ def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) ->
     if (estimator := get("algorithm.adv_estimator") or "gae") != "gae":
         values = {name: value for name, value in values.items() if not name.startswith("critic.")}
         content.pop("critic", None)
+    prompts = prompts_of(get)
+    mini_batch = min(256, prompts) if isinstance(prompts, int) else 256
     roles = (ACTOR, "critic") if estimator == "gae" else (ACTOR,)
     usual = {name: value for name, value in _DEFAULTS.items() if estimator == "gae" or not name.startswith("critic.")}
+    usual[f"{ACTOR}.ppo_mini_batch_size"] = mini_batch
     usual |= {f"{role}.strategy": strategy for role in roles if (strategy := usual_strategy(role, get))}
     if estimator == "gae":
         shared = ("ppo_mini_batch_size", "ppo_epochs")
         usual |= {f"critic.{name}": of for name in shared if (of := get(f"{ACTOR}.{name}")) is not None}
-        usual |= {"critic.ppo_mini_batch_size": get(f"{ACTOR}.ppo_mini_batch_size") or 256}
+        usual |= {"critic.ppo_mini_batch_size": get(f"{ACTOR}.ppo_mini_batch_size") or mini_batch}
+    for role in roles:  # Megatron's weights are in bf16 there, over fp32 ones of its optimizer
+        model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+        keys_of_dtype = ("dtype", "torch_dtype", "fsdp_config.model_dtype")
+        is_given = any(get(f"{of}.{key}") is not None for of in (model, role) for key in keys_of_dtype)
+        if not is_given and (get(f"{role}.strategy") or usual_strategy(role, get)) != "megatron":
+            usual[f"{model}.dtype"] = "float32"
     if is_streamed(get):
         usual |= {"async_training.staleness_threshold": 0.1, "async_training.use_rollout_log_probs": True}
     elif get("trainer.total_training_steps") is None and get("trainer.total_steps") is None:
