@@ -267,6 +267,12 @@ def digest(descriptor: int) -> str:
     return sha.hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return digest(file.fileno())
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable (on Windows a directory cannot be opened for that)."""
     if os.name == "nt":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ from verl.secrets import masked
 
 #: Folders of code that is not the user's: this package, Python and what is installed.
 NOT_THE_USERS = tuple(
-    str(Path(folder).resolve())
+    f"{Path(folder).resolve()}{os.sep}"
     for folder in (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 )
 #: Characters of an error in a message, of which its own text has some at least, and of a traceback.

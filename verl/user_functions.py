@@ -6,22 +6,26 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from verl.durable import file_digest
 from verl.errors import ConfigError, RewardError, nearest
-from verl.user_code import describe
+from verl.user_code import NOT_THE_USERS, describe
 
 DEFAULT_FUNCTION = "compute_score"
 #: Modules imported from users' files, by the names that they have here.
 user_modules: dict[str, ModuleType] = {}
 _real = cache(os.path.realpath)  # of folders of modules: hundreds, which are asked for at each start of a run
-#: SHA-256 of these files as they were imported.
+#: SHA-256 of these files as they were imported, and of those that other processes of the run have.
 _imported: dict[Path, str] = {}
+_elsewhere: dict[str, str] = {}
+#: Files that `new_user_files` has returned, and how many modules and files there were.
+_returned: dict[str, object] = {}
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
@@ -38,18 +42,45 @@ def digest(spec: str) -> str:
 
 
 def user_files() -> dict[str, str]:
-    """SHA-256 of the files of users' code that this process runs, by path (relative, below the working folder): those
-    that settings name, as they were imported, and what these import from their own folders."""
-    folders = {str(path.parent) for path in _imported}
-    names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    # Of thousands of modules all but a few are passed over by their folders, of which there are hundreds.
-    near = {name for name in names if name and (_real(os.path.dirname(name)) in folders or os.path.islink(name))}
-    beside = {path for name in near if str((path := Path(name).resolve()).parent) in folders and path.is_file()}
-    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside - _imported.keys()} | _imported
+    """SHA-256 of the files of users' code, by path (relative, below the working folder): all modules that are neither
+    installed nor the standard library's, here and in processes that rewards run in (`note_files`); those that settings
+    name as they were imported."""
+    modules = {name: module for name, module in list(sys.modules.items()) if not _is_installed(name.partition(".")[0])}
+    names = {name for module in modules.values() if isinstance(name := getattr(module, "__file__", None), str)}
+    paths = {Path(name).resolve() for name in names if name.endswith((".py", ".so")) and not _is_installed_file(name)}
+    digests = {shown_path(path): file_digest(path) for path in paths - _imported.keys() if path.is_file()}
+    return _elsewhere | digests | {shown_path(path): sha for path, sha in _imported.items()}
+
+
+def new_user_files() -> dict[str, str]:
+    """Those that have been imported, here or in processes that rewards run in, since the last call."""
+    count = (len(sys.modules), len(_elsewhere))
+    files = user_files() if _returned.get("count") != count else {}
+    new = {path: sha for path, sha in files.items() if path not in _returned}
+    _returned.update(new, count=count)
+    return new
+
+
+def note_files(files: Mapping[str, str]) -> None:
+    """Add what another process of this run has imported."""
+    _elsewhere.update(files)
+
+
+def shown_path(path: Path) -> str:
+    """A path, relative below the working folder."""
     here = Path.cwd()
-    return {
-        str(path.relative_to(here) if path.is_relative_to(here) else path): digests[path] for path in sorted(digests)
-    }
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is installed, with whatever modules it makes for itself."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return package in sys.builtin_module_names or (file is not None and _is_installed_file(file))
+
+
+def _is_installed_file(file: str) -> bool:
+    folder = _real(os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)) + os.sep
+    return folder.startswith(NOT_THE_USERS) or f"-packages{os.sep}" in folder
 
 
 def load_function(spec: str) -> Callable[..., Any]:

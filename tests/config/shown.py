@@ -312,6 +312,7 @@ def scoring() -> dict[str, Shown]:
             "ray/pool.py:_start",
             True,
         ),
+        "reward.files": Shown(run, [], ["../no_such_file.txt"], slow=True),
         "reward.process": Shown(rewards, True, False, count="rewards/processes.py:"),
     }
     for section in ("reward", "cost"):

@@ -16,7 +16,8 @@ from verl.user_functions import load_function, user_files
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "_imported", {})
+    for name in ("_imported", "_elsewhere", "_returned"):
+        monkeypatch.setattr(loading, name, {})
 
 
 def attempt(files: dict[str, str], **options: bool) -> Run:
@@ -46,7 +47,7 @@ def test_an_edit_is_refused_until_it_is_accepted_and_then_recorded(
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"files": {"a": 1}, "edits": []}', '{"files": {}}'])
-def test_a_damaged_record_is_told(content: str) -> None:
+def test_a_damaged_record_is_returned(content: str) -> None:
     run = attempt({"a": "1"})
     (run.path / "code.json").write_text(content)
     with pytest.raises(ConfigError, match=r"code\.json is damaged"):
@@ -69,6 +70,7 @@ def test_files_are_those_that_settings_name_as_imported_and_what_they_import(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "own"))
     monkeypatch.delitem(sys.modules, "helper_of_edits", raising=False)
+    before = user_files()  # of tests
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "helper_of_edits.py").write_text("WEIGHT = 1.0\n")
     (tmp_path / "own" / "not_imported.py").write_text("")
@@ -76,7 +78,7 @@ def test_files_are_those_that_settings_name_as_imported_and_what_they_import(
     source.write_text("from helper_of_edits import WEIGHT\ndef f(texts): return [WEIGHT] * len(texts)\n")
     load_function(f"{source}:f")
     first = user_files()
-    assert {*first} == {"own/rewards.py", "own/helper_of_edits.py"}
+    assert first.keys() - before.keys() == {"own/rewards.py", "own/helper_of_edits.py"}
     source.write_text("def f(texts): return [2.0] * len(texts)\n")  # what runs is what was imported
     assert user_files() == first
     (tmp_path / "broken.py").write_text("1 / 0\n")

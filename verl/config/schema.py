@@ -308,6 +308,12 @@ class RewardConfig(CostConfig):
         "call a function in a separate process, which is killed when it is late (false, and for a function that "
         "uses a model: in the trainer's, which ends if the function holds the GIL beyond timeout)",
     )
+    files: Strings = limit(
+        (),
+        "files that your code reads; a change between two attempts is refused, as of the code",
+        added=True,
+        free=True,
+    )
     max_workers: Processes | None = cost(
         None, "most such processes, when samples queue up (null: always `workers`)", free=True
     )

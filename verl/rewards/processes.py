@@ -25,8 +25,11 @@ from verl.rewards import generators
 from verl.rewards.calls import FunctionCaller, Host, serve
 from verl.rewards.scores import Score
 from verl.sandbox.jail import die_with_parent
+from verl.user_functions import new_user_files, note_files
 
 logger = logging.getLogger(__name__)
+#: In the place of a request's number: files of the user's that the process has imported.
+_IMPORTED = -1
 
 
 class _Process(Host):
@@ -73,6 +76,9 @@ class _Process(Host):
         with suppress(EOFError, OSError):
             while True:
                 number, *scores = json.loads(self._pipe.recv_bytes())
+                if number == _IMPORTED:
+                    note_files(scores[0])
+                    continue
                 self.answer(number, [Score(*score) for score in scores])
         self.end()
         os.waitpid(self.pid, 0)
@@ -127,6 +133,8 @@ def _requests(pipe: Connection) -> Iterator[tuple[Any, ...]]:
 
 
 def _answer(pipe: Connection, number: int, scores: list[Score]) -> None:
+    if files := new_user_files():
+        pipe.send_bytes(json.dumps([_IMPORTED, files]).encode())
     pipe.send_bytes(json.dumps([number, *map(astuple, scores)]).encode())
 
 

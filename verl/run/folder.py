@@ -5,7 +5,7 @@
         grpo-tiny-1a2b3c4d/
             run.json              the version of this form (`verl.schemas`)
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
-            code.json             digests of the user's files, and what was edited between attempts
+            code.json             digests of the user's files and of models', and what was edited between attempts
             logs/001.log          one for each attempt; logs/001.rank1.log of another rank
             completions/          step-N.parquet of an evaluation, train-N.parquet of what step N learned from
             checkpoints/, tensorboard/
@@ -20,13 +20,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.durable import clear_staging, link_atomic, parse_json, read_json, remove, write_atomic
+from verl.durable import clear_staging, file_digest, link_atomic, parse_json, read_json, remove, write_atomic
 from verl.errors import CheckpointError, ConfigError
 from verl.run.lock import RunLock
 from verl.schemas import check_run_schema, write_run_schema
@@ -106,33 +106,63 @@ class Run:
         except OSError as error:
             logger.warning("%s was not written: %s", file, error)
 
-    def note_code(self, files: Mapping[str, str], *, accept_edits: bool = False) -> None:
-        """Keep the digests of the user's files in `code.json`, and what was edited since the run began.
+    def note_code(self, files: Mapping[str, str], folders: Sequence[str] = (), *, accept_edits: bool = False) -> None:
+        """Keep the digests of the user's files and of models' in `code.json`, and what has changed since the run began.
 
         Args:
-            files: path -> SHA-256, see `verl.user_functions.user_files`.
+            files: path -> SHA-256, see `verl.run.inputs`. Files that earlier attempts had besides are looked at, too.
+            folders: those of which every file counts, one that is added or removed, too.
             accept_edits: go on with files that have changed.
 
         Raises:
-            ConfigError: one has changed, or `code.json` is damaged.
+            ConfigError: one has changed, or `code.json` is damaged or was removed.
         """
-        file, kept = self.path / "code.json", _Code({}, [])
-        try:
-            if self.status == "resumed" and file.exists():
-                kept = read_json(file, _Code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} is damaged ({error}): remove it to go on, or start anew (--fresh)") from error
-        edited = [path for path, digest in files.items() if kept.files.get(path, digest) != digest]
+        kept = self._kept_code(accept_edits)
+        earlier = (path for path in kept.files.keys() - files.keys() if os.path.isfile(path))
+        now = {path: file_digest(Path(path)) for path in earlier} | dict(files)
+        edited = [path for path, sha in kept.files.items() if now.get(path, sha) != sha]
+        edited += _added_or_removed(kept.files.keys(), files.keys(), folders)
         if edited and not accept_edits:
             raise ConfigError(
                 f"{', '.join(edited)} has changed since this run began, and steps before and after would be of other "
                 "code: put it back, start anew (--fresh), or go on with it (--accept-edits), which is recorded"
             )
         for path in edited:
-            logger.warning("%s has changed since the run began; this is recorded in %s", path, file)
-            kept.edits.append({"attempt": self.attempt, "file": path, "before": kept.files[path], "after": files[path]})
+            logger.warning("%s has changed since the run began; this is recorded in code.json", path)
+            edit: dict[str, int | str] = {"attempt": self.attempt, "file": path}
+            kept.edits.append(edit | {"before": kept.files.get(path, ""), "after": now.get(path, "")})
+        removed = {path for path in edited if path not in now}
+        files = {path: sha for path, sha in (kept.files | now).items() if path not in removed}
+        self._write_code(_Code(files, kept.edits))
+
+    def note_late(self, files: Mapping[str, str]) -> None:
+        """Add files that were imported after the start; a disk that does not take them is a warning."""
+        if new := {path: sha for path, sha in files.items() if path not in self._code.files}:
+            try:
+                self._write_code(_Code(self._code.files | new, self._code.edits))
+            except CheckpointError as error:
+                logger.warning("%s", error)
+
+    def _kept_code(self, accept_edits: bool) -> _Code:
+        file = self.path / "code.json"
+        try:
+            if self.status == "resumed" and file.exists():
+                return read_json(file, _Code)  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} is damaged ({error}): put it back, or start anew (--fresh)") from error
+        if self.status == "resumed" and any(self.checkpoints.iterdir()) and not accept_edits:
+            raise ConfigError(
+                f"{file} is not there any more, so that it is not known whether code has changed since this run began: "
+                "put it back, start anew (--fresh), or go on as it is (--accept-edits)"
+            )
+        return _Code({}, [])
+
+    def _write_code(self, code: _Code) -> None:
+        self._code = code
         with self._written():
-            write_atomic(file, json.dumps({"files": kept.files | dict(files), "edits": kept.edits}, indent=1) + "\n")
+            write_atomic(
+                self.path / "code.json", json.dumps({"files": code.files, "edits": code.edits}, indent=1) + "\n"
+            )
 
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Write `summary.json` and mark the run as finished after `steps` steps.
@@ -235,6 +265,12 @@ def open_run(
             f"the run directory {path} cannot be used: {error.strerror or error}; set trainer.output_dir elsewhere"
         ) from error
     return run
+
+
+def _added_or_removed(kept: Set[str], files: Set[str], folders: Sequence[str]) -> list[str]:
+    """The files of some folders that only one attempt had; folders that the other did not read do not count."""
+    read = {os.path.dirname(path) for path in kept & files}.intersection(folders)
+    return [path for path in sorted(kept ^ files) if os.path.dirname(path) in read]
 
 
 def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:

@@ -36,13 +36,14 @@ from verl.run import build
 from verl.run.check import Checked, check_settings
 from verl.run.data import build_data, in_steps
 from verl.run.folder import Run, open_run
+from verl.run.inputs import inputs_of
 from verl.run.memory import check_memory
 from verl.run.resolved import resolve, resolve_engine
 from verl.secrets import masked_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
 from verl.user_calls import beside
-from verl.user_functions import user_files
+from verl.user_functions import new_user_files
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +94,10 @@ def train(
         trainer: Trainer | None = None
         report = _LiveReport(run)
         try:
-            run.note_code(user_files(), accept_edits=accept_edits)
+            run.note_code(*inputs_of(config), accept_edits=accept_edits)
             trainer, prompts = _open_trainer(config, checked, run, controller, epochs)
             trainer.on_log_hook(report)
+            trainer.on_log_hook(lambda step, record: run.note_late(new_user_files()))
             clock.started(trainer.steps, kernels)
             trainer.fit(prompts, settings.total_steps - trainer.steps)
             trainer.logger.close()

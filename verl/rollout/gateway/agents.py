@@ -174,6 +174,9 @@ class _Command:
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self._words, self._environment = list(words), dict(environment)
+        parts = [part for word in words for part in (word, word.partition("=")[2])]
+        #: That the command names, such as its script.
+        self.files = [part for part in parts if os.path.isfile(part) and part != words[0]]
         for name, value in environment.items():
             if is_secret(name):
                 note_secret(value)

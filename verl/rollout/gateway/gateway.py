@@ -126,6 +126,8 @@ class Gateway:
         paths = tuple(os.path.abspath(path) for path in readable)
         self.sandbox = Sandbox(paths, deadline) if sandbox else None
         self.agent = agent_of(agent, environment, self.sandbox, deadline)
+        #: Those that a command names; a run notes whether they change.
+        self.files: Sequence[str] = getattr(self.agent, "files", ())
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
         others, keys = dict(models or {}), dict(model_keys or {})
         _check_models(others, keys)

@@ -1,0 +1,83 @@
+"""The files besides data and weights that a run's numbers depend on, so that a change between two attempts is seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from verl.config import Config, CostConfig
+from verl.config.schema import RewardPart
+from verl.durable import file_digest
+from verl.errors import ConfigError
+from verl.user_functions import load_function, shown_path, user_files
+
+#: Of a model's directory: what a model, a tokenizer and their own code are made from, and the weights.
+_SMALL, _WEIGHTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"), (".safetensors", ".bin")
+
+
+class Inputs(NamedTuple):
+    """SHA-256 of files by path; and the folders of which every file counts, one that is added, too."""
+
+    files: dict[str, str]
+    folders: tuple[str, ...]
+
+
+def inputs_of(config: Config) -> Inputs:
+    """The user's code that is imported so far, and the files that the settings name or that commands of agents run.
+
+    Raises:
+        ConfigError: one of `reward.files` is not there.
+    """
+    files, models = user_files(), dict(_models(config))
+    for path in map(Path, (*config.reward.files, *_agent_files(config))):
+        if not path.is_file():
+            raise ConfigError(f"reward.files: there is no file '{path}' (working directory {Path.cwd()})")
+        files[shown_path(path.resolve())] = file_digest(path)
+    for name, is_scored in models.items():
+        folder = _folder(name)
+        endings = (*_SMALL, *(_WEIGHTS if is_scored else ()))
+        for file in sorted(folder.iterdir()) if folder is not None else ():
+            if file.suffix in endings and file.is_file():
+                files[f"{name}/{file.name}"] = file_digest(file)
+    return Inputs(files, tuple(models))
+
+
+def _models(config: Config) -> Iterator[tuple[str, bool]]:
+    """Models and tokenizers by directory or hub name, and whether their weights are read at each start: those of
+    policies, critics and references are in checkpoints, or compared with these."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    for name in (policy.model.path, policy.model.tokenizer, policy.ref.path, critic.model.path, critic.model.tokenizer):
+        if name is not None:
+            yield name, False
+    for part in (*_parts(config.reward), *_parts(config.cost)):
+        if part.model is not None:
+            yield part.model, True
+    for task in config.tasks:
+        if isinstance(task.reward_model, str) and Path(task.reward_model).is_dir():
+            yield task.reward_model, True
+
+
+def _parts(section: CostConfig) -> Iterable[RewardPart]:
+    return (section, *section.components.values())
+
+
+def _folder(name: str) -> Path | None:
+    """Where the files of a model are: its directory, or those of a hub name in the cache."""
+    if os.path.isdir(path := os.path.expanduser(name)):
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # it is no name of a hub
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _agent_files(config: Config) -> Iterable[str]:
+    rollout = config.actor_rollout_ref.rollout
+    episode = None if rollout.episode is None else load_function(rollout.episode)
+    return getattr(episode, "files", ())
