@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,6 +85,17 @@ def claimed() -> set[int]:
 def is_here(device: str) -> bool:
     """Whether this process can ask about its memory: it is the host, or of the kind of the accelerators here."""
     return device.partition(":")[0] in ("cpu", accelerator())
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Inside, an environment variable has this value: libraries choose devices and threads by some as they start."""
+    before, os.environ[name] = os.environ.get(name), value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
 
 
 def synchronize() -> None:

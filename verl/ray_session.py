@@ -200,10 +200,10 @@ def _init(ray: Any) -> None:
     # Ray warns of what is meant here.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # Ray's one way to have all its processes listen on the loopback interface; they inherit the variable.
-    before, name = ray_constants.ENABLE_RAY_CLUSTER, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    here_alone = device.variable(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
     try:
-        with _devices_of_workers(), _signals_kept():
+        with here_alone, _devices_of_workers(), _signals_kept():
             ray.init(
                 "local",
                 logging_level=logging.ERROR,
@@ -213,7 +213,6 @@ def _init(ray: Any) -> None:
             )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-        del os.environ[name]
 
 
 @contextmanager
@@ -253,15 +252,8 @@ def _devices_of_workers() -> Iterator[None]:
         logger.warning("workers share the GPUs of this process, which uses all %d that it sees", len(visible))
         others = visible
     device.initialize()  # what it sees is settled before the variable says something else
-    name = manager.get_visible_accelerator_ids_env_var()
-    before, os.environ[name] = os.environ.get(name), ",".join(others)
-    try:
+    with device.variable(manager.get_visible_accelerator_ids_env_var(), ",".join(others)):
         yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _join(ray: Any, address: str) -> None:

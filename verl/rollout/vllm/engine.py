@@ -24,7 +24,7 @@ import torch
 
 from verl.combinations import check
 from verl.data.text import ResponseText
-from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states
+from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states, variable
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new
@@ -527,32 +527,24 @@ def _cores_bound(ranks: int) -> Iterator[None]:
         raise ConfigError(f"tensor_model_parallel_size={ranks} needs as many cores, there are {len(cores)}")
     share = len(cores) // ranks
     parts = [",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks)]
-    os.environ[name] = "nobind" if ranks == 1 else "|".join(parts)
     from vllm import envs
 
     # An earlier engine of this process had vLLM cache the variables as they were then.
     getattr(envs, "disable_envs_cache", lambda: None)()
-    try:
+    with variable(name, "nobind" if ranks == 1 else "|".join(parts)):
         yield
-    finally:
-        del os.environ[name]
 
 
 @contextmanager
 def _process_kept(in_process: bool) -> Iterator[None]:
     """Restores what the start of vLLM changes in this process."""
-    variable = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before, threads, set_threads = os.environ.get(variable), torch.get_num_threads(), torch.set_num_threads
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     of_devices = rng_states() if in_process else {}
-    os.environ[variable] = "0" if in_process else "1"
     try:
-        yield
+        with variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1"):
+            yield
     finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         random.setstate(states[0])

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.device import variable
 from verl.errors import ConfigError
 from verl.training.forward import Forward
 from verl.training.optimizer import MOMENTS, adamw_options, lr_factor
@@ -168,9 +169,7 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
         "communication_data_type": "fp32",
         "gradient_clipping": 0.0,
     }
-    lacks_rank = "LOCAL_RANK" not in os.environ
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    try:
+    with variable("LOCAL_RANK", os.environ.get("LOCAL_RANK", str(device.index or 0))):
         engine, *_ = deepspeed.initialize(
             args=Namespace(device_rank=device.index or 0),
             model=forward,
@@ -178,9 +177,6 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
             config=settings,
             mpu=_data_parallel(ranks.group("replicate", "shard")),
         )
-    finally:
-        if lacks_rank:
-            del os.environ["LOCAL_RANK"]
     if stage == 3 and forward.head == "lm":  # the head's weight is read outside of its module
         for weight in forward.packed.head():
             if weight is not None:
