@@ -187,6 +187,16 @@ ANSWERS = {
         "c, d, *rest = f()\nassert c['a'] == 2 and d.maxlen == 3 and rest[0] == {1} and rest[1] == {'a': 1}\n"
         "assert rest[3] == range(3) and rest[5] == {(1, 2): {3}} and rest[7].year == 2020 and rest[8] == 1j",
     ),
+    "collections that have methods": (
+        "from collections import *\ndef f(): return Counter('aab'), OrderedDict(b=1, a=2), deque([1, 2], 3)",
+        "from collections import Counter, OrderedDict, deque\nc, o, d = f()\n"
+        "assert c == Counter('aab') and c.most_common(1) == [('a', 2)] and d == deque([1, 2]) and d.maxlen == 3\n"
+        "assert o == OrderedDict([('b', 1), ('a', 2)]) != OrderedDict([('a', 2), ('b', 1)])",
+    ),
+    "an asynchronous generator": (
+        "async def count(n):\n    for i in range(n): yield i",
+        "import asyncio\nasync def main(): return [x async for x in count(3)]\nassert asyncio.run(main()) == [0, 1, 2]",
+    ),
     "what is changed in place": (
         "def order(xs): xs.sort()\ndef put(d, k): d[k] = 1\ndef turn(m): m[:] = [list(r) for r in zip(*m[::-1])]",
         "a, d, m = [3, 1], {}, [[1, 2], [3, 4]]\norder(a), put(d, 'k'), turn(m)\n"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Operations of one operand, which a `Remote` passes on; of two, that compare and that compute.
 FORWARDED = "bool len iter next reversed str repr hash int float index abs neg getitem setitem delitem enter exit"
-FORWARDED += " setattr delattr"
+FORWARDED += " setattr delattr aiter"
 COMPARED = "lt le gt ge eq contains"
 COMPUTED = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
 OPERATIONS: dict[str, Any] = {
@@ -43,6 +43,7 @@ OPERATIONS: dict[str, Any] = {
     "enter": lambda context: type(context).__enter__(context),
     "exit": lambda context, *error: type(context).__exit__(context, *error),
     "await": lambda awaitable: waited_for(awaitable),
+    "anext": lambda items: waited_for(anext(items)),
     "input": lambda prompt: input(prompt),
 }
 #: What a program may read of any function of the tests.
@@ -89,6 +90,9 @@ class Remote:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._held.link.ask("call", self, list(args), kwargs)
         return mark(result, self, args, kwargs) if self._held.is_named else result
+
+    async def __anext__(self) -> Any:
+        return self._held.link.ask("anext", self)
 
     def __instancecheck__(self, value: Any) -> Any:
         if type(value) is Remote:
@@ -258,7 +262,7 @@ class Link:
 
     def error(self, operation: str, kind: Any, args: Any, attributes: Any, text: str) -> BaseException:
         """The other side's error; not one that ends a loop of this side."""
-        ends = issubclass(kind, StopIteration | StopAsyncIteration) and operation != "next"
+        ends = issubclass(kind, StopIteration | StopAsyncIteration) and operation not in ("next", "anext")
         if ends or not issubclass(kind, Exception | SystemExit):
             kind = RuntimeError
         error: BaseException = kind.__new__(kind)

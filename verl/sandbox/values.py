@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 #: Classes whose objects travel by value; those that derive from a builtin class travel as that.
 BY_VALUE = "range slice Fraction Decimal datetime date time timedelta timezone"
-MODULES = ("builtins", "fractions", "decimal", "datetime")
+MODULES = ("builtins", "fractions", "decimal", "datetime", "collections")
+#: Of collections, what they are made of.
+COLLECTIONS = {
+    "Counter": lambda counter: (dict(counter),),
+    "OrderedDict": lambda ordered: (list(ordered.items()),),
+    "deque": lambda items: (list(items), items.maxlen),
+}
 BASES = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 
 
@@ -39,6 +45,8 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"builtin": getattr(value, "__name__", "")}
     if kind.__module__ in MODULES and kind.__name__ in BY_VALUE.split():
         return {"made": [kind.__module__, kind.__name__, encode(value.__reduce_ex__(2)[1], other)]}
+    if kind.__module__ == "collections" and kind.__name__ in COLLECTIONS:
+        return {"made": [kind.__module__, kind.__name__, encode(COLLECTIONS[kind.__name__](value), other)]}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return {"named": [kind.__name__, list(kind._fields), [encode(item, other) for item in value]]}
     base: Any = next((base for base in BASES if isinstance(value, base)), None)
@@ -64,7 +72,7 @@ def decode(content: Any, other: Callable[[str, Any], Any]) -> Any:
         return importlib.import_module("collections").namedtuple(*inner[:2])(*decode(inner[2], other))
     if kind == "array":
         return importlib.import_module("numpy").array(decode(inner[1], other), dtype=inner[0])
-    if kind == "made" and inner[0] in MODULES and inner[1] in BY_VALUE.split():
+    if kind == "made" and inner[0] in MODULES and inner[1] in (*BY_VALUE.split(), *COLLECTIONS):
         return getattr(importlib.import_module(inner[0]), inner[1])(*decode(inner[2], other))
     return other(kind, inner)
 
