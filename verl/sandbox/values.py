@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BY_VALUE = "range slice Fraction Decimal datetime date time timedelta timezone"
 MODULES = ("builtins", "fractions", "decimal", "datetime", "collections")
 #: Of collections, what they are made of.
-COLLECTIONS = {
+COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "Counter": lambda counter: (dict(counter),),
     "OrderedDict": lambda ordered: (list(ordered.items()),),
     "deque": lambda items: (list(items), items.maxlen),
