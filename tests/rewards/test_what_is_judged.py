@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import verl
 from tests.conftest import Plain
-from tests.rollout.test_tools import call, play
+from tests.rollout.test_tools import Scripted, call, play
 from verl.data.text import ResponseText
 from verl.report.metrics import Metric
 from verl.rewards.make import make_reward
@@ -164,3 +164,24 @@ class _Here:
         self.function = function
 
     def close(self) -> None: ...
+
+
+@needs_math_verify
+@pytest.mark.reward_processes
+@pytest.mark.parametrize(
+    "last", ["It is \\boxed{5}<|end|>", "It is five.<|end|>", "<|end|>", "It is \\boxed{4}<|end|>"]
+)
+def test_an_answer_that_stands_in_a_result_alone_is_no_answer(tiny: Path, last: str) -> None:
+    class Engine(Scripted):
+        def __init__(self, packed: Any, tokenizer: PreTrainedTokenizerBase, ends: Any, options: Any) -> None:
+            super().__init__(tokenizer, [CALL, last])
+
+    actor = verl.Actor(
+        str(tiny), rollout=Engine, episode=ToolEpisode([lookup], max_turns=2), sampling={"max_new_tokens": 400}
+    )
+    batch = actor.generate_sequences([{"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}])
+    reward = verl.Reward("math", max_failure_rate=1.0)
+    try:
+        assert reward.get_reward(batch)["reward"] == [float("boxed{4}" in last)]
+    finally:
+        reward.close()

@@ -190,7 +190,8 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
     if kind == "openrlhf":
         before = [_text(prompt) for prompt in prompts]
         queries = [prompt + text for prompt, text in zip(before, texts, strict=True)]
-        return {"queries": queries, "prompts": before, "labels": [_label(row) for row in rows]}
+        labels = [next((_value(row, name) for name in _LABELS if _has(row, name)), None) for row in rows]
+        return {"queries": queries, "prompts": before, "labels": labels}
     completions = [
         _completion(row, chat) or (text if chat is None else [{"role": "assistant", "content": text}])
         for chat, text, row in zip(chats, texts, rows, strict=True)
@@ -208,10 +209,6 @@ def _text(prompt: Any) -> str:
     if not isinstance(prompt, list):
         return str(prompt or "")
     return "".join(f"{content_text(message)}\n" for message in prompt)
-
-
-def _label(row: Row) -> Any:
-    return next((_value(row, name) for name in _LABELS if _has(row, name)), None)
 
 
 def _completion(row: Row, chat: Sequence[Any] | None) -> list[Any]:
