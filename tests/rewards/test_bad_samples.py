@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +177,26 @@ def test_looking_for_what_hangs_takes_no_longer_than_the_call() -> None:
     assert result.reward == [None] * 8 and time.monotonic() - start < 2 * 0.5 + 1.5
     assert {*result.reasons} == {"gave no answer within 0.5 s"}
     reward.close()
+
+
+def test_a_step_goes_on_with_all_but_the_bad_samples(tiny: Path) -> None:
+    bad: list[str] = []
+
+    def raises_on_one(texts: list[str]) -> list[float]:
+        bad.extend(texts[:1] if not bad else [])
+        if bad[0] in texts:
+            raise ValueError("bad")
+        return [float(len(text)) for text in texts]
+
+    sampling = verl.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    trainer = verl.Trainer(verl.Actor(str(tiny), sampling=sampling), reward=Reward(raises_on_one), n=4, log_dir=False)
+    record = trainer.step(["a", "b", "c"])
+    assert record["reward/failures/count"] == record["reward/abstained"] == 1 and record["updated"]
+    trainer.close()
+
+
+def test_a_column_that_no_service_takes_costs_its_sample() -> None:
+    rows = texts("a", "b", "c", "d").add({"weight": [1.0, math.nan, 2.0, 3.0]})
+    reward = Reward(url="http://127.0.0.1:9", timeout=0.2, retries=0)
+    reasons = run_reward(reward.source, rows).reasons
+    assert ["cannot be sent as JSON" in str(reason) for reason in reasons] == [False, True, False, False]

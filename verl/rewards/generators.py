@@ -34,38 +34,42 @@ def seed_of(seed: int, ids: Sequence[str]) -> int:
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Inside, the global generators begin from a seed; afterwards they are as before. None: they are left alone."""
+def seeded(seed: int | None) -> Iterator[list[str]]:
+    """Inside, the global generators begin from a seed; afterwards they are as before. None: they are left alone.
+
+    Yields:
+        The notes on the call of a user's function that is made inside.
+    """
+    _watch()
+    notes: list[str] = []
+    token = notes_here.set(notes)
+    if seed is not None:
+        _begin(seed)
+    try:
+        yield notes
+    finally:
+        notes_here.reset(token)
+        if seed is not None:
+            _end()
+
+
+def _begin(seed: int) -> None:
     global _calls, _before
-    if seed is None:
-        yield
-        return
     with _lock:
         if keeps_states and not _calls:
             _before = [state() for state, *_ in _generators()]
         _calls += 1
         for *_, begin in _generators():
             begin(seed)
-    try:
-        yield
-    finally:
-        with _lock:
-            _calls -= 1
-            if keeps_states and not _calls:
-                for (_, restore, _), state in zip(_generators(), _before, strict=False):
-                    restore(state)
 
 
-@contextmanager
-def noting() -> Iterator[list[str]]:
-    """The notes on what is called inside."""
-    _watch()
-    notes: list[str] = []
-    token = notes_here.set(notes)
-    try:
-        yield notes
-    finally:
-        notes_here.reset(token)
+def _end() -> None:
+    global _calls
+    with _lock:
+        _calls -= 1
+        if keeps_states and not _calls:
+            for (_, restore, _), state in zip(_generators(), _before, strict=False):
+                restore(state)
 
 
 @contextmanager

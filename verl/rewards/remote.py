@@ -18,7 +18,7 @@ from typing import Annotated, Any, Unpack
 from verl.checked import checked
 from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
-from verl.errors import ConfigError, RolloutError, nearest
+from verl.errors import ConfigError, RewardError, RolloutError, nearest
 from verl.http_servers import ServerPool, check_model_path
 from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
@@ -139,7 +139,7 @@ class RemoteReward(_ServedReward):
         """A score for each sample."""
         responses = [_text(completion) for completion in completions]
         if problem := _unsendable(columns):
-            return [failure(problem)] * len(prompts)
+            raise RewardError(problem)
         calls = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)

@@ -12,7 +12,7 @@ from itertools import islice
 from numbers import Real
 from typing import Any, NamedTuple
 
-from verl.rewards.generators import noting, seeded, watching_draws
+from verl.rewards.generators import seeded, watching_draws
 from verl.secrets import masked
 from verl.user_calls import in_steps
 from verl.user_code import describe, traceback_of
@@ -62,7 +62,7 @@ def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractE
     No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result. The global
     random generators begin from the seed.
     """
-    with noting() as notes, seeded(call.seed):
+    with seeded(call.seed) as notes:
         try:
             result = function(*call.args, **call.kwargs)
             result = loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
@@ -74,7 +74,7 @@ def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractE
 
 async def call_async(function: Callable[..., Any], call: Call, is_watched: bool) -> list[Score]:
     """`call_plain` for an async function, on the running event loop, and with generators that are not seeded."""
-    with noting() as notes:
+    with seeded(None) as notes:
         try:
             work: Any = _wait_for(function(*call.args, **call.kwargs))
             work = in_steps(work, partial(watching_draws, notes)) if is_watched else work
