@@ -361,7 +361,8 @@ class _CpuAttention(torch.autograd.Function):
             steps = _Steps(bucket, ctx.scale, ctx.window, query)
             keys, values = (steps.gather(x, bucket.keys).flatten(0, 1) for x in (key, value))
             folded = (len(keys), -1, query.shape[-1])  # `[B, H, C, D]` as `[B * K, G * C, D]`
-            to_keys, to_values = torch.zeros_like(keys), torch.zeros_like(values)
+            # Pieces are added in fp32: in bf16 the later ones would hardly change a large sum.
+            to_keys, to_values = torch.zeros_like(keys, dtype=exact), torch.zeros_like(values, dtype=exact)
             for start, stop, seen in bucket.pieces():
                 index = bucket.queries[:, start:stop]
                 heads = steps.gather(query, index)
@@ -401,9 +402,9 @@ class _Steps:
         out.index_copy_(0, index[index >= 0], rows.transpose(1, 2)[index >= 0])
 
     def scatter_add(self, rows: Tensor, total: Tensor) -> None:
-        """Add what the bucket's keys got, `[B, K, M, D]`, to `[T, K, D]`."""
-        if self.kernels is not None:
-            self.kernels.scatter_add(rows, self.bucket.keys, total)
+        """Add what the bucket's keys got, `[B, K, M, D]`, to `[T, K, D]`; both fp32 or fp64."""
+        if self.kernels is not None and (compiled := layer_kernels(rows.dtype, rows.device)) is not None:
+            compiled.scatter_add(rows, self.bucket.keys, total)
             return
         real = self.bucket.keys >= 0
         add_rows(total, self.bucket.keys[real], rows.transpose(1, 2)[real])
