@@ -21,6 +21,7 @@ from typing import Any
 
 from verl.errors import RewardError, nearest
 from verl.sandbox.run import Limits, Run, run_python
+from verl.sandbox.run_tests import ASKS_NOTHING, FAILED
 from verl.sandbox.values import alike, encode
 from verl.syntax import syntax_tree
 
@@ -48,8 +49,6 @@ _LONG = re.compile(r"(?<![\w.])\d{4000,}(?![\w.])")
 _DIGITS = 4000
 #: Bytes that the tests' side may print.
 _VERDICTS = 4 << 20
-#: As `run_tests.py` says it.
-_ASKS_NOTHING = "they ask nothing of the program"
 #: What runs in a sandbox, in the order of imports, and the text that starts it: no file of ours is in reach there.
 _SENT = ("values", "link", "run_tests")
 _START = """
@@ -59,7 +58,6 @@ for name, text in modules.items():
     exec(compile(text, f"<{name}>", "exec", dont_inherit=True), vars(sys.modules[name]))
 sys.modules["verl.sandbox.run_tests"].main(globals())
 """
-_UNFINISHED = {"passed": False, "fault": None, "needs": None, "live": False}
 
 
 @dataclass(slots=True)
@@ -282,7 +280,7 @@ def judge(
         )
         serving.result()
     # Where others ask, what asks nothing is no test.
-    for verdict in [verdict for verdict in every if verdict["fault"] != _ASKS_NOTHING] or every:
+    for verdict in [verdict for verdict in every if verdict["fault"] != ASKS_NOTHING] or every:
         if verdict["fault"]:
             raise RewardError(f"the tests are at fault: {verdict['fault']}")
         if verdict["needs"]:
@@ -293,7 +291,7 @@ def judge(
 
 def _verdicts(run: Run, count: int) -> list[dict[str, Any]]:
     """The verdicts of all cases, of which each is a line; a case that was not finished has failed."""
-    of_cases = [[_UNFINISHED] for _ in range(count)]
+    of_cases = [[FAILED] for _ in range(count)]
     for line in run.stdout.split("\n"):
         if line.startswith("["):
             number, verdicts = json.loads(line)
