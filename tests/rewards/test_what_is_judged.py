@@ -74,17 +74,15 @@ def test_tokens_that_a_grammar_forced_are_the_policys_words(chat: PreTrainedToke
     assert ResponseText(chat, [chat.eos_token_id]).columns(batch) == {"response": ['{"x": 4}', ""]}
 
 
-@needs_math_verify
 @pytest.mark.reward_processes
-@pytest.mark.parametrize("name", ["math", "data_source", "code", "codebleu", "task"])
+@pytest.mark.parametrize("name", ["data_source", "code", "codebleu", "task"])
 def test_a_verifier_judges_the_last_turn_of_the_policy(chat: PreTrainedTokenizerBase, name: str) -> None:
     right = {"code": "```python\ndef f():\n    return 4\n```", "task": "4"}
     right |= {"codebleu": right["code"], "data_source": "#### 4"}
-    says = right.get(name, "It is \\boxed{4}.")
+    says = right[name]
     wrong = "```python\nx = 5\n```" if "code" in name else "It is \\boxed{5}."
     problem = {"task": "chain_sum", "options": {}, "entry": {"question": "2 + 2", "answer": "4", "metadata": {}}}
     columns = {
-        "math": {"answer": "4"},
         "data_source": {"data_source": "openai/gsm8k", "ground_truth": "4"},
         "code": {"tests": "assert f() == 4"},
         "codebleu": {"reference": "def f():\n    return 4\n"},
@@ -168,20 +166,19 @@ class _Here:
 
 @needs_math_verify
 @pytest.mark.reward_processes
-@pytest.mark.parametrize(
-    "last", ["It is \\boxed{5}<|end|>", "It is five.<|end|>", "<|end|>", "It is \\boxed{4}<|end|>"]
-)
-def test_an_answer_that_stands_in_a_result_alone_is_no_answer(tiny: Path, last: str) -> None:
+def test_an_answer_that_stands_in_a_result_alone_is_no_answer(tiny: Path) -> None:
     class Engine(Scripted):
         def __init__(self, packed: Any, tokenizer: PreTrainedTokenizerBase, ends: Any, options: Any) -> None:
-            super().__init__(tokenizer, [CALL, last])
+            super().__init__(tokenizer, [turn for last in lasts for turn in (CALL, last)])
 
+    lasts = ["It is \\boxed{5}.<|end|>", "Done.<|end|>", "<|end|>", "It is \\boxed{4}.<|end|>"]
     actor = verl.Actor(
         str(tiny), rollout=Engine, episode=ToolEpisode([lookup], max_turns=2), sampling={"max_new_tokens": 400}
     )
-    batch = actor.generate_sequences([{"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}])
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+    batch = verl.Batch.concat([actor.generate_sequences([row], key=str(number)) for number in range(4)])
     reward = verl.Reward("math", max_failure_rate=1.0)
     try:
-        assert reward.get_reward(batch)["reward"] == [float("boxed{4}" in last)]
+        assert reward.get_reward(batch)["reward"] == [0.0, 0.0, 0.0, 1.0]
     finally:
         reward.close()
