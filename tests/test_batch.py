@@ -1,4 +1,5 @@
 import pickle
+import time
 
 import pyarrow as pa
 import pytest
@@ -112,3 +113,20 @@ def test_slice_take_concat_agree_with_lists(rows: list[list[int]], data: st.Data
     assert Batch.concat([batch.slice(0, start), batch.slice(start)])["response_tokens"] == rows
     assert Batch.from_ipc(batch.slice(start).to_ipc())["response_tokens"] == rows[start:]
     assert batch.slice(start).tensor("response_tokens").tolist() == [t for r in rows[start:] for t in r]
+
+
+def seconds_of(columns: int) -> float:
+    """CPU seconds of what a step does with a batch of so many columns."""
+    rows = [{"id": str(row), "group": "a", **{f"c{i}": i for i in range(columns)}} for row in range(4)]
+    other = [{**row, **{f"c{i}": 0.5 for i in range(columns)}} for row in rows]
+    first, second = Batch.from_rows(rows), Batch.from_rows(other)
+    began = time.process_time()
+    joined = Batch.concat([first, second])
+    wide = joined.add({f"d{i}": [1] * 8 for i in range(columns)}).add(joined)
+    assert len(wide.select(wide.columns).columns) == 2 * columns + 2
+    return time.process_time() - began
+
+
+def test_many_columns_take_one_pass() -> None:
+    few, many = (min(seconds_of(count) for _ in range(3)) for count in (100, 800))
+    assert many < 25 * few  # eight times as many: 64 if each looked for its place among the others

@@ -169,13 +169,16 @@ class Batch:
         tables = [b.table for b in batches if len(b) or b.columns]
         if not tables:
             return cls(pa.table({}))
-        names = dict.fromkeys(name for table in tables for name in table.column_names)
-        for name in names.keys() - SCHEMA.keys() - WRITTEN:
-            having = [i for i, table in enumerate(tables) if name in table.column_names]
-            chunks = [tables[i].column(name) for i in having]
+        columns = [dict(zip(table.column_names, table.columns, strict=True)) for table in tables]
+        changed = set()
+        for name in {name for of in columns for name in of} - SCHEMA.keys() - WRITTEN:
+            having = [i for i, of in enumerate(columns) if name in of]
+            chunks = [columns[i][name] for i in having]
             for i, before, column in zip(having, chunks, unified(chunks), strict=True):
                 if column is not before:
-                    tables[i] = tables[i].set_column(tables[i].column_names.index(name), name, column)
+                    columns[i][name] = column
+                    changed.add(i)
+        tables = [pa.table(columns[i]) if i in changed else table for i, table in enumerate(tables)]
         try:
             return cls(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -247,16 +250,21 @@ class Batch:
             DataError: a column exists already, or the lengths differ.
         """
         if isinstance(columns, Batch):
-            columns = {name: columns.arrow(name) for name in columns.columns if name not in self}
-        table = self.table
+            table = columns.drop(self.columns).table
+            columns = dict(zip(table.column_names, map(_single, table.columns), strict=True))
+        own = {*self.columns}
+        size, arrays, fields = self.table.num_rows if own else None, self.table.columns, [*self.table.schema]
         for name, values in columns.items():
             array = _to_arrow(name, values)
-            if name in table.column_names:
+            if name in own:
                 raise DataError(f"column '{name}' is there already: columns are added, never overwritten")
-            if table.column_names and len(array) != table.num_rows:
-                raise DataError(f"column '{name}' has {len(array)} rows, the batch has {table.num_rows}")
-            table = table.append_column(name, array) if table.column_names else pa.table({name: array})
-        return Batch(table, base=self if len(self.columns) else None)
+            size = len(array) if size is None else size
+            if len(array) != size:
+                raise DataError(f"column '{name}' has {len(array)} rows, the batch has {size}")
+            arrays.append(array)
+            fields.append(pa.field(name, array.type))
+        table = pa.Table.from_arrays(arrays, schema=pa.schema(fields, self.table.schema.metadata))
+        return Batch(table, base=self if own else None)
 
     def changed(self, before: Batch) -> list[str]:
         """Columns of both batches that have other values here than in the same rows of `before`, whatever their types;
@@ -278,7 +286,8 @@ class Batch:
 
     @checked
     def select(self, names: Iterable[str]) -> Batch:
-        return Batch(self.table.select([name for name in names if name in self]))
+        own = {*self.columns}
+        return Batch(self.table.select([name for name in names if name in own]))
 
     @checked
     def drop(self, names: Iterable[str]) -> Batch:

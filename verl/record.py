@@ -61,6 +61,20 @@ Weights = Annotated[Mapping[str, NotNegative], Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 
 
+#: Samples of a step at most.
+MOST_AT_ONCE = 1_000_000
+
+
+def _at_once(value: int) -> int:
+    if value > MOST_AT_ONCE:
+        raise ValueError(f"must be at most {MOST_AT_ONCE:,}: all of them are held in memory at once")
+    return value
+
+
+#: Prompts of a step, or samples of a prompt.
+AtOnce = Annotated[int, Field(ge=1, lt=2**63), AfterValidator(_at_once)]
+
+
 def home(value: str) -> str:
     """A path with the home directory in the place of ~, as a shell puts it only where it begins a word."""
     return os.path.expanduser(value)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from verl.config import Config, build_config, commented_yaml, config_hash, describe, markdown, run_id
+from verl.config import Config, build_config, commented_yaml, config_hash, describe, load_config, markdown, run_id
 from verl.errors import ConfigError
+from verl.run.check import check_settings
 
 MODEL = {"actor_rollout_ref": {"model": {"path": "models/tiny"}}}
 
@@ -252,3 +253,23 @@ def test_a_critic_takes_the_actors_options_of_a_strategy_that_both_have():
         )
         options = found.critic.options(found.actor_rollout_ref.actor)
         assert (options.strategy, options.epochs, options.fsdp_config.fsdp_size) == (strategy, 3, size)
+
+
+@pytest.mark.parametrize("key", ["data.batch_size", "actor_rollout_ref.rollout.n", "trainer.eval_n"])
+def test_a_number_that_no_memory_holds_is_refused_with_its_reason(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: must be at most 1,000,000: all of them are held in memory at once"):
+        load_config(None, [f"{key}=1000000000", "actor_rollout_ref.model.path=x"])
+
+
+def test_a_step_that_no_memory_holds_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "reward.py").write_text("def score(responses):\n    return [1.0] * len(responses)\n")
+    config = load_config(
+        None,
+        [
+            f"data.train={tmp_path / 'train.jsonl'}", "data.batch_size=100000", "actor_rollout_ref.rollout.n=1000",
+            "actor_rollout_ref.model.path=x", f"reward.path={tmp_path / 'reward.py'}:score",
+        ],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="a step would have 100,000,000 rows"):
+        check_settings(config)

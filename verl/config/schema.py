@@ -22,6 +22,7 @@ from verl.errors import nearest
 from verl.models.options import Dtype, ModelOptions
 from verl.record import (
     AsTuple,
+    AtOnce,
     Count,
     FunctionPath,
     Natural,
@@ -189,7 +190,7 @@ class DataConfig(Record):
         "variables of the chat template, such as {enable_thinking: false}; those of a row take precedence",
         added=True,
     )
-    batch_size: Count = result(
+    batch_size: AtOnce = result(
         32, "prompts (of recorded data: groups, such as pairs) per step (also: rollout_batch_size)"
     )
     shuffle: bool = result(True, "a new order of the prompts each epoch")
@@ -363,7 +364,7 @@ class TrainerConfig(Record):
     eval_every: Count | None = output(
         None, "steps between evaluations (null: only before the first and after the last step)"
     )
-    eval_n: Count = output(1, "samples per held-out problem")
+    eval_n: AtOnce = output(1, "samples per held-out problem")
     eval_temperature: Temperature = output(0.0, "temperature of evaluation (0: greedy)")
     eval_top_p: Annotated[float, Field(gt=0, le=1)] | None = output(
         None, "probability mass that evaluation samples within (null: rollout.top_p)", added=True

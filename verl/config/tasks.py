@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from verl.record import AsTuple, Count, NotNegative, Record, result, wrong
+from verl.record import AsTuple, AtOnce, NotNegative, Record, result, wrong
 from verl.record import function_path as as_function
 
 
@@ -47,7 +47,7 @@ class TaskConfig(Record):
     loss_weight: NotNegative | None = result(
         None, "of its loss, where 1 is an equal weight for each task (null: its share)"
     )
-    n: Count | None = result(None, "samples a prompt (null: what suits the algorithm)")
+    n: AtOnce | None = result(None, "samples a prompt (null: what suits the algorithm)")
     sampling: dict[str, Any] = result({}, "how responses are drawn, where not as the actor does")
 
     def _check(self) -> None:

@@ -11,6 +11,7 @@ from verl.combinations import conflicts, named
 from verl.errors import nearest
 from verl.record import (
     ONLY_GPUS,
+    AtOnce,
     Count,
     FunctionPath,
     Natural,
@@ -59,7 +60,7 @@ class RolloutOptions(Record):
         "a class of TRL's form, whose public methods are tools, as FILE.py:CLASS; instead of episode",
         added=True,
     )
-    n: Count = result(8, "samples per prompt")
+    n: AtOnce = result(8, "samples per prompt")
     max_new_tokens: Count = result(128, "longest response, in tokens")
     min_new_tokens: Natural = result(0, "no end of sequence before this many tokens")
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = result(

@@ -17,6 +17,7 @@ from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
+from verl.record import MOST_AT_ONCE
 
 if TYPE_CHECKING:
     from verl.data.offline import OfflineDatasetLoader
@@ -88,6 +89,11 @@ def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int
         for name, rows in data.train.items()
     ]
     rows = ceil(config.data.batch_size * sum(each))
+    if rows > MOST_AT_ONCE:
+        raise ConfigError(
+            f"a step would have {rows:,} rows (data.batch_size times samples a prompt), and all are held in memory at "
+            f"once: lower data.batch_size or n to {MOST_AT_ONCE:,} rows at most"
+        )
     kinds = ", ".join(dict.fromkeys(getattr(rows, "kind", "prompts") for rows in data.train.values()))
     for key, update in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
         if (update.mini_batch_size or 0) > rows:

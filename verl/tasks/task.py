@@ -12,7 +12,7 @@ from verl.config.tasks import TaskName
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
 from verl.keywords import takes
-from verl.record import Count, NotNegative
+from verl.record import AtOnce, NotNegative
 from verl.rollout.base import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Task:
         *,
         reward: Any = None,
         cost: Any = None,
-        n: Count | None = None,
+        n: AtOnce | None = None,
         share: NotNegative = 1.0,
         loss_weight: NotNegative | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,

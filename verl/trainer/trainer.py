@@ -30,7 +30,7 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
-from verl.record import Count, Natural, Portion
+from verl.record import AtOnce, Count, Natural, Portion
 from verl.report.completions import completions
 from verl.report.metrics import Metric, MetricFn, add_metrics
 from verl.report.samples import kl_to_reference
@@ -137,7 +137,7 @@ class Trainer:
         *,
         algorithm: str | BaseAlgorithm | None = None,
         tasks: Sequence[Task] | None = None,
-        n: Count | None = None,
+        n: AtOnce | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
         held_out: HeldOut | None = None,
@@ -666,7 +666,7 @@ class Trainer:
         prompts: Any,
         metrics: Metrics = None,
         *,
-        n: Count = 1,
+        n: AtOnce = 1,
         temperature: Temperature = 0.0,
         top_p: Portion | None = None,
         top_k: Natural | None = None,
