@@ -252,11 +252,11 @@ class Batch:
         if isinstance(columns, Batch):
             table = columns.drop(self.columns).table
             columns = dict(zip(table.column_names, map(_single, table.columns), strict=True))
-        own = {*self.columns}
-        size, arrays, fields = self.table.num_rows if own else None, self.table.columns, [*self.table.schema]
+        there = {*self.columns}
+        size, arrays, fields = self.table.num_rows if there else None, self.table.columns, [*self.table.schema]
         for name, values in columns.items():
             array = _to_arrow(name, values)
-            if name in own:
+            if name in there:
                 raise DataError(f"column '{name}' is there already: columns are added, never overwritten")
             size = len(array) if size is None else size
             if len(array) != size:
@@ -264,7 +264,7 @@ class Batch:
             arrays.append(array)
             fields.append(pa.field(name, array.type))
         table = pa.Table.from_arrays(arrays, schema=pa.schema(fields, self.table.schema.metadata))
-        return Batch(table, base=self if own else None)
+        return Batch(table, base=self if there else None)
 
     def changed(self, before: Batch) -> list[str]:
         """Columns of both batches that have other values here than in the same rows of `before`, whatever their types;
@@ -286,8 +286,8 @@ class Batch:
 
     @checked
     def select(self, names: Iterable[str]) -> Batch:
-        own = {*self.columns}
-        return Batch(self.table.select([name for name in names if name in own]))
+        there = {*self.columns}
+        return Batch(self.table.select([name for name in names if name in there]))
 
     @checked
     def drop(self, names: Iterable[str]) -> Batch:
