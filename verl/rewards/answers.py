@@ -49,13 +49,13 @@ _SIGNS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\frac\s*(?:\{([^{}]*)\}|(\w))\s*(?:\{([^{}]*)\}|(\w))", r"\\frac{\1\2}{\3\4}"),
     (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-    (r"[(\[]?\s*\\begin\{(?:array|matrix)\}(?:\{[^{}]*\})?(.*?)\\end\{(?:array|matrix)\}\s*[)\]]?",
+    (r"(?:[(\[]\s*)?\\begin\{(?:array|matrix)\}(?:\{[^{}]*\})?(.*?)\\end\{(?:array|matrix)\}\s*[)\]]?",
      r"\\begin{pmatrix}\1\\end{pmatrix}"),
     (r"<=|\\leq(?:slant)?(?![a-z])", r"\\le "),
     (r">=|\\geq(?:slant)?(?![a-z])", r"\\ge "),
     (r"(?<!\d)!=|\\neq(?![a-z])", r"\\ne "),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-    (r"\s*\(?\\?p?mod(?![a-z])\s*\{?(\d+)\}?\)?", r" mod \1"),
+    (r" ?\(?\\?p?mod(?![a-z])\s*\{?(\d+)\}?\)?", r" mod \1"),
     # LaTeX for what is plain.
     (r"(?<![\w/.^])(\d+) (\d+)/(\d+)(?![\w/]|\.\d)", r"\1\\frac{\2}{\3}"),
     (r"(?:\u221a|(?<!\\)sqrt)\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]\b))", r"\\sqrt{\1\2}"),
@@ -82,7 +82,7 @@ _SIGNS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?i)«?\ball»? «?real(?:»? «?number)?s»?", r"\\mathbb{R}"),
     (r"(\\mathbb\{R\}),? (?:except|other than|but)(?: for)? (?:[a-z]\s*=\s*)?([^\s.]+)", r"\1 \\setminus \\{\2\\}"),
     (r"\bnot [^.,;]{1,30}?,? but (?:rather )?", ""),
-    (r"\bDNE\b|.*\bdoes(?: not|n't) exist\b.*", "does not exist"),
+    (r"(?m)\bDNE\b|^.*\bdoes(?: not|n't) exist\b.*", "does not exist"),
 )  # fmt: skip
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 #: Between two boxes that are parts of one answer, and a unit behind a box.
@@ -92,7 +92,7 @@ _BEHIND = re.compile(r"\$?\s*((?:\\?%|\^\{?\\circ\}?|°|\\(?:text|mathrm)\s*\{[^
 _MARK = re.compile(r"####[^\S\n]*([^\n]*)\n?")
 _HEADING = re.compile(r"(?i)(?:step\b|part\b|\d+[.)]\s).*|[^\d\\]*(?:answer|solution|result|conclusion|\s|:)[^\d\\]*")
 _SAYS = re.compile(
-    r"(?im)\banswers?\b(?:[^\n.:=]|\.\d)*?(?:\b(?:is|are)\b|[:=])[\s:]*(?=\S)|"
+    r"(?im)\banswers?\b(?:[^\n.:=]|\.\d){0,80}?(?:\b(?:is|are)\b|[:=])[\s:]*(?=\S)|"
     r"^[#*\s]*(?:the )?(?:final )?answer[#*\s:]*$"
 )
 _DENIES = re.compile(r"(?:\bnot|n't|\bnever)\b[^.,;:\n]*$")
@@ -138,12 +138,11 @@ def boxes(text: str) -> list[str]:
 
 def _spans(text: str) -> list[tuple[int, int]]:
     """Where each `\\boxed{` begins, and its closing brace."""
+    starts: list[int | None] = []  # of the braces that are open
     spans = []
-    for start in re.finditer(r"\\f?box(?:ed)?\s*\{", text):
-        depth, end = 1, start.end()
-        while depth and end < len(text):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        if not depth:
-            spans.append((start.start(), end - 1))
-    return spans
+    for match in re.finditer(r"(\\f?box(?:ed)?\s*)?\{|\}", text):
+        if match[0] != "}":
+            starts.append(match.start() if match[1] else None)
+        elif starts and (start := starts.pop()) is not None:
+            spans.append((start, match.start()))
+    return sorted(spans)

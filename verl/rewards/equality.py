@@ -12,7 +12,7 @@ from verl.rewards.values import Value, parse, read
 
 #: Commands with which a number is worked out, and those that ask for a value.
 _CLOSED = frozenset(["frac", "sqrt", "pi", "cdot", "times", "infty", "pm", "exp"])
-_ASKS = frozenset(["d", "int", "iint", "oint", "sum", "prod", "lim", "binom", "partial"])
+_ASKS = frozenset(["d", "int", "iint", "oint", "sum", "prod", "lim", "partial"])
 #: Units that sympy has under another name.
 _UNITS = {
     "mph": "mile/hour", "kmph": "km/hour", "kmh": "km/hour", "kph": "km/hour", "min": "minute", "sec": "second",
@@ -58,15 +58,14 @@ def is_same(gold: Value, answer: Value, unevaluated: bool = False) -> bool:
         if gold.content & answer.content and gold.content != answer.content:
             raise UnsureError("day and month may be in either order")
         return bool(gold.content == answer.content)
-    return len(kinds) == 1 and (
-        gold.content == answer.content or (kinds == {"relation"} and _verifies(gold.content, answer.content))
-    )
+    if kinds == {"relation"}:
+        return _verifies(gold.content, answer.content)
+    return len(kinds) == 1 and bool(gold.content == answer.content)
 
 
 def _is_same_choice(gold: Value, answer: Value, unevaluated: bool) -> bool:
     if gold.kind == answer.kind:
-        texts = {gold.text.casefold(), answer.text.casefold()} - {""}
-        if gold.content == answer.content and len(texts) > 1:
+        if gold.content == answer.content and len({gold.text.casefold(), answer.text.casefold(), ""}) > 2:
             raise UnsureError("one letter has two texts")
         return bool(gold.content == answer.content)
     option, other = (gold, answer) if gold.kind == "choice" else (answer, gold)
@@ -101,11 +100,8 @@ def _has_same_items(gold: Value, answer: Value, unevaluated: bool) -> bool:
         if all(dots) and len(items) != len(others) and all(is_same(*pair, unevaluated) for pair in pairs):
             raise UnsureError("a sequence goes on")
         forms = {"()"}
-    if (
-        len(items) != len(others)
-        or ("{}" in forms and forms - {"{}", ""})
-        or (len(items) == 2 and len(forms - {""}) > 1)
-    ):
+    is_pair_or_set = len(items) == 2 or "{}" in forms
+    if len(items) != len(others) or (is_pair_or_set and len(forms - {""}) > 1):
         return False
     names = [len({item.content[0] for item in part if item.kind == "named"}) for part in (items, others)]
     if forms - {"", "{}"} or (min(names) == 0 and max(names) > 1):
@@ -145,11 +141,8 @@ def _has_same_digits(gold: Value, answer: Value) -> bool:
 def _is_evaluated(gold: Value, answer: Value) -> bool:
     """Whether an answer is worked out as far as the row's: a number wants a number."""
     if gold.kind == "number" == answer.kind:
-        return (
-            answer.content.denominator > 1
-            or not re.search("/|frac", answer.text)
-            or bool(re.search("/|frac", gold.text))
-        )
+        is_quotient = answer.content.denominator == 1 and re.search("/|frac", answer.text)
+        return not is_quotient or bool(re.search("/|frac", gold.text))
     if gold.kind == "number":
         return answer.kind == "compound"
     texts = (value.text.replace(r"\arc", "\\").replace(r"\ln", r"\log") for value in (gold, answer))

@@ -8,63 +8,18 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 #: Words that belong to an expression, and words of a sentence that are as short as the names of variables.
-_MATHS = frozenset(["and", "or", "sqrt", "frac", "mod", "gcd", "lcm", "max", "min", "det"])
-_SHORT = frozenset(
-    [
-        "the",
-        "is",
-        "are",
-        "was",
-        "has",
-        "not",
-        "yes",
-        "no",
-        "so",
-        "we",
-        "he",
-        "she",
-        "it",
-        "its",
-        "at",
-        "by",
-        "an",
-        "as",
-        "be",
-        "if",
-        "of",
-        "on",
-        "to",
-        "in",
-        "for",
-        "per",
-        "all",
-        "you",
-        "who",
-        "am",
-        "pm",
-        "sq",
-    ]
+_MATHS = re.compile("and|or|sqrt|frac|mod|gcd|lcm|max|min|det")
+_SHORT = re.compile(
+    "the|is|are|was|has|not|yes|no|so|we|he|she|it|its|at|by|an|as|be|if|of|on|to|in|for|per|all|you|who|am|pm|sq|up|do|my|me|us"
 )
 _ONES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
 nineteen
 """
-_SPOKEN = {word: number for number, word in enumerate(_ONES.split())} | {
-    word: 10 * number
-    for number, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)
-}
+_TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety"
+_SPOKEN = {word: 10 * n for n, word in enumerate(_TENS.split())} | {word: n for n, word in enumerate(_ONES.split())}
 _TIMES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_PARTS = {
-    "half": 2,
-    "halve": 2,
-    "third": 3,
-    "quarter": 4,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "eighth": 8,
-    "tenth": 10,
-}
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8}
 _UNIT = (
     r"(?:[mµnkMG]?(?:m|g|s|l|L|W|J|N|V|A|Pa|Hz|eV|Wh)|[cd]m|hr?|min|sec|ft|in|yd|mi|lb|oz|mol|k?cal|[mk]ph|rpm|K)"
     r"(?:\^?\{?-?\d\}?)?"
@@ -83,23 +38,25 @@ _QUOTIENT = re.compile(
 _REPEATING = re.compile(r"(-?)(\d*)\.(?:(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?|(\d*?)(\d+?)\6+\.\.\.)")
 _GROUPS = re.compile(r"\(?\+?\d+(?:\.\d+)?\)?(?:(?:\s*(?:-|\bto\b)\s*|[. ])\(?\d+(?:\.\d+)?\)?)+")
 _RELATION = re.compile(r"<|>|\\(?:le|ge|ne|lt|gt)(?![a-z])")
+_SET = re.compile(r"\[.*\)|\(.*\]|.*\\(?:cup|cap|setminus|infty|mathbb)(?![a-z]).*")
 _EQUALS = re.compile(r"(?<![<>!\\:])=(?!=)|\\(?:approx|in)(?![a-z])")
 _NAME = re.compile(
-    r"\\?[A-Za-z]+'?(?:_\{?\w+\}?|\^\{-1\})?(?:\([^()]*\))?|\\?[a-z]+\s?[A-Z]{1,3}|\|[A-Z]{2}\||"
+    r"\\?[A-Za-z]+'?(?:_\{?\w+\}?|\^\{-1\})?(?:\([^()]*\))?|(?:\\[a-z]+\s*)+[A-Za-z]{0,3}|\|[A-Z]{2}\||"
     r"\([a-z](?:\s*,\s*[a-z])*\)|[abmnpqrs](?:\s*\+\s*[abmnpqrs])+"
 )
+_OPEN, _CLOSE = r"([(\[{]|\\langle|\\begin\b)", r"([)\]}]|\\rangle|\\end\b)"
 _BRACKETS = re.compile(r"[A-Z]?(\(|\[|\\?\{|\\langle)(.*?)(\)|\]|\\?\}|\\rangle)", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([a-z]?matrix)\}(.*?)(?:\\\\\s*)?\\end\{\1\}", re.DOTALL)
-_CLAUSE = re.compile(r"[,;:]?\s+(?:because|since|when|where|if|which|while|given|as|rather|instead|but|so)\b|, not\b|;")
+_CLAUSE = re.compile(
+    r"\s+\((?=[a-z]{3})|[,;:]?\s+(?:because|since|when|where|if|which|while|given|as|rather|instead|but|so)\b|, not\b|;"
+)
 _INTRODUCES = ("is", "are", "equals", "be", "was", "=", "exactly", "choose")
 #: Words with which a number is not the answer itself, and those that may begin with a capital before one.
 _NEGATES = re.compile(
     r"\b(?:not|never|neither|nor|cannot|without|least|most|than|between|under|over|above|below|nearly|almost|except|"
     r"wrong|incorrect|no way|doubt)\b|n't\b"
 )
-_STARTS = frozenset(
-    ["so", "thus", "hence", "therefore", "then", "exactly", "about", "only", "just", "total", "answer", "i"]
-)
+_STARTS = re.compile("so|thus|hence|therefore|then|exactly|about|only|just|total|answer|i")
 _MARKS = " .,;:!?*\"'()[]«»"
 
 
@@ -121,7 +78,7 @@ class Value(NamedTuple):
 def read(text: str) -> Value | None:
     """The value that a statement in `plain` spelling gives; None: it gives none, or several, or denies it."""
     text = re.sub(r"(?<=[a-z]{2})[.!?,;]+$|(?<!\.)[.?,;]$|(?<![\d.])\.+$", "", text.strip(' \t\n*_"')).strip()
-    if not text or len(text) > 4000:
+    if not text or len(text) > 1000:
         return None
     if re.match("(?i)(?:yes|no),", text):
         return read(text.partition(",")[0])
@@ -151,7 +108,7 @@ def _sentence(tokens: list[str], start: int, end: int) -> Value | None:
     if _NEGATES.search(re.split("[,;]", lead)[-1]) or _NEGATES.search(tail):
         return None
     before = tokens[start - 1].strip(_MARKS) if lead and lead[-1] not in ":=" else ""
-    if before[:1].isupper() and before.casefold() not in _STARTS:
+    if before[:1].isupper() and tokens[start] != "=" and not _STARTS.fullmatch(before.casefold()):
         return _label(tokens)
     start += tokens[start].casefold() in ("and", "or")
     value = _value(" ".join(tokens[start:end]))
@@ -174,13 +131,10 @@ def _is_prose(token: str, before: str) -> bool:
     if token.startswith("«") or (before[-1:].isdigit() and _MEASURE.fullmatch(token)):
         return True
     word = token.strip(_MARKS).casefold()
-    if not re.sub("[-']", "", word).isalpha() or word in _MATHS:
+    if not re.sub("[-']", "", word).isalpha() or _MATHS.fullmatch(word):
         return False
-    if not word.isascii():
-        return len(word) > 1
-    return (
-        len(word) > 3 or word in _SHORT or (len(word) == 3 and not token.isupper() and bool(re.search("[aeou]", word)))
-    )
+    is_foreign, is_spoken = not word.isascii() and len(word) > 1, len(word) == 3 and not token.isupper()
+    return bool(len(word) > 3 or is_foreign or _SHORT.fullmatch(word) or (is_spoken and re.search("[aeou]", word)))
 
 
 def _is_introduced(tokens: list[str], index: int) -> bool:
@@ -205,10 +159,8 @@ def _words(tokens: list[str]) -> Value | None:
     if spoken is None and len(parts := _split(" ".join(tokens))) > 1:
         items = [_words(part.split()) for part in parts]
         return None if None in items else Value("sequence", items, "", " ".join(tokens))
-    words = [
-        re.sub("(?<=...)s$", "", word) for token in tokens if (word := _word(token)) and word not in ("the", "a", "an")
-    ]
-    return spoken or (Value("words", " ".join(words)) if words else None)
+    words = [re.sub("(?<=...)s$|^(?:the|an?)$", "", _word(token)) for token in tokens]
+    return spoken or (Value("words", " ".join(filter(None, words))) if any(words) else None)
 
 
 def _spoken(words: list[str]) -> Value | None:
@@ -285,9 +237,7 @@ def _split(text: str) -> list[str]:
     """The items of a list, split where no bracket is open."""
     comma = r",(?!\d{3}(?!\d))" if re.search(r",\s", text) else ","
     parts, depth, start = [], 0, 0
-    for match in re.finditer(
-        rf"([(\[{{]|\\langle|\\begin\b)|([)\]}}]|\\rangle|\\end\b)|{comma}|;|(?<![\w\\])(?:and|or)\b", text
-    ):
+    for match in re.finditer(rf"{_OPEN}|{_CLOSE}|{comma}|;|(?<![\w\\])(?:and|or)\b", text):
         depth += bool(match[1]) - bool(match[2])
         if not (match[1] or match[2] or depth):
             parts.append(text[start : match.start()])
@@ -322,10 +272,7 @@ def _region(text: str) -> Value | None:
     """A set of numbers, given by inequalities or as intervals; or a relation of several variables."""
     text = re.sub(r"^\\?\{.*?(?::|\\mid(?![a-z])|\|)(.*?)\\?\}$", r"\1", text).strip()
     if not _RELATION.search(text):
-        is_set = re.fullmatch(r"\[.*\)|\(.*\]", text) or re.search(
-            r"\\(?:cup|cap|setminus|infty|mathbb)(?![a-z])", text
-        )
-        return _expression(text) if is_set and not _EQUALS.search(text) else None
+        return _expression(text) if _SET.fullmatch(text) and not _EQUALS.search(text) else None
     from sympy import Intersection, Union
 
     relations = [parse(part) for part in _split(text)]
@@ -335,11 +282,8 @@ def _region(text: str) -> Value | None:
     if len(names) == 1:
         join = Union if re.search(r"\bor\b", text) else Intersection
         return Value("region", join(*(relation.as_set() for relation in relations)), names.pop(), text)
-    return (
-        Value("relation", relations[0], text=text)
-        if names and len(relations) == 1
-        else Value("words", re.sub(r"\s", "", text))
-    )
+    is_relation = names and len(relations) == 1
+    return Value("relation", relations[0], text=text) if is_relation else Value("words", re.sub(r"\s", "", text))
 
 
 def _equation(text: str) -> Value | None:
