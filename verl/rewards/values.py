@@ -32,11 +32,13 @@ _DECIMAL = re.compile(
     r"([-+]?)\s*((?:\d{1,3}([, ])\d{3}(?:\3\d{3})*|\d+)(?:\.\d*)?|\.\d+|(?=10\s*\^))(?:st|nd|rd|th)?"
     r"(?:(?:\s*(?:\\times|\\cdot|[*x])\s*)?10\s*\^\s*\{?([-+]?\d{1,4})\}?|[eE]([-+]?\d{1,4}))?"
 )
+_MARKS = " .,;:!?*\"'()[]«»"
 _QUOTIENT = re.compile(
     r"([-+]?)\s*(?:(\d*)\s*\\frac\{\s*(-?[\d.,]+)\s*\}\{\s*(-?[\d.,]+)\s*\}|(\d[\d,.]*)\s*/\s*(\d[\d,.]*))"
 )
 _REPEATING = re.compile(r"(-?)(\d*)\.(?:(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?|(\d*?)(\d+?)\6+\.\.\.)")
 _GROUPS = re.compile(r"\(?\+?\d+(?:\.\d+)?\)?(?:(?:\s*(?:-|\bto\b)\s*|[. ])\(?\d+(?:\.\d+)?\)?)+")
+_INTRODUCES = ("is", "are", "equals", "be", "was", "=", "exactly", "choose")
 _RELATION = re.compile(r"<|>|\\(?:le|ge|ne|lt|gt)(?![a-z])")
 _SET = re.compile(r"\[.*\)|\(.*\]|.*\\(?:cup|cap|setminus|infty|mathbb)(?![a-z]).*")
 _EQUALS = re.compile(r"(?<![<>!\\:])=(?!=)|\\(?:approx|in)(?![a-z])")
@@ -50,14 +52,12 @@ _MATRIX = re.compile(r"\\begin\{([a-z]?matrix)\}(.*?)(?:\\\\\s*)?\\end\{\1\}", r
 _CLAUSE = re.compile(
     r"\s+\((?=[a-z]{3})|[,;:]?\s+(?:because|since|when|where|if|which|while|given|as|rather|instead|but|so)\b|, not\b|;"
 )
-_INTRODUCES = ("is", "are", "equals", "be", "was", "=", "exactly", "choose")
 #: Words with which a number is not the answer itself, and those that may begin with a capital before one.
 _NEGATES = re.compile(
     r"\b(?:not|never|neither|nor|cannot|without|least|most|than|between|under|over|above|below|nearly|almost|except|"
     r"wrong|incorrect|no way|doubt)\b|n't\b"
 )
 _STARTS = re.compile("so|thus|hence|therefore|then|exactly|about|only|just|total|answer|i")
-_MARKS = " .,;:!?*\"'()[]«»"
 
 
 class Value(NamedTuple):
