@@ -249,6 +249,35 @@ def test_agents_that_never_answer_a_tool_call() -> None:
     assert done[16].error is None
 
 
+def test_a_synchronous_client_in_an_async_agent_is_answered_and_its_line_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def agent(base_url: str, api_key: str, row: Any) -> float:
+        with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+            assert client.post(f"{base_url}/chat/completions", json={"messages": HELLO}).status_code == 200
+        if not row["number"]:
+            time.sleep(2.0)
+        return 1.0
+
+    done = play(agent, 3, deadline=20.0)
+    assert [outcome.error for outcome in done] == [None] * 3
+    (said,) = [text for text in caplog.messages if "has held its event loop for 1 s" in text]
+    assert f"{__file__} line" in said and "in agent" in said and "an async client" in said
+
+
+def test_an_async_agent_that_blocks_is_late_by_its_line_and_the_others_are_trained() -> None:
+    async def agent(base_url: str, api_key: str, row: Any) -> float:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+            assert (await client.post(f"{base_url}/chat/completions", json={"messages": HELLO})).status_code == 200
+        if not row["number"]:
+            time.sleep(8.0)
+        return 1.0
+
+    late, *others = play(agent, 3, deadline=2.0)
+    assert "twice: the agent took longer than 2 s (it was at" in str(late.error) and "in agent" in str(late.error)
+    assert [outcome.error for outcome in others] == [None] * 2
+
+
 def test_functions_that_never_return_end_the_run_by_name() -> None:
     stop = threading.Event()
 

@@ -29,7 +29,7 @@ from verl.batch import Batch
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import run_episodes
-from verl.rollout.gateway import server
+from verl.rollout.gateway import server, session
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Conversations
 from verl.rollout.rows import episode_rows
@@ -645,6 +645,33 @@ def test_functions_that_never_return_are_left_behind_up_to_a_number(monkeypatch:
     finally:
         stop.set()
     assert server._listeners == {}
+
+
+def test_a_grammar_is_made_and_read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compilation takes 0.25 s and more, and one event loop serves all episodes."""
+    pytest.importorskip("xgrammar")
+    threads = set[str]()
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.add(f"{function.__name__} {threading.current_thread() is threading.main_thread()}")
+            return function(*args)
+
+        return call
+
+    for name in ("grammar_of", "only_choices"):
+        monkeypatch.setattr(session, name, noted(getattr(session, name)))
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+
+    async def agent(base_url: str, api_key: str, row: Any) -> float:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+            body = {"messages": [{"role": "user", "content": "a"}], "response_format": schema}
+            assert (await client.post(f"{base_url}/chat/completions", json=body)).status_code == 200
+        return 1.0
+
+    run = Run(agent, ["{}<|im_end|>"])
+    assert run.outcome.error is None
+    assert threads == {"grammar_of False", "only_choices False"}
 
 
 def test_no_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import resource
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
 
 import httpx
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import verl
@@ -18,8 +23,9 @@ from verl.errors import ConfigError, RolloutError
 from verl.http_servers import _MAX_BYTES, NoServerError, Server, ServerPool, _most_bytes
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
-from verl.rollout.remote import ServerEngine
+from verl.rollout.remote import RemoteEngine, ServerEngine
 from verl.rollout.vllm.engine import sampling_arguments
+from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -307,6 +313,43 @@ def test_a_server_that_hangs_costs_twice_the_timeout_at_most(serve: Callable[...
     with pytest.raises(NoServerError, match="TimeoutError"):
         list(generate(remote, requests(1, 1)))
     assert time.monotonic() - start < 15
+
+
+class Hanging(RemoteEngine):
+    """An engine whose loop runs, and never answers."""
+
+    deadline = 0.2
+
+    def __init__(self) -> None:
+        super().__init__(None, eos_token_ids=[0], seed=0)
+        self.loop = asyncio.new_event_loop()
+        self.cancelled = threading.Event()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.cancelled.set()
+        return []
+
+    async def _update(self, update: dict[str, Any], weights: list[Shard]) -> None:
+        await asyncio.sleep(60)
+
+
+def test_scores_and_weights_are_waited_for_up_to_a_deadline() -> None:
+    engine = Hanging()
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match=r"did not score a response within 0\.2 s"):
+        engine.score([1], [2])
+    assert engine.cancelled.wait(5)
+    with pytest.raises(RolloutError, match=r"did not take the weights within 0\.2 s"):
+        engine.load_shards([Shard("w", (1,), (0,), torch.zeros(1))], 1)
+    assert time.monotonic() - began < 5 and engine.policy_version == 0
+    engine.loop.call_soon_threadsafe(engine.loop.stop)
 
 
 def test_addresses_are_checked() -> None:

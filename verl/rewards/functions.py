@@ -68,7 +68,7 @@ class FunctionReward:
         process: call the function in one process of its own, for the whole run. It is forked at the first call: what it
             changes in objects of the script is not seen there. False (as an attribute of the function may say), or for
             functions that reach a model or a tensor: a thread of this process calls it, and if it holds the interpreter
-            8 s longer than `timeout` (a regular expression, a huge power), this process ends by name.
+            longer than `timeout` (a regular expression, a huge power), this process ends by name.
 
     Raises:
         ConfigError: the function has no known signature, or an option is invalid.

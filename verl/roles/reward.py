@@ -52,7 +52,7 @@ class Reward:
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
             (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA), `whole_batch` (a
             function is called once on all samples of a step, not on those of each prompt as they are finished),
-            `process` (False: a function is called in this process, and ends it if it holds the interpreter).
+            `process` (False: a function is called in this process, which ends if it holds the interpreter).
 
     A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, with an
     `abstain_reason`. So does one whose response was aborted or rejected, which is not scored.
