@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from verl import watchdog
 from verl.user_code import NOT_THE_USERS, line_of
@@ -75,7 +75,7 @@ class _Watch:
         self._lock = threading.Lock()
         self._signals = -1
         self._process: subprocess.Popen[bytes] | None = None
-        self._files: list[Any] = []
+        self._files: tuple[IO[bytes], ...] = ()
         self._blocking: set[tuple[str, str | None]] = set()
 
     def begin(self, what: str, seconds: float, is_step: bool) -> _Call:
@@ -86,7 +86,7 @@ class _Watch:
         call = _Call(what, is_step, row)
         if row is not None:
             until, name = call.began + seconds, what.encode(errors="replace")
-            numbers = threading.get_native_id(), call.thread
+            numbers = call.began, threading.get_native_id(), call.thread
             watchdog.CALL.pack_into(table, row * watchdog.CALL.size, until, *numbers, name)
         self._calls.add(call)
         return call
@@ -94,37 +94,39 @@ class _Watch:
     def end(self, call: _Call) -> None:
         self._calls.discard(call)
         if call.row is not None and self._table is not None:
-            watchdog.CALL.pack_into(self._table, call.row * watchdog.CALL.size, 0.0, 0, 0, b"")
+            watchdog.CALL.pack_into(self._table, call.row * watchdog.CALL.size, 0.0, 0.0, 0, 0, b"")
             self._free.append(call.row)
 
     def _start(self) -> mmap.mmap:
         with self._lock:
-            if self._table is not None:
-                return self._table
-            file, stacks = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
-            file.truncate(watchdog.SIZE)
-            table, self._files = mmap.mmap(file.fileno(), watchdog.SIZE), [file, stacks]
-            if os.name == "posix":
-                reads, self._signals = os.pipe()
-                os.set_blocking(self._signals, False)
-                faulthandler.register(watchdog.DUMP, stacks)
-                fds = (file.fileno(), reads, stacks.fileno())
-                command = [sys.executable, "-I", "-S", watchdog.__file__, *map(str, (os.getpid(), *fds))]
-                self._process = subprocess.Popen(
-                    [*command, *NOT_THE_USERS],
-                    pass_fds=fds,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-                os.close(reads)
-            threading.Thread(target=self._beat, args=(table,), name="verl-user-calls", daemon=True).start()
-            self._table = table
-            return table
+            if self._table is None:
+                file = _memory()
+                file.truncate(watchdog.SIZE)
+                table = mmap.mmap(file.fileno(), watchdog.SIZE)
+                if os.name == "posix":
+                    self._watch_outside(file, _memory())
+                threading.Thread(target=self._beat, args=(table,), name="verl-user-calls", daemon=True).start()
+                self._table = table
+            return self._table
+
+    def _watch_outside(self, *files: IO[bytes]) -> None:
+        self._files = files  # open as long as the process lives
+        reads, self._signals = os.pipe()
+        os.set_blocking(self._signals, False)
+        faulthandler.register(watchdog.DUMP, files[1])
+        fds = (files[0].fileno(), reads, files[1].fileno())
+        command = [sys.executable, "-I", "-S", watchdog.__file__, *map(str, (os.getpid(), *fds)), *NOT_THE_USERS]
+        null = subprocess.DEVNULL
+        try:
+            self._process = subprocess.Popen(command, pass_fds=fds, stdin=null, stdout=null, start_new_session=True)
+        except OSError as error:
+            logger.warning("what holds the interpreter beyond its deadline cannot be ended: %s", error)
+        finally:
+            os.close(reads)
 
     def _beat(self, table: mmap.mmap) -> None:
         while True:
-            watchdog.HEAD.pack_into(table, 0, time.monotonic(), 0)
+            watchdog.BEAT.pack_into(table, 0, time.monotonic())
             for call in list(self._calls):
                 if call.is_step and time.monotonic() - call.began > BLOCKS:
                     self._name_blocking(call)
@@ -162,11 +164,15 @@ class _Watch:
     def leave(self) -> None:
         """The watchdog sees nothing of this process any more."""
         with suppress(ValueError):  # another thread than the main one
-            if signal.set_wakeup_fd(-1) not in (-1, self._signals):
-                logger.debug("another library hears signals")
+            signal.set_wakeup_fd(-1)
         with suppress(OSError):
             os.close(self._signals)
         self._signals, self._table = -1, None
+
+
+def _memory() -> IO[bytes]:
+    """A file that has no disk to wait for, where the system has such."""
+    return open(os.memfd_create("verl"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 _watch = _Watch()
@@ -318,6 +324,7 @@ class UserCode:
     def __init__(self, what: str) -> None:
         self.what = what
         self._running: list[Running[Any]] = []
+        self._blocks = False
 
     async def call(self, seconds: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The result of a function, plain or async.
@@ -328,7 +335,7 @@ class UserCode:
             Exception: its own; a RuntimeError if it exits.
         """
         if is_async(function):
-            return await _on_user_loop(self.what, seconds, partial(function, *args, **kwargs))
+            return await self._await(seconds, partial(function, *args, **kwargs))
         running = self.begin(seconds, _without_stop, function, *args, **kwargs)
         done = asyncio.wrap_future(running.future)
         try:
@@ -338,8 +345,31 @@ class UserCode:
         if running.is_left:
             raise running.late()
         if inspect.isawaitable(result := done.result()):  # of a plain function around an async one
-            return await _on_user_loop(self.what, seconds, lambda: _awaited(result))
+            return await self._await(seconds, lambda: _awaited(result))
         return result
+
+    async def _await(self, seconds: float, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The result of an async function; its time begins when its loop gets to it. All share one loop; where a
+        function has blocked it, each further call of it has its own."""
+        while True:
+            host = _Loop() if self._blocks else _shared_loop()
+            work = _Work(host, self.what, seconds, function)
+            try:
+                while not (work.done.done() or host.is_lost):
+                    left = watchdog.TICK if work.until is None else work.until - time.monotonic()
+                    if left <= 0:
+                        break
+                    await asyncio.wait({work.done}, timeout=min(left, watchdog.TICK))
+                if work.done.done():
+                    return work.done.result()
+                if work.until is not None:
+                    raise _late(host.thread)
+            finally:
+                if not work.done.done():
+                    await work.end()
+                self._blocks |= host.is_lost
+                if host is not _shared:
+                    host.loop.call_soon_threadsafe(host.loop.stop)
 
     def run(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """The same of a plain function, for synchronous code."""
@@ -366,6 +396,16 @@ def _late(thread: threading.Thread) -> LateError:
     return LateError(f"it was at {where}" if where else "")
 
 
+_shared: _Loop | None = None
+
+
+def _shared_loop() -> _Loop:
+    global _shared
+    if _shared is None or _shared.is_lost:
+        _shared = _Loop()
+    return _shared
+
+
 async def _awaited(work: Awaitable[T]) -> T:
     return await work
 
@@ -374,12 +414,9 @@ class _Loop:
     """An event loop in a thread of its own, for async functions of the user's."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop, self.is_lost = asyncio.new_event_loop(), False
         self.thread = threading.Thread(target=self.loop.run_forever, name="verl-user-loop", daemon=True)
         self.thread.start()
-
-
-_loops: list[_Loop] = []
 
 
 class _Work:
@@ -402,37 +439,14 @@ class _Work:
         except asyncio.CancelledError:
             raise RuntimeError("it cancelled itself") from None
 
-    async def cancel(self) -> None:
+    async def end(self) -> None:
         """Give it a moment to close what it has open. A loop that does not move in that time serves no other call."""
-        moved = asyncio.Event()
-        here = asyncio.get_running_loop()
+        moved: Future[None] = Future()
         if self._task is not None:
             self.host.loop.call_soon_threadsafe(self._task.cancel)
-        self.host.loop.call_soon_threadsafe(here.call_soon_threadsafe, moved.set)
+        self.host.loop.call_soon_threadsafe(moved.set_result, None)
         await asyncio.wait({self.done}, timeout=_GRACE)
-        if not moved.is_set() and self.host in _loops:
-            _loops.remove(self.host)
-
-
-async def _on_user_loop(what: str, seconds: float, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """The result of an async function; its time begins when its loop gets to it."""
-    while True:
-        host = next(iter(_loops), None) or _Loop()
-        _loops[:] = [host]
-        work = _Work(host, what, seconds, function)
-        try:
-            while not work.done.done():
-                left = watchdog.TICK if work.until is None else work.until - time.monotonic()
-                if work.until is not None and (left <= 0 or host not in _loops):
-                    raise _late(host.thread)
-                if host not in _loops:  # blocked, before it got to this
-                    break
-                await asyncio.wait({work.done}, timeout=min(left, watchdog.TICK))
-            else:
-                return work.done.result()
-        finally:
-            if not work.done.done():
-                await work.cancel()
+        self.host.is_lost |= not moved.done()
 
 
 def _watched_steps(work: Coroutine[Any, Any, T], what: str, until: float) -> Awaitable[T]:
@@ -464,10 +478,9 @@ def in_steps(work: Coroutine[Any, Any, T], step: Callable[[], AbstractContextMan
 
 def _after_fork() -> None:
     """A forked process has none of these threads, and a watchdog of its own."""
-    global _watch
+    global _watch, _shared
     _watch.leave()
-    _watch = _Watch()
-    _loops.clear()
+    _watch, _shared = _Watch(), None
 
 
 if hasattr(os, "register_at_fork"):

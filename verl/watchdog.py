@@ -26,11 +26,12 @@ TICK = 0.5
 #: after which a late call is ended whichever thread is busy.
 HELD, GRACE, LONG = 3.0, 5.0, 60.0
 #: The table that both have in memory begins with the time of the last sign of life, and whether the process ends as it
-#: should. A call: its deadline (0: there is none in this row), the thread for the system and for Python, its name.
-HEAD, CALL, CALLS = struct.Struct("<dQ"), struct.Struct("<dQQ104s"), 1024
+#: should. Then come calls: the deadline (0: there is none in this row), when it began, its thread for the system and
+#: for Python, its name.
+BEAT, HEAD, CALL, CALLS = struct.Struct("<d"), struct.Struct("<dQ"), struct.Struct("<ddQQ96s"), 1024
 SIZE = CALL.size * (1 + CALLS)
 #: Has the other process write the stacks of all threads, which takes no interpreter.
-DUMP = getattr(signal, "SIGRTMAX", 64) - 3
+DUMP = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGUSR2", 0)
 _HINT = "The same command goes on from the last checkpoint"
 
 
@@ -88,11 +89,14 @@ class Watchdog:
         return {thread: int(of[11]) + int(of[12]) for thread, of in fields.items() if len(of) > 12}
 
     def calls(self) -> list[tuple[float, int, int, str]]:
-        """What is under way, the earliest deadline first, one call a thread: the innermost."""
-        entries = CALL.iter_unpack(self.table[CALL.size :])
-        calls = sorted(entry for entry in entries if entry[0])
-        first = {thread: (until, thread, ident, name) for until, thread, ident, name in reversed(calls)}
-        return [(*call[:3], call[3].rstrip(b"\0").decode(errors="replace")) for call in sorted(first.values())]
+        """What is under way, the latest that began first. Of each thread only the innermost, which is late as soon as one
+        around it is."""
+        entries = [entry for entry in CALL.iter_unpack(self.table[CALL.size :]) if entry[0]]
+        calls: dict[int, tuple[float, int, int, str]] = {}
+        for until, _, thread, ident, name in sorted(entries, key=lambda entry: -entry[1]):
+            inner = calls.get(thread, (until, thread, ident, name.rstrip(b"\0").decode(errors="replace")))
+            calls[thread] = (min(until, inner[0]), *inner[1:])
+        return [*calls.values()]
 
     def judge(self, calls: list[tuple[float, int, int, str]]) -> None:
         """End the process if a call holds the interpreter beyond its deadline, or while it was asked to end."""

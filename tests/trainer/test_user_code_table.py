@@ -52,10 +52,10 @@ WRONG = {{
 
 
 def reward(texts):
-    return fault("reward", [float(sum(map(ord, text)) % 97) for text in texts])
+    return fault("reward", [float(n) for n, _ in enumerate(texts)])
 
 def reward_here(texts):
-    return fault("reward_here", [float(sum(map(ord, text)) % 97) for text in texts])
+    return fault("reward_here", [float(n) for n, _ in enumerate(texts)])
 
 def cost(texts):
     return fault("cost", [1.0 for _ in texts])
@@ -106,7 +106,7 @@ def agent(base_url, api_key, row):
     request = urllib.request.Request(f"{{base_url}}/chat/completions", body,
                                      {{"Authorization": f"Bearer {{api_key}}", "Content-Type": "application/json"}})
     urllib.request.urlopen(request).read()
-    return fault("agent", 1.0)
+    return fault("agent", time.time() % 1)
 
 class Mine(type(make_algorithm("grpo"))):
     def compute_loss(self, batch):
@@ -130,7 +130,7 @@ if place in ("episode", "tool"):
     episode.deadline = DEADLINE
     actor_options["episode"] = episode
 if place == "agent":
-    actor_options["episode"] = verl.Gateway(agent, deadline=DEADLINE, max_left_out=1.0)
+    actor_options["episode"] = verl.Gateway(agent, deadline=DEADLINE, max_left_out=1.0, chat_template="hermes")
 if place == "environment":
     actor_options["episode"] = verl.EnvironmentEpisode(Environment, deadline=DEADLINE)
 actor = verl.Actor(model, sampling={{"max_new_tokens": 4}}, seed=0, **actor_options)

@@ -82,11 +82,11 @@ class Metric:
             raise DataError(f"metric '{self.name}' returned {len(value)} values for {rows} samples")
         try:
             return (mean(value), list(value)) if is_list else (float(value), None)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError):
             raise DataError(
                 f"metric '{self.name}' returned {shown(value)}: give one number for all samples, or a list of one "
                 "number (or None) for each"
-            ) from error
+            ) from None
 
 
 def takes_batch(function: MetricFn) -> bool:
