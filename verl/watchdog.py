@@ -89,7 +89,7 @@ class Watchdog:
         return {thread: int(of[11]) + int(of[12]) for thread, of in fields.items() if len(of) > 12}
 
     def calls(self) -> list[tuple[float, int, int, str]]:
-        """What is under way, the latest that began first. Of each thread the innermost: it is late as soon as one of its
+        """What is under way, the latest that began first. Of each thread the innermost: late as soon as one of its
         calls is."""
         entries = [entry for entry in CALL.iter_unpack(self.table[CALL.size :]) if entry[0]]
         calls: dict[int, tuple[float, int, int, str]] = {}
