@@ -307,3 +307,27 @@ def test_trials_are_ranked_and_their_runs_are_on_one_page(recipe: Path) -> None:
     assert [line[1] for line in rows(search, study)] == ["0.003", "0.001", "0.004", "0.002"]
     assert page is not None
     assert all(f"lr={value}" in page.read_text() for value in ("0.001", "0.003", "0.004"))
+
+
+def test_values_that_were_tried_are_answered_from_their_run(recipe: Path) -> None:
+    search = search_of(recipe, "actor_rollout_ref.rollout.n=2..100", trials=3)
+    search.out.mkdir()
+    study = studies._open(search)
+    key = "actor_rollout_ref.rollout.n"
+    for number, (n, state, value) in enumerate(((4, "FAIL", None), (4, "COMPLETE", 0.5), (5, "COMPLETE", 0.25))):
+        run = search.out / "runs" / f"trial-{number:03d}"
+        study.add_trial(
+            create_trial(
+                state=TrialState[state], value=value, params={key: n}, distributions=search.space,
+                user_attrs={"run": run.name},
+            )
+        )  # fmt: skip
+        metrics(run, [value])
+    study.enqueue_trial({key: 4})
+    studies._run(study, study.ask(), search)
+    again = study.trials[3]
+    assert (again.value, again.user_attrs) == (0.5, {"run": "trial-001", "as": 1})
+    assert not (search.out / "trial-003.log").exists(), "nothing was run"
+    assert [row[0] for row in rows(search, study)] == ["1", "2", "0"], "and nothing is shown twice"
+    page = write_results(search, study)[1]
+    assert page is not None and "trial-001" in page.read_text()

@@ -93,6 +93,8 @@ def _say(trial: FrozenTrial, metric: str) -> None:
 
     values = " ".join(f"{key}={short(value)}" for key, value in trial.params.items())
     state, reason = STATES[trial.state.name], trial.user_attrs.get("reason")
+    if (same := trial.user_attrs.get("as")) is not None:
+        reason = f"{metric} {shown(trial)}, as trial {same}: the same values"
     outcome = f"{'' if state == 'finished' else f'{state}: '}{reason or f'{metric} {shown(trial)}'}"
     typer.secho(f"trial {trial.number}: {values}  {outcome}", fg="red" if state == "failed" else None)
 

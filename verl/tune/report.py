@@ -27,8 +27,8 @@ def write_results(search: Search, study: Study) -> tuple[Path | None, Path | Non
         settings = search.out / "best.yaml"
         origin = f"# {best.user_attrs['run']}: {search.metric} {shown(best)}\n"
         write_atomic(settings, origin + to_yaml(search.settings({k: str(v) for k, v in best.params.items()})))
-    runs = [search.out / "runs" / str(trial.user_attrs.get("run", "")) for trial in ended(study)]
-    if runs := [run for run in runs if curves_of(run)]:
+    names = dict.fromkeys(str(trial.user_attrs.get("run", "")) for trial in ended(study))
+    if runs := [run for name in names if curves_of(run := search.out / "runs" / name)]:
         page = write_comparison(runs, search.out / "report.html")
     return settings, page
 
@@ -37,7 +37,8 @@ def rows(search: Search, study: Study) -> list[tuple[str, ...]]:
     """A line a trial, the best first: number, searched values, value of the metric, what became of it."""
     sign = -1 if search.direction == "maximize" else 1
     ranks = [*STATES]
-    ordered = sorted(ended(study), key=lambda t: (ranks.index(t.state.name), sign * (t.value or 0.0), t.number))
+    trials = [trial for trial in ended(study) if "as" not in trial.user_attrs]
+    ordered = sorted(trials, key=lambda t: (ranks.index(t.state.name), sign * (t.value or 0.0), t.number))
     return [(str(t.number), *map(short, t.params.values()), shown(t), STATES[t.state.name]) for t in ordered]
 
 

@@ -96,7 +96,8 @@ def name_of(number: int) -> str:
 def tune(search: Search) -> Iterator[Study]:
     """Run what is missing of a study; yields it at first and whenever one more trial has ended.
 
-    A trial's attribute `run` is the name of its run, `reason` why it failed.
+    A trial's attribute `run` is the name of its run, `reason` why it failed, `as` the number of the trial that had its
+    values before, whose value it has without a run.
 
     Raises:
         ConfigError: the directory holds another study, or another process works on it; Optuna is not installed.
@@ -176,6 +177,11 @@ def _run(study: Study, trial: Trial, search: Search) -> None:
     from optuna.trial import TrialState
 
     values = {key: suggest(trial, key, distribution) for key, distribution in search.space.items()}
+    if (same := _tried(study, trial)) is not None:  # which would train the same again: it has the same seed
+        trial.set_user_attr("run", same.user_attrs["run"])
+        trial.set_user_attr("as", same.number)
+        study.tell(trial, same.value)
+        return
     try:
         command, run = search.command(trial.number, values)
         trial.set_user_attr("run", run.name)
@@ -191,6 +197,12 @@ def _run(study: Study, trial: Trial, search: Search) -> None:
         study.tell(trial, state=TrialState.FAIL)
         if isinstance(error, UnknownMetricError) and best_of(study) is None:
             raise VerlError(f"trial {trial.number}: {error}; begin again with another --out") from None
+
+
+def _tried(study: Study, trial: Trial) -> FrozenTrial | None:
+    """The first trial that finished with the values of this one."""
+    finished = (other for other in ended(study) if other.state.name == "COMPLETE" and "run" in other.user_attrs)
+    return next((other for other in finished if other.params == trial.params), None)
 
 
 def _pruning(study: Study, trial: Trial, run: Path, search: Search) -> Callable[[], bool]:
