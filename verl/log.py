@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from verl.durable import LineFile
-from verl.errors import ConfigError, nearest
+from verl.names import check_known
 from verl.ranks import is_driver, torchrun_ranks, who
 from verl.user_code import DETAIL
 from verl.visible import visible
@@ -25,8 +25,7 @@ def setup_logging(log_file: str | Path | None = None) -> None:
         ConfigError: `LOG_LEVEL` is no level.
     """
     level = os.environ.get("LOG_LEVEL", "INFO").upper()
-    if level not in _LEVELS:
-        raise ConfigError(f"LOG_LEVEL is '{level}': {nearest(level, _LEVELS)}")
+    check_known("LOG_LEVEL is", [level], _LEVELS)
     root = logging.getLogger("verl")
     for handler in [h for h in root.handlers if getattr(h, "of_verl", False)]:
         root.removeHandler(handler)

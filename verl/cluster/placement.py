@@ -247,8 +247,7 @@ def _check_count(count: int, what: str) -> None:
 
 
 def _kind(name: str, written: str | Device) -> str:
-    if name not in _KINDS:
-        raise ConfigError(f"placement: '{written}': there is no kind of device '{name}': {nearest(name, _KINDS)}")
+    check_known(f"placement: '{written}': there is no kind of device", [name], _KINDS)
     return _KINDS[name]
 
 

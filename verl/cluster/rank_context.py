@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, nearest
+from verl.names import check_known
 from verl.weights.layout import Mesh
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,7 @@ def dispatch(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "fi
 
     def declare(method: F) -> F:
         name = getattr(method, "__qualname__", method)
-        if split not in _COLLECTS:
-            raise ConfigError(f"call '{name}': there is no split '{split}': {nearest(split, _COLLECTS)}")
+        check_known(f"call '{name}': there is no split", [split], _COLLECTS)
         if collect not in _COLLECTS[split]:
             known = ", ".join(f"'{way}'" for way in _COLLECTS[split])
             raise ConfigError(f"call '{name}': of split='{split}', collect='{collect}' cannot be made: give {known}")

@@ -20,6 +20,7 @@ from verl.config.tasks import AlgorithmName, TaskConfig, check_names
 from verl.data.pool_options import PoolOptions
 from verl.errors import nearest
 from verl.models.options import Dtype, ModelOptions
+from verl.names import check_known
 from verl.record import (
     AsTuple,
     AtOnce,
@@ -99,8 +100,7 @@ def _eval_metric(value: str) -> str:
 
 
 def _reward_name(value: str) -> str:
-    if value not in REWARDS:
-        raise ValueError(f"no reward is called '{value}': {nearest(value, REWARDS)}")
+    check_known("no reward is called", [value], REWARDS, ValueError)
     return value
 
 

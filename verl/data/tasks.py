@@ -15,6 +15,7 @@ from pydantic import ConfigDict
 
 from verl.checked import checked
 from verl.errors import ConfigError, DataError, nearest
+from verl.names import check_known
 from verl.record import Count, Record, Seed, result
 
 #: The column that carries a problem to its verifier.
@@ -79,8 +80,7 @@ def make_task(task: str, *, seed: Seed = 0, size: Count = 1, **options: Any) -> 
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(f"task '{task}' needs reasoning-gym: pip install 'verl-hybrid[task]'") from error
-    if task not in DATASETS:
-        raise ConfigError(f"there is no task '{task}': {nearest(task, DATASETS)}")
+    check_known("there is no task", [task], DATASETS)
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **options)
     except (TypeError, AssertionError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError
 from verl.names import check_known
 from verl.ranks import local_ranks, registry, torchrun_ranks
 from verl.roles.actor import Actor
@@ -139,8 +139,7 @@ class FSDPWorker(BuiltWorker):
         sharding_config = dict(fsdp_config) if isinstance(fsdp_config, Mapping) else {}
         sharding = sharding_config.pop("sharding_strategy", "FULL_SHARD")
         name = str(getattr(sharding, "name", sharding))
-        if name not in _STRATEGIES:
-            raise ConfigError(f"fsdp_config: no sharding_strategy is called '{name}': {nearest(name, _STRATEGIES)}")
+        check_known("fsdp_config: no sharding_strategy is called", [name], _STRATEGIES)
         is_cut, is_freed = _STRATEGIES[name]
         if not is_freed:
             sharding_config.setdefault("reshard_after_forward", False)

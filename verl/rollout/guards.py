@@ -16,7 +16,8 @@ from verl.data.chat import ChatTokenizer
 from verl.data.prompts import content_text
 from verl.data.text import ResponseText, behind_thoughts
 from verl.data.tokenize import encode_plain
-from verl.errors import ConfigError, ModelError, nearest, shown
+from verl.errors import ConfigError, ModelError, shown
+from verl.names import check_known
 from verl.record import Count, Strings
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -54,8 +55,7 @@ def make_guard(name: str, **options: Any) -> Any:
     Raises:
         ConfigError: there is none of that name, or it does not take these options.
     """
-    if name not in _GUARDS:
-        raise ConfigError(f"no guard is called '{name}': {nearest(name, _GUARDS)}; or give FILE.py:NAME")
+    check_known("no guard is called", [name], _GUARDS, hint="; or give FILE.py:NAME")
     try:
         return _GUARDS[name](**options)
     except TypeError as error:

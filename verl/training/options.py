@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from verl.combinations import check, named
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError
 from verl.models.options import full_name
+from verl.names import check_known
 from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Share, Strings, cost, result, wrong
 from verl.weights.layout import PARALLEL, Layout, ModelShape
 
@@ -265,8 +266,7 @@ def layout_of(options: TrainOptions, size: int, parallel: str = "data") -> Layou
     Raises:
         ConfigError: the sizes do not multiply to the ranks, or the strategy has no such setting.
     """
-    if parallel not in PARALLEL:
-        raise ConfigError(f"placement: no layout is called '{parallel}': {nearest(parallel, PARALLEL)}")
+    check_known("placement: no layout is called", [parallel], PARALLEL)
     sizes = {dim: getattr(options, setting) for setting, dim in _SIZES.items()}
     dim = PARALLEL[parallel]
     if dim and sizes[dim] == 1:

@@ -14,7 +14,8 @@ from itertools import chain, combinations
 from typing import Any
 
 from verl.combinations import MAKE, check, named
-from verl.errors import ConfigError, nearest, shown
+from verl.errors import ConfigError, shown
+from verl.names import check_known
 from verl.weights.tensor_plan import tensor_plan
 
 #: The dimensions of a layout, outermost first: pipeline, replicas, fully sharded, sequence, expert, tensor.
@@ -279,8 +280,7 @@ class Mesh:
             ConfigError: there is no such dimension.
         """
         for dim in dims:
-            if dim not in DIMS:
-                raise ConfigError(f"layout: there is no dimension '{dim}': {nearest(dim, DIMS)}")
+            check_known("layout: there is no dimension", [dim], DIMS)
         here = self.coordinate(rank)
         fixed = [dim for dim in DIMS if dim not in dims]
         return tuple(r for r in self.ranks if all(self.coordinate(r)[dim] == here[dim] for dim in fixed))

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import BrokenCollectiveError, ConfigError, TrainingError, nearest
+from verl.errors import BrokenCollectiveError, ConfigError, TrainingError
+from verl.names import check_known
 from verl.weights.layout import Mesh
 from verl.weights.plan import BUCKET_BYTES, transition
 from verl.weights.shard import Shard, local_part, sharded_dims_of
@@ -211,6 +212,5 @@ class HybridWeights:
 
 
 def _given(targets: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in targets:
-        raise ConfigError(f"transition: the generation model has no weight '{name}': {nearest(name, targets)}")
+    check_known("transition: the generation model has no weight", [name], targets)
     return targets[name]

@@ -13,11 +13,12 @@ import torch
 from verl.batch import Batch
 from verl.cluster.rank_context import ALONE, ROLE, WEIGHTS, RankContext, dispatch
 from verl.combinations import check
-from verl.errors import ConfigError, nearest, shown
+from verl.errors import ConfigError, shown
 from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
 from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
+from verl.names import check_known
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate, sampled_columns
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
@@ -377,8 +378,7 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
         return name
     if ".py:" in name:
         return load_function(name)
-    if name not in ENGINES:
-        raise ConfigError(f"no rollout engine is called '{name}': {nearest(name, ENGINES)}; or give FILE.py:CLASS")
+    check_known("no rollout engine is called", [name], ENGINES, hint="; or give FILE.py:CLASS")
     return ENGINES[name]
 
 
