@@ -89,6 +89,9 @@ def test_what_depends_on_the_question_abstains(answer: str, response: str) -> No
         ("Answer: m+n = 256+37 = 293", "256"),
         ("#### 12", "2"),
         ("#### Final answer\n\n41", "42"),
+        ("It is increasing on $(0, \\infty)$.", "decreasing on (0, \\infty)"),
+        ("A loss of 40 dollars", "a profit of 40 dollars"),
+        ("The answer is \\boxed{\\text{a maximum at } x = 2}", "a minimum at x = 2"),
     ],
 )
 def test_no_fragment_and_nothing_denied_is_an_answer(response: str, answer: str) -> None:
