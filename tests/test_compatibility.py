@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from verl.checkpoint.store import load_checkpoint, verify
 from verl.cli.main import app
 from verl.config import build_config, commented_yaml, load_config, load_tasks, run_id
 from verl.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from verl.former_names import FORMER
 from verl.report.compare import write_comparison
 from verl.report.page import write_report
 from verl.report.sinks import open_logger, set_aside
@@ -203,7 +201,7 @@ def test_what_is_written_says_its_version(tmp_path: Path) -> None:
         assert json.loads((run.path / "run.json").read_text()) == {"schema": RUN.current}
 
 
-def test_the_page_has_the_versions_and_the_modules_with_former_names() -> None:
+def test_the_page_has_the_versions_of_every_form() -> None:
     rows = {
         tuple(cell.strip() for cell in line.strip("|").split("|"))
         for line in (BEFORE.parents[1] / "docs" / "compatibility.md").read_text().splitlines()
@@ -212,8 +210,6 @@ def test_the_page_has_the_versions_and_the_modules_with_former_names() -> None:
     for what, schema in (("checkpoint", CHECKPOINT), ("run directory", RUN), ("settings in YAML", SETTINGS)):
         read = str(schema.current) if schema.oldest == schema.current else f"{schema.oldest} to {schema.current}"
         assert [row[2:] for row in rows if row[0] == what] == [(str(schema.current), read)]
-    named = {tuple(re.findall(r"`(verl[\w.]+)`", "|".join(row))) for row in rows}
-    assert {*FORMER.items()} <= named
 
 
 def test_a_version_that_is_read_no_longer_says_so() -> None:

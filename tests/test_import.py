@@ -1,14 +1,9 @@
-import importlib
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import verl
-from verl.former_names import FORMER
 
 
 def test_import_is_light() -> None:
@@ -22,18 +17,6 @@ def test_import_is_light() -> None:
 
 def test_every_public_name_is_there() -> None:
     assert [name for name in verl.__all__ if getattr(verl, name, None) is None] == []
-
-
-@pytest.mark.parametrize("former", FORMER)
-def test_modules_are_found_by_the_names_that_docs_taught(monkeypatch: pytest.MonkeyPatch, former: str) -> None:
-    present = FORMER[former]
-    assert importlib.util.find_spec(present)
-    if "vllm" in present and not importlib.util.find_spec("vllm"):
-        return
-    monkeypatch.delitem(sys.modules, former, raising=False)
-    with pytest.warns(FutureWarning, match=f"{former} has moved: import {present}"):
-        module = importlib.import_module(former)
-    assert module is importlib.import_module(present) and module.__name__ == present
 
 
 def test_version_is_pep_440() -> None:

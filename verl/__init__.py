@@ -14,13 +14,11 @@ Nothing heavy is imported before it is used.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from verl import keywords
-from verl.former_names import FormerNames
 
 __version__ = "0.1.0"
 
@@ -122,4 +120,3 @@ if any(name.startswith("verl-") and name.endswith(".dist-info") for name in _bes
         warnings.warn(f"{other[0]}: {MEND}", RuntimeWarning, stacklevel=2)
 
 keywords.public_calls = lambda: import_module("verl.trainer.calls").public_calls()
-sys.meta_path.append(FormerNames())
