@@ -441,6 +441,8 @@ class _Work:
 
     async def end(self) -> None:
         """Give it a moment to close what it has open. A loop that does not move in that time serves no other call."""
+        if self.host.is_lost:
+            return
         moved: Future[None] = Future()
         if self._task is not None:
             self.host.loop.call_soon_threadsafe(self._task.cancel)

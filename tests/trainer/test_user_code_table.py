@@ -27,13 +27,15 @@ from verl.rollout.turns import Turns
 place, kind, folder, model = sys.argv[1:]
 DEADLINE = {deadline}
 calls = 0
+#: The third step: episodes are called four times in each.
+AT = 9 if place in ("episode", "tool", "agent", "environment") else 3
 
 
 def fault(here, value=None):
-    """What the user's code returns; at the third call of its place, if there is a file "bad", what is wrong."""
+    """What the user's code returns; at call AT of its place, if there is a file "bad", what is wrong."""
     global calls
     calls += here == place
-    if here != place or calls != 3 or not os.path.exists(f"{{folder}}/bad"):
+    if here != place or calls != AT or not os.path.exists(f"{{folder}}/bad"):
         return value
     with open(f"{{folder}}/began", "w") as file:
         file.write(str(time.time()))
@@ -127,7 +129,7 @@ if place == "node":
     options["nodes"] = {{"note": noted}}
 actor_options = {{}}
 if place in ("episode", "tool"):
-    episode.deadline = DEADLINE
+    episode.deadline = 1.0  # well before the run's
     actor_options["episode"] = episode
 if place == "agent":
     actor_options["episode"] = verl.Gateway(agent, deadline=DEADLINE, max_left_out=1.0, chat_template="hermes")
@@ -205,7 +207,10 @@ def test_the_run_goes_on_without_it_or_ends_by_name(tmp_path: Path, tiny: Path, 
     assert (status == -signal.SIGKILL) == is_held, output[-3000:]
     assert str(tmp_path / "mine.py") in output or "returned" in output or "node '" in output, output[-3000:]
     if is_held:
-        assert "in <lambda>, holds the interpreter beyond its deadline" in output
+        # Of several threads that compute nothing, that of another episode may be named.
+        assert (
+            "in <lambda>, holds" if place != "agent" else "holds"
+        ) + " the interpreter beyond its deadline" in output
     (tmp_path / "bad").unlink()
     status, output = run(tmp_path, tiny, place, kind)
     assert status == 0 and "trained to step 6" in output, output[-3000:]
