@@ -21,7 +21,7 @@ from verl.durable import alive
 from verl.errors import ConfigError, VerlError
 from verl.tune import study as studies
 from verl.tune.report import rows, write_results
-from verl.tune.space import parse, suggest
+from verl.tune.space import parse
 from verl.tune.study import Search, ended, tune
 from verl.tune.trial import TrialFailedError, UnknownMetricError, value_of
 
@@ -142,7 +142,7 @@ def lrs(search: Search, anew: bool) -> list[float]:
             again = studies._next(study, search)
             assert again is not None and again.number == trial.number
             trial = again
-        found.append(float(suggest(trial, LR, search.space[LR])))
+        found.append(trial.params[LR])
         study.tell(trial.number, -abs(found[-1] - 1e-3))
     return found
 
@@ -165,7 +165,7 @@ def test_more_trials_continue_a_study_and_a_small_space_is_tried_whole(recipe: P
     def numbers(asked: Search) -> list[int]:
         study, found = studies._open(asked), []
         while (trial := studies._next(study, asked)) is not None:
-            found.extend(int(suggest(trial, key, distribution)) for key, distribution in asked.space.items())
+            found.extend(trial.params.values())
             study.tell(trial.number, 1.0)
         return found
 
@@ -251,7 +251,7 @@ def test_pruning_follows_the_median_after_a_warm_up(recipe: Path) -> None:
     run = recipe.parent / "run"
     for value, steps, hopeless in ((1.0, 10, True), (3.0, 10, False), (1.0, 2, False)):
         metrics(run, [value] * steps)
-        assert studies._pruning(study, study.ask(), run, search)() is hopeless
+        assert studies._is_hopeless(study, study.ask(), run, search) is hopeless
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ def test_values_that_were_tried_are_answered_from_their_run(recipe: Path) -> Non
         )  # fmt: skip
         metrics(run, [value])
     study.enqueue_trial({key: 4})
-    studies._run(study, study.ask(), search)
+    studies._run(study, study.ask(search.space), search)
     again = study.trials[3]
     assert (again.value, again.user_attrs) == (0.5, {"run": "trial-001", "as": 1})
     assert not (search.out / "trial-003.log").exists(), "nothing was run"

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,28 +63,22 @@ def tune(
     wanted = Search(
         file, tuple(overrides or ()), parse(searches), metric, direction.value, trials, seed, out, prune, last
     )
-    signal.signal(signal.SIGTERM, _leave)
+    # SIGTERM lets the running trial save, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     wanted.check()
     typer.echo(f"searched: {', '.join(searches)}")
-    known: set[int] | None = None
-    for study in tune(wanted):
-        done = {trial.number: trial for trial in ended(study)}
-        if known is None and done:
+    for new, study in enumerate(tune(wanted)):
+        done = ended(study)
+        if new:
+            _say(done[-1], metric)
+        elif done:
             typer.echo(f"{len(done)} trials were there already")
-        for number in done.keys() - (done.keys() if known is None else known):
-            _say(done[number], metric)
-        known = set(done)
         best, page = write_results(wanted, study)
     _print(f"{direction.value} {metric}", columns(wanted), rows(wanted, study))
     if best is None:
-        reason = done[min(done)].user_attrs.get("reason")
-        raise VerlError(f"no trial finished; trial {min(done)}: {reason} (the logs are in {out})")
+        reason = done[0].user_attrs.get("reason")
+        raise VerlError(f"no trial finished; trial {done[0].number}: {reason} (the logs are in {out})")
     typer.echo(f"report: {page}\nthe best settings: verl train {best}")
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """SIGTERM lets the running trial save, as Ctrl-C does."""
-    sys.exit(128 + number)
 
 
 def _say(trial: FrozenTrial, metric: str) -> None:
@@ -102,11 +95,8 @@ def _say(trial: FrozenTrial, metric: str) -> None:
 def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(Text(name))
+    table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*map(Text, row))
-    Console(soft_wrap=True).print(table)
+        table.add_row(*row)
+    Console(soft_wrap=True, markup=False, emoji=False, highlight=False).print(table)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl.config import to_yaml
 from verl.durable import write_atomic
-from verl.report.compare import write_comparison
+from verl.report.compare import short_names, write_comparison
 from verl.report.page import curves_of
 from verl.tune.study import Search, best_of, ended
 
@@ -27,7 +27,7 @@ def write_results(search: Search, study: Study) -> tuple[Path | None, Path | Non
         settings = search.out / "best.yaml"
         origin = f"# {best.user_attrs['run']}: {search.metric} {shown(best)}\n"
         write_atomic(settings, origin + to_yaml(search.settings({k: str(v) for k, v in best.params.items()})))
-    names = dict.fromkeys(str(trial.user_attrs.get("run", "")) for trial in ended(study))
+    names = [str(trial.user_attrs.get("run", "")) for trial in ended(study)]  # those named twice count once
     if runs := [run for name in names if curves_of(run := search.out / "runs" / name)]:
         page = write_comparison(runs, search.out / "report.html")
     return settings, page
@@ -43,10 +43,8 @@ def rows(search: Search, study: Study) -> list[tuple[str, ...]]:
 
 
 def columns(search: Search) -> list[str]:
-    """What stands above `rows`: a key is called by its last word if no other has that."""
-    words = [key.rpartition(".")[2] for key in search.space]
-    names = [word if words.count(word) == 1 else key for word, key in zip(words, search.space, strict=True)]
-    return ["trial", *names, search.metric, ""]
+    """The headers of `rows`: keys are called as on the page of the runs."""
+    return ["trial", *short_names([*search.space]).values(), search.metric, ""]
 
 
 def shown(trial: FrozenTrial) -> str:

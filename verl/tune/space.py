@@ -14,7 +14,6 @@ from verl.errors import ConfigError
 from verl.extras import load_extra
 
 if TYPE_CHECKING:
-    from optuna import Trial
     from optuna.distributions import BaseDistribution
 
     #: Distribution of each key; the values of a categorical one are texts, as an override has them.
@@ -44,16 +43,6 @@ def parse(searches: Sequence[str]) -> Space:
     return space
 
 
-def suggest(trial: Trial, key: str, distribution: Any) -> str:
-    """The trial's value, as an override has it."""
-    from optuna.distributions import CategoricalDistribution, IntDistribution
-
-    if isinstance(distribution, CategoricalDistribution):
-        return str(trial.suggest_categorical(key, distribution.choices))
-    propose = trial.suggest_int if isinstance(distribution, IntDistribution) else trial.suggest_float
-    return repr(propose(key, distribution.low, distribution.high, log=distribution.log))
-
-
 def ends(distribution: Any) -> tuple[str, ...]:
     """What is checked before the first trial, as an override has it: both ends, or all values."""
     return getattr(distribution, "choices", None) or (repr(distribution.low), repr(distribution.high))
@@ -73,14 +62,13 @@ def _distribution(key: str, text: str) -> BaseDistribution:
 
     if match := _RANGE.fullmatch(text):
         is_whole = all(re.fullmatch(r"[-+]?\d+", end) for end in match.groups()[:2])
-        low, high = (float(end) for end in match.groups()[:2])
+        kind: Any = IntDistribution if is_whole else FloatDistribution
+        low, high = (int(end) if is_whole else float(end) for end in match.groups()[:2])
         if not low < high:
             raise ConfigError(f"--search {key}: {match[1]} must be below {match[2]}")
         if match[3] and low <= 0:
             raise ConfigError(f"--search {key}: a range by logarithm begins above 0, not at {match[1]}")
-        if is_whole:
-            return IntDistribution(int(match[1]), int(match[2]), log=bool(match[3]))
-        return FloatDistribution(low, high, log=bool(match[3]))
+        return kind(low, high, log=bool(match[3]))  # type: ignore[no-any-return]
     values = _values(key, text)
     if len(values) < 2:
         raise ConfigError(f"--search {key}: '{text}' is a single value: {HOW}; one value is an override, {key}={text}")

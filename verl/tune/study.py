@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from verl.errors import ConfigError, VerlError
 from verl.extras import load_extra
 from verl.run.check import check_settings
 from verl.run.folder import is_finished
-from verl.tune.space import combinations, ends, suggest
+from verl.tune.space import combinations, ends
 from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
 
 if TYPE_CHECKING:
@@ -53,10 +54,9 @@ class Search:
 
     def command(self, number: int, values: dict[str, str]) -> tuple[list[str], Path]:
         """The arguments of a trial's `verl train`, and the directory of its run."""
-        of_trial = [f"trainer.output_dir={self.out / 'runs'}", f"trainer.run_name={name_of(number)}"]
-        overrides = [*self._overrides(values), *of_trial]
-        config = load_config(self.file, overrides)
-        return [str(self.file), *overrides], self.out / "runs" / run_id(config)
+        everything = {**values, "trainer.output_dir": str(self.out / "runs"), "trainer.run_name": name_of(number)}
+        run = self.out / "runs" / run_id(self.settings(everything))
+        return [str(self.file), *self._overrides(everything)], run
 
     def check(self) -> None:
         """Each end of each range, and each value, with the first values of the others.
@@ -103,7 +103,7 @@ def tune(search: Search) -> Iterator[Study]:
         ConfigError: the directory holds another study, or another process works on it; Optuna is not installed.
         VerlError: the first run that finished does not record the metric.
     """
-    with _locked(search.out):
+    with _lock(search.out):
         study = _open(search)
         yield study
         while (trial := _next(study, search)) is not None:
@@ -128,6 +128,7 @@ def _open(search: Search) -> Study:
     optuna = load_extra("optuna", "tune", "verl tune")
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     journal = search.out / "study.jsonl"
@@ -145,47 +146,47 @@ def _open(search: Search) -> Study:
         pruner=optuna.pruners.MedianPruner(n_warmup_steps=round(WARM_UP * steps)),
         load_if_exists=True,
     )
-    began, asked = study.user_attrs.get("identity"), search.identity()
-    if began is None:
-        study.set_user_attr("identity", asked)
-    elif other := [name for name in asked if asked[name] != began.get(name)]:
+    asked = search.identity()
+    began = study.user_attrs.get("identity", asked)
+    if other := [name for name in asked if asked[name] != began.get(name)]:
         raise ConfigError(f"{search.out} holds a study of another {' and '.join(other)}: choose another --out")
+    study.set_user_attr("identity", asked)
+    for trial in study.get_trials(states=[TrialState.RUNNING]):  # cut off: it is asked for again, with its values
+        storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
     for values in combinations(search.space, search.trials):
         study.enqueue_trial(values, skip_if_exists=True)
     return study
 
 
 def _next(study: Study, search: Search) -> Trial | None:
-    """The trial that was cut off, else a new one; None once there are enough."""
+    """The trial that was cut off, else a new one, with its values; None once there are enough."""
     from optuna.samplers import TPESampler
-    from optuna.trial import Trial, TrialState
+    from optuna.trial import TrialState
 
-    trials = study.trials
-    cut_off = [trial for trial in trials if trial.state == TrialState.RUNNING]
-    waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
-    number = min((trial.number for trial in cut_off or waiting), default=len(trials))
+    trials = study.get_trials(deepcopy=False)
+    waiting = [trial.number for trial in trials if trial.state == TrialState.WAITING]
+    if not waiting and len(trials) >= (len(combinations(search.space, search.trials)) or search.trials):
+        return None
     # A seed for each trial: a study that goes on proposes what it would have proposed without the interruption.
-    study.sampler = TPESampler(seed=int(np.random.SeedSequence([search.seed, number]).generate_state(1)[0]))
-    if cut_off:
-        return Trial(study, cut_off[0]._trial_id)
-    is_whole = bool(combinations(search.space, search.trials))
-    return study.ask() if waiting or (len(trials) < search.trials and not is_whole) else None
+    seed = np.random.SeedSequence([search.seed, min(waiting, default=len(trials))])
+    study.sampler = TPESampler(seed=int(seed.generate_state(1)[0]))
+    return study.ask(search.space)
 
 
 def _run(study: Study, trial: Trial, search: Search) -> None:
     """Run a trial, or on with one that was cut off, and note what became of it."""
     from optuna.trial import TrialState
 
-    values = {key: suggest(trial, key, distribution) for key, distribution in search.space.items()}
     if (same := _tried(study, trial)) is not None:  # which would train the same again: it has the same seed
         trial.set_user_attr("run", same.user_attrs["run"])
         trial.set_user_attr("as", same.number)
         study.tell(trial, same.value)
         return
+    values = {key: str(value) for key, value in trial.params.items()}
     try:
         command, run = search.command(trial.number, values)
         trial.set_user_attr("run", run.name)
-        is_hopeless = _pruning(study, trial, run, search) if search.prune else None
+        is_hopeless = partial(_is_hopeless, study, trial, run, search)
         log = search.out / f"{name_of(trial.number)}.log"
         steps = search.settings(values).trainer.total_steps
         if is_finished(run, steps) or run_trial(command, log, is_hopeless):
@@ -205,32 +206,28 @@ def _tried(study: Study, trial: Trial) -> FrozenTrial | None:
     return next((other for other in finished if other.params == trial.params), None)
 
 
-def _pruning(study: Study, trial: Trial, run: Path, search: Search) -> Callable[[], bool]:
-    """Tells Optuna what a run has recorded so far, and says whether it is to be stopped."""
-    known = set(study.trials[trial.number].intermediate_values)
-
-    def is_hopeless() -> bool:
-        for step, value in points(run, search.metric):
-            if step not in known:
-                known.add(step)
-                trial.report(value, step)
-                if trial.should_prune():
-                    return True
+def _is_hopeless(study: Study, trial: Trial, run: Path, search: Search) -> bool:
+    """Tells Optuna what a run has recorded since the last call, and returns whether the run is to be stopped."""
+    if not search.prune:
         return False
+    known = study.get_trials(deepcopy=False)[trial.number].intermediate_values
+    for step, value in points(run, search.metric):
+        if step not in known:
+            trial.report(value, step)
+            if trial.should_prune():
+                return True
+    return False
 
-    return is_hopeless
 
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Holds a directory for this process; the system lets go of it however the process ends."""
+def _lock(out: Path) -> IO[str]:
+    """Holds a directory for this process until the file is closed, which the system does however the process ends."""
     try:
         (out / "runs").mkdir(parents=True, exist_ok=True)
         file = (out / ".lock").open("a")
         is_free = try_lock(file)
     except OSError as error:
         raise ConfigError(f"{out} cannot be used: {error.strerror or error}; choose another --out") from None
-    with file:
-        if not is_free:
-            raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
-        yield
+    if not is_free:
+        file.close()
+        raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
+    return file

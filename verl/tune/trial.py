@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,12 +28,12 @@ class UnknownMetricError(TrialFailedError):
     """The run finished, and no record of it has the metric."""
 
 
-def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool] | None = None) -> bool:
+def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]) -> bool:
     """Run `verl train` with `command` behind it to its end; False: it was stopped before.
 
     Args:
         log: gets what it prints.
-        is_hopeless: asked now and then; True stops the run.
+        is_hopeless: asked every `LOOK` seconds; True stops the run.
 
     Raises:
         TrialFailedError: it ended with an error or by a signal.
@@ -49,8 +50,11 @@ def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]
             start_new_session=True,
             preexec_fn=_parent_watch(),
         )
+        code = None
         try:
-            code = _wait(process, is_hopeless)
+            while code is None and not is_hopeless():
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(LOOK)
         finally:
             _stop(process)
     if code:
@@ -79,25 +83,12 @@ def value_of(run: Path, metric: str, last: int) -> float:
     raise UnknownMetricError(f"no record of the run has the metric '{metric}': {nearest(metric, known)}")
 
 
-def _wait(process: subprocess.Popen[bytes], is_hopeless: Callable[[], bool] | None) -> int | None:
-    """The exit status; None of a run that is hopeless."""
-    while True:
-        try:
-            return process.wait(None if is_hopeless is None else LOOK)
-        except subprocess.TimeoutExpired:
-            if is_hopeless is not None and is_hopeless():
-                return None
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End a run by a checkpoint; at once if that takes too long or we are interrupted again."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
+    process.terminate()  # which does nothing to one that has ended
     try:
-        process.wait(SAVE)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SAVE)
     finally:
         process.kill()
         process.wait()
