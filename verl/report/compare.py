@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 import statistics
 from collections import Counter
@@ -27,7 +26,7 @@ from verl.report.page import (
     FIRST,
     MAX_POINTS,
     clock_of,
-    curves_of,
+    curves_in,
     duration,
     fill,
     framed,
@@ -36,7 +35,9 @@ from verl.report.page import (
     last_evaluation,
     meanings,
     read_rows,
+    stretches,
     summary_of,
+    table_row,
     value_text,
 )
 from verl.schemas import SETTINGS, check_run_schema
@@ -65,11 +66,13 @@ class Group:
         settings: flat, without the seed.
         runs: their directories.
         curves: those of each run, by metric.
+        clocks: rows (step, seconds, tokens) of each run.
     """
 
     settings: dict[str, Any]
     runs: list[Path] = field(default_factory=list)
     curves: list[Mapping[str, Points]] = field(default_factory=list)
+    clocks: list[Points] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +97,8 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
     groups: list[Group] = []
     for run in {run.resolve(): run for run in runs}.values():
         check_run_schema(run)
-        curves = curves_of(run)
+        metrics = read_rows(run / "metrics.jsonl")
+        curves = curves_in(metrics, read_rows(run / "eval.jsonl"))
         if not curves:
             raise DataError(f"{run} has no metrics of a run: name run directories, such as runs/latest")
         settings = _settings(run / "config.yaml")
@@ -104,13 +108,15 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
             groups.append(group := Group(settings))
         group.runs.append(run.resolve())
         group.curves.append(curves)
+        group.clocks.append(clock_of(metrics))
     return groups
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
     """The settings in which the groups that have any differ, those that are asked for first at the front."""
-    keys = dict.fromkeys([*_FIRST_SETTINGS, *(key for group in groups for key in group.settings)])
-    return [key for key in keys if len({_shown(group.settings.get(key)) for group in groups if group.settings}) > 1]
+    known = [group.settings for group in groups if group.settings]
+    keys = dict.fromkeys([*_FIRST_SETTINGS, *(key for settings in known for key in settings)])
+    return [key for key in keys if len({json.dumps(one.get(key), sort_keys=True, default=str) for one in known}) > 1]
 
 
 def metrics_of(groups: Sequence[Group]) -> list[str]:
@@ -130,14 +136,10 @@ def spread(runs: Sequence[Points], most: int = MAX_POINTS) -> list[tuple[float, 
     for points in runs:
         for step, value in points:
             by_step.setdefault(step, []).append(value)
-    steps = [
-        (step, statistics.fmean(by_step[step]), min(by_step[step]), max(by_step[step])) for step in sorted(by_step)
-    ]
-    stride = math.ceil(len(steps) / most) or 1
-    stretches = (steps[start : start + stride] for start in range(0, len(steps), stride))
+    steps = [(step, statistics.fmean(values), min(values), max(values)) for step, values in sorted(by_step.items())]
     return [
         (part[-1][0], statistics.fmean(p[1] for p in part), min(p[2] for p in part), max(p[3] for p in part))
-        for part in stretches
+        for part in stretches(steps, most)
     ]
 
 
@@ -147,10 +149,6 @@ def _settings(file: Path) -> dict[str, Any]:
     except ConfigError:
         return {}
     return {key: value for key, value in flat(content) if key not in _NOT_SETTINGS}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -194,12 +192,11 @@ def _render(groups: Sequence[Group], folder: Path) -> str:
     runs = sum(len(group.runs) for group in groups)
     title = f"{runs} run{'s' * (runs != 1)}"
     letters = [_letters(number) for number in range(len(groups))]
-    clocks = [max((clock_of(read_rows(run / "metrics.jsonl")) for run in group.runs), key=len) for group in groups]
     data = {
         "first": FIRST,
         "lines": [
-            {"key": letter, "label": label, "clock": clock}
-            for letter, label, clock in zip(letters, labels, clocks, strict=True)
+            {"key": letter, "label": label, "clock": max(group.clocks, key=len)}
+            for letter, label, group in zip(letters, labels, groups, strict=True)
         ],
         "curves": _curves(groups, names),
         "meanings": meanings(names),
@@ -254,16 +251,16 @@ def _results(groups: Sequence[Group], letters: Sequence[str], labels: Sequence[s
     rows = []
     for number, (letter, label, group) in enumerate(zip(letters, labels, groups, strict=True)):
         square = f"<b style='color: {_color(number)}'>&#9632;</b> {letter}"
-        results = [_result(run, clock_of(read_rows(run / "metrics.jsonl"))[-1]) for run in group.runs]
+        results = [_result(run, clock[-1]) for run, clock in zip(group.runs, group.clocks, strict=True)]
         for run, (_, cells) in zip(group.runs, results, strict=True):
             cells = (square, html.escape(label), _link(run, folder), *map(html.escape, cells))
             rows.append(_row("", columns, cells))
         gains = [gain for gain, _ in results if gain is not None]
         if len({name for name, _ in gains}) == 1 and len(gains) > 1:
             values = [gain for _, gain in gains]
-            mean, _ = gain_text(gains[0][0], statistics.fmean(values), None, None)
-            ends = (gain_text(gains[0][0], value, None, None)[0] for value in (min(values), max(values)))
-            text = f"{mean} ({' to '.join(ends)} over {len(values)} runs)"
+            ends = (statistics.fmean(values), min(values), max(values))
+            mean, low, high = (gain_text(gains[0][0], value, None, None)[0] for value in ends)
+            text = f"{mean} ({low} to {high} over {len(values)} runs)"
             rows.append(_row(" class=mean", columns, (square, "mean of the runs", "", "", "", text, "", "", "", "")))
     head = "".join(f"<th>{name}</th>" for name in columns)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
@@ -298,13 +295,10 @@ def _result(run: Path, clock: Sequence[float]) -> tuple[tuple[str, float] | None
     gain, text = None, ""
     if len(scored) > 1:
         ends = [summary.get(key) for key in ("gain_low", "gain_high")]
-        known = summary.get("gain")
-        gain = known if is_number(known) else scored[-1][name] - scored[0][name]
+        gain = known if is_number(known := summary.get("gain")) else scored[-1][name] - scored[0][name]
         text, interval = gain_text(name, gain, *ends)
         text += f" ({interval.removeprefix('95 % interval ')})" * bool(interval)
-    before, after = (
-        (f"{name} {shown[0]}", shown[1]) if len(scored) > 1 else (f"{name} {shown[0]}" if shown else "–", "")
-    )
+    before, after = f"{name} {shown[0]}" if shown else "–", shown[1] if len(scored) > 1 else ""
     step, seconds, tokens = clock
     cells = (before, after, text, f"{step:,.0f}", f"{tokens:,.0f}", duration(seconds))
     return None if gain is None else (name, gain), (*cells, str(summary.get("state", "not finished")))
@@ -314,10 +308,5 @@ def _table(groups: Sequence[Group], letters: Sequence[str], keys: Sequence[str])
     if not keys:
         return "<p class=none>None.</p>"
     head = "".join(f"<th>{letter}</th>" for letter in letters)
-    rows = "".join(
-        f"<tr><th>{html.escape(key)}</th>"
-        + "".join(f"<td>{html.escape(_text(group.settings.get(key)))}</td>" for group in groups)
-        + "</tr>"
-        for key in keys
-    )
+    rows = "".join(table_row(key, *(_text(group.settings.get(key)) for group in groups)) for key in keys)
     return f"<table class=wide-cells><tr><th></th>{head}</tr>{rows}</table>"

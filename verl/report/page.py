@@ -27,11 +27,11 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,6 +40,8 @@ from verl.config.load import read_settings
 from verl.durable import parse_json, read_json, write_atomic
 from verl.errors import ConfigError, DataError
 from verl.schemas import check_run_schema
+
+P = TypeVar("P")
 
 ASSETS = Path(__file__).parent / "assets"
 #: Bounds that keep the page quick: points of a curve, evaluations to compare, training steps, samples of each of these
@@ -81,8 +83,8 @@ _EPISODE_COLUMNS = (
 )
 #: Columns of lists, one entry a token of the response.
 TOKENS = ("tokens/text", "tokens/mask", "tokens/advantage", "tokens/entropy", "tokens/mismatch")
-#: Files of samples by kind: of evaluations, and of training steps.
-_MOST = {"step": MAX_EVALS, "train": MAX_STEPS}
+#: Files of samples, and rows of all of them together, by kind: of evaluations, and of training steps.
+_MOST = {"step": (MAX_EVALS, MAX_EVALS * MAX_SAMPLES), "train": (MAX_STEPS, MAX_TRAINING)}
 _LOG_TAIL = 4000
 _NO_CURVES = frozenset({"step", "time", "problems", "low", "high"})
 
@@ -109,7 +111,7 @@ def render(run: Path, live: bool = False) -> str:
     """The page as text."""
     summary = summary_of(run)
     metrics, evals = read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")
-    curves = {name: _thinned(points) for name, points in _curves(metrics, evals).items()}
+    curves = {name: _thinned(points) for name, points in curves_in(metrics, evals).items()}
     data = {
         "first": FIRST,
         "curves": curves,
@@ -252,10 +254,10 @@ def finite(value: Any) -> Any:
 
 def curves_of(run: Path) -> dict[str, list[list[float]]]:
     """The curves of a run, by metric, as points (step, value); those of evaluations are named "eval/..."."""
-    return _curves(read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl"))
+    return curves_in(read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl"))
 
 
-def _curves(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+def curves_in(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Points (step, value) of each metric; those of evaluations are named "eval/..."."""
     return {f"eval/{name}": points for name, points in _points(evals).items()} | _points(metrics)
 
@@ -271,56 +273,53 @@ def _points(rows: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:
     """At most `MAX_POINTS` points: each stretch of a longer curve gives its last step and its mean."""
-    stride = math.ceil(len(points) / MAX_POINTS)
-    if stride == 1:
+    if len(points) <= MAX_POINTS:
         return points
-    stretches = (points[i : i + stride] for i in range(0, len(points), stride))
-    return [[part[-1][0], math.fsum(value for _, value in part) / len(part)] for part in stretches]
+    return [[part[-1][0], math.fsum(value for _, value in part) / len(part)] for part in stretches(points, MAX_POINTS)]
+
+
+def stretches(points: Sequence[P], most: int) -> Iterator[Sequence[P]]:
+    """At most so many stretches of equal length, but for the last."""
+    stride = max(1, math.ceil(len(points) / most))
+    return (points[start : start + stride] for start in range(0, len(points), stride))
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    """Samples of some evaluations, first and last among them: `{"step", "of", "files", "rows": [[id, prompt,
-    response, reward]]}`; `of` is how many there are of the step, `files` how many steps."""
-    shown, files = [], len(_files_of(directory, "step"))
-    for step, table, count in _tables(directory, "step", MAX_SAMPLES):
-        columns = [_column(table, name) for name in _SAMPLE_COLUMNS]
-        rows = [
-            [str(number if id_ is None else id_), _cut(prompt), _cut(response), reward if is_number(reward) else None]
-            for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True))
-        ]
-        if rows:
-            shown.append({"step": step, "of": count, "files": files, "rows": rows})
-    return shown
+    """Samples of some evaluations, first and last among them; a row is id, prompt, response, reward."""
+    return [sample for sample, _ in _steps(directory, "step", _evaluated)]
 
 
 def _training(directory: Path) -> list[dict[str, Any]]:
-    """Samples of the training steps: `{"step", "of", "files", "rows": [{column: value}]}`, as of evaluations. The
-    more steps, the fewer of each."""
-    shown, tables, files = [], {}, len(_files_of(directory, "train"))
-    limit = min(MAX_SAMPLES, MAX_TRAINING // min(max(files, 1), MAX_STEPS))
-    for step, table, count in _tables(directory, "train", limit):
-        names = [*_TRAINING_COLUMNS, *(name for name in table.column_names if name.startswith("reward/"))]
-        if len(set(_column(table, "task"))) > 1:
-            names.append("task")
-        if any(_column(table, "episode")):
-            names += _EPISODE_COLUMNS
-        rows = [
-            {name: _value(value) for name, value in zip(names, row, strict=True)}
-            for row in zip(*(_column(table, name) for name in names), strict=True)
-        ]
-        if rows:
-            shown.append({"step": step, "of": count, "files": files, "rows": rows})
-            tables[step] = table
-    _add_tokens(shown, tables)
-    return shown
+    """Samples of the training steps; a row is values by column."""
+    steps = [*_steps(directory, "train", _trained)]
+    _add_tokens(steps)
+    return [sample for sample, _ in steps]
 
 
-def _add_tokens(shown: Sequence[dict[str, Any]], tables: Mapping[int, pa.Table]) -> None:
+def _evaluated(table: pa.Table) -> list[Any]:
+    columns = [_column(table, name) for name in _SAMPLE_COLUMNS]
+    return [
+        [str(number if id_ is None else id_), _cut(prompt), _cut(response), reward if is_number(reward) else None]
+        for number, (id_, prompt, response, reward) in enumerate(zip(*columns, strict=True))
+    ]
+
+
+def _trained(table: pa.Table) -> list[Any]:
+    names = [*_TRAINING_COLUMNS, *(name for name in table.column_names if name.startswith("reward/"))]
+    if len(set(_column(table, "task"))) > 1:
+        names.append("task")
+    if any(_column(table, "episode")):
+        names += _EPISODE_COLUMNS
+    rows = zip(*(_column(table, name) for name in names), strict=True)
+    return [{name: _value(value) for name, value in zip(names, row, strict=True)} for row in rows]
+
+
+def _add_tokens(steps: Sequence[tuple[dict[str, Any], pa.Table]]) -> None:
     """Give samples their `tokens`, where the files have them: rows (text, whether the policy wrote it, advantage,
     entropy, mismatch) of at most `MAX_TOKENS` tokens, the latest steps first."""
     left = MAX_TOKENS
-    for sample in reversed(shown):
-        columns = [_column(tables[sample["step"]], name) for name in TOKENS]
+    for sample, table in reversed(steps):
+        columns = [_column(table, name) for name in TOKENS]
         for row, (texts, *values) in zip(sample["rows"], zip(*columns, strict=True), strict=True):
             if not isinstance(texts, list):
                 continue
@@ -337,21 +336,15 @@ def _rounded(value: object) -> float | None:
     return float(f"{value:.3g}") if is_number(value) else None
 
 
-def _files_of(directory: Path, kind: str) -> dict[int, Path]:
-    """The files `kind-STEP.parquet` by step."""
-    files = {
-        int(match[1]): file
-        for file in directory.glob(f"{kind}-*.parquet")
-        if (match := re.fullmatch(rf"{kind}-(\d+)", file.stem))
-    }
-    return dict(sorted(files.items()))
-
-
-def _tables(directory: Path, kind: str, limit: int) -> Iterator[tuple[int, pa.Table, int]]:
-    """Step, first `limit` rows, and number of rows of the files of a kind; of too many, as many as may be, evenly
-    chosen."""
-    files, most = _files_of(directory, kind), _MOST[kind]
-    steps = [*files]
+def _steps(
+    directory: Path, kind: str, rows_of: Callable[[pa.Table], list[Any]]
+) -> Iterator[tuple[dict[str, Any], pa.Table]]:
+    """The steps with samples in `kind-STEP.parquet`, of too many as many as may be, evenly chosen: `{"step", "of",
+    "files", "rows"}`, where `of` is how many samples the step has, `files` how many steps there are, and the table of
+    the rows. The more steps, the fewer rows of each."""
+    names = ((re.fullmatch(rf"{kind}-(\d+)", file.stem), file) for file in directory.glob(f"{kind}-*.parquet"))
+    files = {int(name[1]): file for name, file in names if name}
+    steps, (most, most_rows) = sorted(files), _MOST[kind]
     if len(steps) > most:
         steps = sorted({steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)})
     for step in steps:
@@ -359,7 +352,9 @@ def _tables(directory: Path, kind: str, limit: int) -> Iterator[tuple[int, pa.Ta
             table = pq.read_table(files[step])
         except (OSError, pa.ArrowException):
             continue
-        yield step, table.slice(0, limit), table.num_rows
+        first = table.slice(0, min(MAX_SAMPLES, most_rows // len(steps)))
+        if rows := rows_of(first):
+            yield {"step": step, "of": table.num_rows, "files": len(files), "rows": rows}, first
 
 
 def _column(table: pa.Table, name: str) -> list[Any]:
@@ -524,8 +519,13 @@ def _link(path: Path) -> str:
 
 def _table(content: dict[str, Any]) -> str:
     texts = {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
-    rows = (f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in texts.items())
-    return f"<table>{''.join(rows)}</table>" if texts else "<p class=none>Not recorded.</p>"
+    rows = "".join(table_row(key, text) for key, text in texts.items())
+    return f"<table>{rows}</table>" if texts else "<p class=none>Not recorded.</p>"
+
+
+def table_row(head: str, *cells: str) -> str:
+    """Texts as a row of a table."""
+    return f"<tr><th>{html.escape(head)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
 
 def _attempts(logs: Path) -> str:

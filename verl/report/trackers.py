@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 def open_tracker(name: str, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> Sink:
     """The sink of a tracker; `config` are flat settings."""
-    if name == "wandb":
-        return WandbSink(project, run_id, directory, config)
-    if name == "trackio":
-        return TrackioSink(project, run_id, config)
-    return MlflowSink(project, run_id, config)
+    if name == "mlflow":
+        return MlflowSink(project, run_id, config)
+    # A resumed run goes on in the run of its id; W&B goes by `id`, Trackio by `name`. Trackio is not embedded: in a
+    # notebook that would start its server within this process.
+    special = {"id": run_id, "dir": str(directory)} if name == "wandb" else {"embed": False}
+    run = load_tracker(name).init(project=project, name=run_id, config=dict(config), resume="allow", **special)
+    return RunSink(name, run)
 
 
 def load_tracker(name: str) -> Any:
@@ -30,11 +32,11 @@ def load_tracker(name: str) -> Any:
     return load_extra(name, name, "trainer.loggers")
 
 
-class _RunSink:
-    """A library that shows what is logged to a run of its own, as W&B does."""
+class RunSink:
+    """Weights & Biases or Trackio (a local database that `trackio show` shows): `run` takes what is logged."""
 
-    name: str
-    _run: Any
+    def __init__(self, name: str, run: Any) -> None:
+        self.name, self._run = name, run
 
     def write(self, step: int, record: Record) -> None:
         self._run.log({name: plain(value) for name, value in record.items()}, step=step)
@@ -46,28 +48,6 @@ class _RunSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-class WandbSink(_RunSink):
-    """Weights & Biases. The run id makes a resumed run go on in the same W&B run."""
-
-    name = "wandb"
-
-    def __init__(self, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> None:
-        self._run = load_tracker("wandb").init(
-            project=project, id=run_id, name=run_id, dir=str(directory), config=dict(config), resume="allow"
-        )
-
-
-class TrackioSink(_RunSink):
-    """Trackio, a local database that `trackio show` shows. The run id makes a resumed run go on in the same run."""
-
-    name = "trackio"
-
-    def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        trackio = load_tracker("trackio")
-        # Not embedded: in a notebook that would start its server within this process.
-        self._run = trackio.init(project=project, name=run_id, config=dict(config), resume="allow", embed=False)
 
 
 class MlflowSink:
