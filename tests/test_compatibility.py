@@ -85,7 +85,10 @@ def test_a_checkpoint_of_before_is_loaded_to_the_last_bit(run: Path, tmp_path: P
     assert trainer.steps == 2
     trainer.save_checkpoint(tmp_path / "again")
     before, after = contents(saved), contents(tmp_path / "again")
-    assert before.keys() == after.keys()
+    tokenizer = {
+        name for name in after if name.startswith("actor/tokenizer/")
+    }  # which the version of before did not save
+    assert tokenizer and before.keys() == after.keys() - tokenizer
     tensors = [name for name in before if name.endswith(".safetensors")]
     assert len(tensors) == 3 and [before[name] for name in tensors] == [after[name] for name in tensors]
     old, new = load_checkpoint(saved), load_checkpoint(tmp_path / "again")
