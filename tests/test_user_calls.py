@@ -81,6 +81,24 @@ def test_after_too_many_calls_that_never_return_there_are_no_more() -> None:
     assert code.run(5, lambda: 3) == 3
 
 
+def test_after_too_many_async_calls_that_hold_their_loops_there_are_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.user_calls._GRACE", 0.05)
+    code, release = UserCode("f"), threading.Event()
+
+    async def holds() -> bool:
+        return release.wait(60)
+
+    async def several() -> list[Any]:
+        return await asyncio.gather(*(code.call(0.05, holds) for _ in range(MAX_HUNG)), return_exceptions=True)
+
+    assert {type(error) for error in asyncio.run(several())} == {LateError}
+    with pytest.raises(HungError, match=f"{MAX_HUNG} calls of f never returned"):
+        asyncio.run(code.call(0.05, holds))
+    release.set()
+    time.sleep(0.2)
+    assert asyncio.run(code.call(5, holds))
+
+
 @pytest.mark.parametrize("function", [exits, exits_later, stops])
 def test_what_would_end_a_loop_is_an_error_of_the_call(function: Callable[[], Any]) -> None:
     with pytest.raises(RuntimeError, match=r"SystemExit\(7\)|StopIteration|it cancelled itself"):

@@ -324,7 +324,7 @@ class UserCode:
     def __init__(self, what: str) -> None:
         self.what = what
         self._running: list[Running[Any]] = []
-        self._blocks = False
+        self._lost: set[threading.Thread] = set()  # of loops that this code blocked
 
     async def call(self, seconds: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The result of a function, plain or async.
@@ -352,7 +352,8 @@ class UserCode:
         """The result of an async function; its time begins when its loop gets to it. All share one loop; where a
         function has blocked it, each further call of it has its own."""
         while True:
-            host = _Loop() if self._blocks else _shared_loop()
+            self._check()
+            host = _Loop() if self._lost else _shared_loop()
             work = _Work(host, self.what, seconds, function)
             try:
                 while not (work.done.done() or host.is_lost):
@@ -367,7 +368,8 @@ class UserCode:
             finally:
                 if not work.done.done():
                     await work.end()
-                self._blocks |= host.is_lost
+                if host.is_lost:
+                    self._lost.add(host.thread)
                 if host is not _shared:
                     host.loop.call_soon_threadsafe(host.loop.stop)
 
@@ -377,11 +379,15 @@ class UserCode:
 
     def begin(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Running[T]:
         """Begin a call of a plain function, beside what the caller does. Raises HungError."""
-        self._running = [running for running in self._running if not running.future.done()]
-        if sum(running.is_left for running in self._running) >= MAX_HUNG:
-            raise HungError(f"{MAX_HUNG} calls of {self.what} never returned, and cannot be stopped")
+        self._check()
         self._running.append(running := Running(self.what, seconds, partial(function, *args, **kwargs)))
         return running
+
+    def _check(self) -> None:
+        self._running = [running for running in self._running if not running.future.done()]
+        left = [running.is_left for running in self._running] + [thread.is_alive() for thread in self._lost]
+        if sum(left) >= MAX_HUNG:
+            raise HungError(f"{MAX_HUNG} calls of {self.what} never returned, and cannot be stopped")
 
 
 def _without_stop(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:

@@ -235,7 +235,7 @@ def test_too_many_hanging_threads_end_with_the_functions_name() -> None:
         return [1.0] * len(texts)
 
     source = make_reward(stuck, timeout=0.02, max_failure_rate=1.0)
-    for _ in range(MAX_HUNG - 1):
+    for _ in range(MAX_HUNG):
         assert run_reward(source, SAMPLES).reward == [None] * 3
     with pytest.raises(RewardError, match=f"'stuck' hangs: {MAX_HUNG} calls"):
         run_reward(source, SAMPLES)

@@ -201,15 +201,19 @@ def test_the_object_of_a_method_is_freed_and_what_called_it_ends(process: bool) 
     owner = Owner(process)
     for reward in (owner.reward, owner.later):
         assert run_reward(reward, texts("a", "b")).reward == [1.0, 1.0]
-    hosts = [reward.group._host for reward in (owner.reward, owner.later)]  # type: ignore[attr-defined]
+    pids = [reward.group._process.pid for reward in (owner.reward, owner.later) if process]  # type: ignore[attr-defined]
+
+    def is_called() -> bool:
+        return any(map(alive, pids)) or any(thread.name == "reward score" for thread in threading.enumerate())
+
     freed = weakref.ref(owner)
     del owner, reward
     gc.collect()
     assert freed() is None
     until = time.monotonic() + 30
-    while time.monotonic() < until and any(alive(host.pid) if process else host.thread.is_alive() for host in hosts):
+    while time.monotonic() < until and is_called():
         time.sleep(0.01)
-    assert not any(alive(host.pid) if process else host.thread.is_alive() for host in hosts)
+    assert not is_called()
 
 
 HELPER = """

@@ -3,7 +3,7 @@ be pickled to get there, and stays for the whole run."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
 import json
 import logging
 import os
@@ -14,6 +14,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
@@ -22,21 +23,25 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.rewards import generators
-from verl.rewards.calls import FunctionCaller, Host, serve
-from verl.rewards.scores import Score
+from verl.rewards.calls import WATCHED, FunctionCaller
+from verl.rewards.scores import Call, Score, call_async, call_plain, failure
 from verl.sandbox.jail import die_with_parent
 from verl.user_functions import new_user_files, note_files
 
 logger = logging.getLogger(__name__)
 #: In the place of a request's number: files of the user's that the process has imported.
 _IMPORTED = -1
+#: Seconds for a function's `load`, and in which a process that still runs its event loop answers.
+_START_SECONDS, _PULSE_SECONDS = 300.0, 0.5
 
 
-class _Process(Host):
-    """A fork of this process. It is to be made in the thread of `_forker`."""
+class _Process:
+    """A fork of this process, made in the thread of `_forker`. Requests have numbers, by which they are answered;
+    number 0 is answered when it is ready for calls."""
 
     def __init__(self, function: Callable[..., Any], is_awaited: bool) -> None:
-        super().__init__()
+        self.ready: Future[list[Score] | None] = Future()
+        self._answers: dict[int, Future[list[Score] | None]] = {0: self.ready}
         self._pipe, theirs = Pipe()
         self._lock = threading.Lock()
         for stream in (sys.stdout, sys.stderr):
@@ -51,26 +56,39 @@ class _Process(Host):
                 _settle(parent)
                 self._pipe.close()
                 getattr(function, "load", lambda: None)()
-                serve(function, is_awaited, _requests(theirs), partial(_answer, theirs))
+                _serve(function, is_awaited, theirs)
             os._exit(0)
         theirs.close()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, number: int, *request: Any) -> None:
-        # A process that hangs does not read.
-        threading.Thread(target=self._write, args=(number, *request), daemon=True).start()
+    async def ask(self, seconds: float, number: int, request: Call | int) -> asyncio.Future[list[Score] | None]:
+        """The answer to a `Call`, or to the number of a call to cancel; cancelled if it does not come in time."""
+        answer = asyncio.wrap_future(self._answers.setdefault(number, Future()))
+        try:
+            # A process that hangs does not read.
+            threading.Thread(target=self._write, args=(number, request), daemon=True).start()
+            await asyncio.wait({answer}, timeout=seconds)
+            return answer
+        finally:
+            answer.cancel()
 
     def end(self) -> None:
         """Kill the process and all that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _write(self, number: int, *request: Any) -> None:
+    def _write(self, number: int, request: Call | int) -> None:
         try:
             with self._lock:
-                self._pipe.send_bytes(pickle.dumps((number, *request)))
+                self._pipe.send_bytes(pickle.dumps((number, request)))
         except OSError:  # it has ended
-            self.answer(number, None)
+            self._answer(number, None)
+
+    def _answer(self, number: int, scores: list[Score] | None) -> None:
+        """Pass on the answer to a request; None: the process has died."""
+        future = self._answers.pop(number, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(scores)
 
     def _read(self) -> None:
         with suppress(EOFError, OSError):
@@ -79,19 +97,50 @@ class _Process(Host):
                 if number == _IMPORTED:
                     note_files(scores[0])
                     continue
-                self.answer(number, [Score(*score) for score in scores])
+                self._answer(number, [Score(*score) for score in scores])
         self.end()
         os.waitpid(self.pid, 0)
         for number in list(self._answers):
-            self.answer(number, None)
+            self._answer(number, None)
 
 
 class ProcessCaller(FunctionCaller):
-    """Calls in one process, which is killed when a call is late."""
+    """Calls in one process. What the function keeps stays until a call is late or ends the process, which is killed
+    then; the next begins anew."""
 
-    _was_said = False
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(function, name)
+        self._process: _Process | None = None
+        self._starting = threading.Lock()
+        self._deaths = 0
+        self._was_said = False
 
-    def _start(self) -> Host:
+    async def call(self, call: Call, timeout: float) -> list[Score] | None:
+        for _ in range(1 + self.is_async):  # an async call may have ended by the fault of another
+            with self._starting:
+                process = self._process = self._process or self._start()
+            await asyncio.wait({asyncio.wrap_future(process.ready)}, timeout=_START_SECONDS)
+            answer = await process.ask(timeout, number := next(self._numbers), call)
+            if answer.cancelled():
+                # A process that still runs its event loop cancels the call, and says so.
+                if not self.is_async or (await process.ask(_PULSE_SECONDS, next(self._numbers), number)).cancelled():
+                    self._end(process)
+                return None
+            if (scores := answer.result()) is not None:
+                return scores
+            self._deaths += self._process is process  # each async call under way learns of it; the first counts it
+            self._end(process)
+        return [failure("its process died (the function ended it: os._exit, a crash, too much memory)")]
+
+    def take_counts(self) -> dict[str, int]:
+        deaths, self._deaths = self._deaths, 0
+        return {"deaths": deaths}
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._end(self._process)
+
+    def _start(self) -> _Process:
         if not self._was_said:
             logger.info(
                 "reward %s runs in a process of its own: what it changes in objects of the script is not seen here, "
@@ -101,13 +150,18 @@ class ProcessCaller(FunctionCaller):
             self._was_said = True
         return _forker().submit(_Process, self.function, self.is_async).result()
 
+    def _end(self, process: _Process) -> None:
+        if self._process is process:
+            self._process = None
+            process.end()
 
-_forkers: dict[int, concurrent.futures.ThreadPoolExecutor] = {}
+
+_forkers: dict[int, ThreadPoolExecutor] = {}
 
 
-def _forker() -> concurrent.futures.ThreadPoolExecutor:
+def _forker() -> ThreadPoolExecutor:
     """The thread that forks: one that stays, as the kernel ends a process with the thread that forked it."""
-    return _forkers.setdefault(os.getpid(), concurrent.futures.ThreadPoolExecutor(1, "fork"))
+    return _forkers.setdefault(os.getpid(), ThreadPoolExecutor(1, "fork"))
 
 
 def _settle(parent: int) -> None:
@@ -124,6 +178,39 @@ def _settle(parent: int) -> None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     if forks := sys.modules.get("verl.weights.forks"):  # else nothing is trained here
         forks.release()
+
+
+def _serve(function: Callable[..., Any], is_awaited: bool, pipe: Connection) -> None:
+    """What the process does: make calls until there are no more requests. Plain functions are called one after the
+    other in this thread, and no event loop runs meanwhile; calls of async ones are under way together."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def score(number: int, call: Call) -> None:
+        _answer(pipe, number, await call_async(function, call, number <= WATCHED))
+        tasks.pop(number, None)
+
+    def take(number: int, request: Call | int) -> None:
+        if isinstance(request, Call):
+            tasks[number] = loop.create_task(score(number, request))
+            return
+        if late := tasks.pop(request, None):  # it is the number of a call to cancel
+            late.cancel()
+        _answer(pipe, number, [])
+
+    def read() -> None:
+        for request in _requests(pipe):
+            loop.call_soon_threadsafe(take, *request)
+        loop.call_soon_threadsafe(loop.stop)
+
+    _answer(pipe, 0, [])
+    if is_awaited:
+        threading.Thread(target=read, daemon=True).start()
+        loop.run_forever()
+    else:
+        for number, call in _requests(pipe):
+            _answer(pipe, number, call_plain(function, call, loop))
 
 
 def _requests(pipe: Connection) -> Iterator[tuple[Any, ...]]:
