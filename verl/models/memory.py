@@ -73,15 +73,13 @@ class ModelSize(NamedTuple):
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
-    @property
-    def activation_bytes_per_token(self) -> int:
-        """What one layer keeps of one token for its backward."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        if self.fused:
-            return (attention + 2 * self.hidden + 2 * self.intermediate) * self.itemsize
+    def activation_bytes(self, tp: int = 1) -> float:
+        """What one layer keeps of one token for its backward, on each of `tp` ranks: tensor parallelism cuts attention
+        and MLP, but not the norms."""
         # A norm keeps its input in fp32, its normalised input and its output.
-        norms = 2 * (4 * self.hidden + 2 * self.hidden * self.itemsize)
-        return norms + (attention + 4 * self.intermediate) * self.itemsize
+        norms = 2 * self.hidden * (self.itemsize if self.fused else 4 + 2 * self.itemsize)
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return norms + (attention + (2 if self.fused else 4) * self.intermediate) * self.itemsize / tp
 
 
 class MemoryEstimate(NamedTuple):
@@ -133,7 +131,7 @@ def estimate_memory(
     count = size.parameters if size.trained is None else size.trained
     full = count * max(4, size.itemsize)
     moment = full if moments == "float32" or cut_over > 1 else count * size.itemsize
-    layer = micro_batch_tokens * size.activation_bytes_per_token
+    layer = micro_batch_tokens * int(size.activation_bytes())
     inputs = micro_batch_tokens * size.hidden * size.itemsize
     return MemoryEstimate(
         weights,

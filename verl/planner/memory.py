@@ -114,16 +114,15 @@ def training(
         gathered = strategy.wire[0] * max(2 * layer, size.vocab * size.hidden) / (layout.tp * layout.pp)
     vocab = size.vocab / layout.tp
     logits = head.work_bytes(tokens * vocab, vocab * size.hidden, size.itemsize)
+    per_layer = tokens * size.activation_bytes(layout.tp)
     if not trained:
         weights = count * size.itemsize / shared_by(strategy, layout, "weights")
-        work = tokens * _layer_bytes(size, layout.tp) + logits
-        return Usage({"weights": weights}, {"activations": work, "gathered": gathered})
+        return Usage({"weights": weights}, {"activations": per_layer + logits, "gathered": gathered})
     parts = {"weights": strategy.weights, "gradients": strategy.gradients, "optimizer": strategy.optimizer}
     kept = {part: count * amount / shared_by(strategy, layout, part) for part, amount in parts.items()}
     host = kept["optimizer"] if strategy.parked else 0.0
     if strategy.offloaded:
         host, kept = sum(kept.values()), dict.fromkeys(kept, 0.0)
-    per_layer = tokens * _layer_bytes(size, layout.tp)
     inputs = tokens * size.hidden * size.itemsize
     # One forward, one backward: the first stage holds as many micro-batches as there are stages.
     # Gradients inside of a layer: of the norms' inputs, of gate, up and their product.
@@ -143,9 +142,3 @@ def workspace(size: ModelSize, tp: int, step_tokens: int, sequences: int) -> flo
 def kv_bytes_per_token(size: ModelSize, tp: int) -> float:
     """On each of `tp` ranks; a key-value head is not cut further."""
     return size.kv_bytes_per_token / min(tp, size.kv_heads)
-
-
-def _layer_bytes(size: ModelSize, tp: int) -> float:
-    """What a layer keeps of one token, where tensor parallelism cuts attention and MLP, but not the norms."""
-    norms = size._replace(heads=0, kv_heads=0, intermediate=0).activation_bytes_per_token
-    return norms + (size.activation_bytes_per_token - norms) / tp

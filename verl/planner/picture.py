@@ -14,18 +14,16 @@ _COLUMNS = 72
 def bars(plan: PlacementPlan, group: Group) -> Iterator[tuple[float, float, str]]:
     """(start, seconds, kind) of what a set does; sets meet at the end of each stage."""
     engine = group.generation
-    if engine is not None:
-        yield 0.0, engine.transition, "weights"
-        yield engine.transition, engine.prefill, "prefill"
-        yield engine.transition + engine.prefill, engine.decode, "decode"
-    start = plan.stages[0]
-    for choice in group.choices:
-        yield start, choice.infer, "scores"
-        start += choice.infer
-    start = plan.stages[0] + plan.stages[1]
-    for choice in group.choices:
-        yield start, choice.train, "training"
-        start += choice.train
+    works = (
+        [(engine.transition, "weights"), (engine.prefill, "prefill"), (engine.decode, "decode")] if engine else [],
+        [(choice.infer, "scores") for choice in group.choices],
+        [(choice.train, "training") for choice in group.choices],
+    )
+    for stage, parts in enumerate(works):
+        start = sum(plan.stages[:stage])
+        for seconds, kind in parts:
+            yield start, seconds, kind
+            start += seconds
 
 
 def timeline(plan: PlacementPlan) -> str:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from itertools import product
+from math import gcd
 
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
@@ -27,7 +29,7 @@ Key = tuple[str, int, int]
 STAGES = ("generation", "preparation", "training")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of caches by what it is, which is quick
 class Model:
     """A model of the step.
 
@@ -155,10 +157,8 @@ def search(problem: Problem, partitions: Sequence[Sequence[Sequence[str]]] | Non
         ConfigError: nothing fits; says what would be the least.
     """
     by_role = {model.role: model for model in problem.models}
-    if partitions is None:
-        wanted = list(set_partitions(problem.models))
-    else:
-        wanted = [[[by_role[role] for role in part] for part in partition] for partition in partitions]
+    named = ([[by_role[role] for role in part] for part in partition] for partition in partitions or ())
+    wanted = set_partitions(problem.models) if partitions is None else named
     table = _Table(problem)
     plans = [plan for partition in wanted if (plan := _best_allocation(problem, partition, table))]
     if not plans:
@@ -215,9 +215,7 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
     """
     size, layout, work = actor.model.size, actor.layout, problem.work
     most = layout.tp * (layout.data_size if actor.strategy.gathers else 1)
-    for tp in range(1, min(most, problem.cluster.per_machine, size.kv_heads) + 1):
-        if size.heads % tp or size.kv_heads % tp or ranks % tp or most % tp:
-            continue
+    for tp in _tensor_sizes(problem, size, gcd(ranks, most)):
         engine = problem.costs.generate(size, ranks, tp, free - generation_bytes(problem, actor, tp))
         if engine is None:
             continue
@@ -249,28 +247,24 @@ class _Table:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._groups: dict[tuple[tuple[str, ...], int, object], Group | None] = {}
-        self._choices: dict[tuple[str, int], list[Choice]] = {}
-
-    def group(self, models: Sequence[Model], ranks: int, key: Key | None) -> Group | None:
-        """On at most so many ranks; `key`: how the models run that are, or follow, another set's."""
-        group_key = (tuple(model.role for model in models), ranks, key)
-        if group_key not in self._groups:
-            self._groups[group_key] = self._best(models, ranks, key)
-        return self._groups[group_key]
+        self.group = cache(self._best)
+        self._all = cache(partial(choices, problem))
 
     def keys(self, models: Sequence[Model]) -> list[Key | None]:
         """The ways in which models that are followed from another set may run; None: no such model."""
         roles = {model.role for model in models}
-        followers = [model for model in self.problem.models if model.follows and model.role not in roles]
-        if not any(model.follows in roles for model in followers):
+        elsewhere = {model.follows for model in self.problem.models if model.role not in roles}
+        followed = next((model for model in models if model.role in elsewhere), None)
+        if followed is None:
             return [None]
-        followed = next(model for model in models if model.role in {f.follows for f in followers})
         ways = {c.key for ranks in sizes(self.problem.cluster) for c in self._frontier(followed, ranks)}
         return sorted(ways, key=str)
 
-    def _best(self, models: Sequence[Model], ranks: int, key: Key | None) -> Group | None:
-        """Branch and bound: choices are tried quickest first, until the rest cannot be quicker than what was found."""
+    def _best(self, models: tuple[Model, ...], ranks: int, key: Key | None) -> Group | None:
+        """The best group on so many ranks; `key`: how the models run that are, or follow, another set's.
+
+        Branch and bound: choices are tried quickest first, until the rest cannot be quicker than the best so far.
+        """
         roles = {model.role for model in models}
         options = []
         for model in models:
@@ -317,12 +311,6 @@ class _Table:
         groups = [Group(ranks, chosen, engine, kv) for engine, kv in generations(self.problem, actor, ranks, free)]
         return min(groups, key=lambda group: sum(group.stages), default=None)
 
-    def _all(self, model: Model, ranks: int) -> list[Choice]:
-        model_key = (model.role, ranks)
-        if model_key not in self._choices:
-            self._choices[model_key] = choices(self.problem, model, ranks)
-        return self._choices[model_key]
-
     def _frontier(self, model: Model, ranks: int) -> list[Choice]:
         """The choices that no other one beats in both time and memory, and those that a follower may need."""
         kept: list[Choice] = []
@@ -346,7 +334,7 @@ def _best_allocation(problem: Problem, partition: Sequence[Sequence[Model]], tab
     """The best way to deal the devices to the sets of a partition; bounded by the stages of the sets dealt so far."""
     counts, total = sizes(problem.cluster), problem.cluster.size
     best: tuple[float, tuple[Group, ...]] | None = None
-    order = sorted(partition, key=lambda models: all(model.role != "actor" for model in models))
+    order = sorted(map(tuple, partition), key=lambda models: all(model.role != "actor" for model in models))
 
     def deal(key: Key | None, number: int, left: int, stages: tuple[float, ...], dealt: tuple[Group, ...]) -> None:
         nonlocal best
@@ -370,23 +358,18 @@ def _best_allocation(problem: Problem, partition: Sequence[Sequence[Model]], tab
 
 
 def _layouts(problem: Problem, model: Model, ranks: int) -> Iterator[tuple[Strategy, Layout]]:
-    if model.whole:
-        for strategy in model.strategies:
-            yield strategy, Layout(shard=ranks) if strategy.gathers else Layout(replicate=ranks)
-        return
-    size = model.size
-    for tp in range(1, min(problem.cluster.per_machine, ranks, size.kv_heads) + 1):
-        if ranks % tp or size.heads % tp or size.kv_heads % tp:
-            continue
-        for pp in range(1, min(problem.most_pipeline, ranks // tp, size.layers) + 1):
+    for tp in [1] if model.whole else _tensor_sizes(problem, model.size, ranks):
+        most = 1 if model.whole else min(problem.most_pipeline, ranks // tp, model.size.layers)
+        for pp, strategy in product(range(1, most + 1), model.strategies):
             data, rest = divmod(ranks // tp, pp)
-            if rest:
-                continue
-            for strategy in model.strategies:
-                if strategy.gathers:
-                    yield strategy, Layout(pp=pp, shard=data, tp=tp)
-                else:
-                    yield strategy, Layout(pp=pp, replicate=data, tp=tp)
+            if not rest:
+                yield strategy, Layout(pp=pp, tp=tp, **{"shard" if strategy.gathers else "replicate": data})
+
+
+def _tensor_sizes(problem: Problem, size: ModelSize, ranks: int) -> list[int]:
+    """Tensor-parallel sizes within a machine: they divide the ranks, the heads and the key-value heads."""
+    common = gcd(ranks, size.heads, size.kv_heads)
+    return [tp for tp in range(1, min(problem.cluster.per_machine, common) + 1) if common % tp == 0]
 
 
 def _agree(chosen: Sequence[Choice]) -> bool:
