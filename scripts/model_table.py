@@ -16,7 +16,7 @@ from verl.algorithms import make_algorithm
 from verl.config import load_config
 from verl.errors import ConfigError
 from verl.planner.hardware import Cluster
-from verl.run.device_memory import memory_on
+from verl.run.memory import memory_on
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- written by scripts/model_table.py -->\n", "<!-- end -->\n"

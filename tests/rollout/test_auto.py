@@ -31,7 +31,7 @@ from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import RolloutOptions
 from verl.rollout.tools import ToolEpisode
-from verl.run.device_memory import memory_on
+from verl.run.memory import memory_on
 from verl.run.resolved import FILE, resolve, resolve_engine
 from verl.run.train import train
 from verl.workers.standalone import EngineRecipe

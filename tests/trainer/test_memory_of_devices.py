@@ -13,7 +13,7 @@ from verl.algorithms import make_algorithm
 from verl.config import Config, load_config
 from verl.errors import ConfigError
 from verl.planner.hardware import Cluster
-from verl.run.device_memory import DeviceMemory, memory_on
+from verl.run.memory import DeviceMemory, memory_on
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {

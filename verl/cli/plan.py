@@ -52,7 +52,7 @@ def memory(config: Config, algorithms: Collection[BaseAlgorithm], devices: str) 
         ConfigError: it does not fit (with the setting to change), or there is no such device.
         ModelError: a model's configuration cannot be found.
     """
-    from verl.run.device_memory import memory_on
+    from verl.run.memory import memory_on
 
     cluster = Cluster.parse(devices if devices[:1].isdigit() else f"1x{devices}", option="--device")
     return "\n".join(memory_on(config, algorithms, cluster).lines())

@@ -1,5 +1,5 @@
 """`verl train`: settings to objects, run directory, resume, export; `verl eval`.
 
-Reading order: `train`, `check`, `data`, `rewards`, `build`, `planned`, `memory`, `device_memory`, `folder`, `inputs`,
-`lock`, `resolved`, `export`, `evaluate`, `agent`.
+Reading order: `train`, `check`, `data`, `rewards`, `build`, `planned`, `memory`, `folder`, `inputs`, `lock`,
+`resolved`, `export`, `evaluate`, `agent`.
 """
