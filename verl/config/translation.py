@@ -16,6 +16,7 @@ from verl.config.other_names import (
     RefusedError,
     is_streamed,
     is_theirs,
+    ours,
     prompts_of,
     usual_strategy,
 )
@@ -74,11 +75,11 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
     renamed: dict[str, tuple[str, Any]] = {}
     for name, value in values.items():
         try:
-            ours = NAMES[name](value, get) if name in NAMES else {name: value}
+            renames = ours(name, value, get) if name in NAMES else {name: value}
         except RefusedError as error:
             refusals.append(f"{name}{_where(name, locations)}: {value!r} is not taken: {error}")
             continue
-        for key, item in ours.items():
+        for key, item in renames.items():
             if key in renamed or _get(content, key, _MISSING) is not _MISSING:
                 other = name.rpartition(".")[2] if name.rpartition(".")[0] == key.rpartition(".")[0] else name
                 raise ConfigError(
@@ -97,25 +98,17 @@ def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) ->
     """The settings of a launch script with what it leaves out, and without its critic where there is none."""
     if not is_theirs(get) or get("algorithm.name") is not None:
         return values
-    if (estimator := get("algorithm.adv_estimator") or "gae") != "gae":
-        values = {name: value for name, value in values.items() if not name.startswith("critic.")}
-        content.pop("critic", None)
-    prompts = prompts_of(get)
-    mini_batch = min(256, prompts) if isinstance(prompts, int) else 256
-    roles = (ACTOR, "critic") if estimator == "gae" else (ACTOR,)
-    usual = {name: value for name, value in _DEFAULTS.items() if estimator == "gae" or not name.startswith("critic.")}
-    usual[f"{ACTOR}.ppo_mini_batch_size"] = mini_batch
-    usual |= {f"{role}.strategy": strategy for role in roles if (strategy := usual_strategy(role, get))}
-    if estimator == "gae":
-        shared = ("ppo_mini_batch_size", "ppo_epochs")
-        usual |= {f"critic.{name}": of for name in shared if (of := get(f"{ACTOR}.{name}")) is not None}
-        usual |= {"critic.ppo_mini_batch_size": get(f"{ACTOR}.ppo_mini_batch_size") or mini_batch}
-    for role in roles:  # Megatron's weights are in bf16 there, over fp32 ones of its optimizer
-        model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+    with_critic = (get("algorithm.adv_estimator") or "gae") == "gae"
+    prompts, mini_batch = prompts_of(get), f"{ACTOR}.ppo_mini_batch_size"
+    usual = {**_DEFAULTS, mini_batch: min(256, prompts) if isinstance(prompts, int) else 256}
+    usual["critic.ppo_mini_batch_size"] = get(mini_batch) or usual[mini_batch]
+    usual["critic.ppo_epochs"] = get(f"{ACTOR}.ppo_epochs")
+    for role, model in ((ACTOR, "actor_rollout_ref.model"), ("critic", "critic.model")):
+        usual[f"{role}.strategy"] = strategy = usual_strategy(role, get)
         keys_of_dtype = ("dtype", "torch_dtype", "fsdp_config.model_dtype")
         is_given = any(get(f"{of}.{key}") is not None for of in (model, role) for key in keys_of_dtype)
-        if not is_given and (get(f"{role}.strategy") or usual_strategy(role, get)) != "megatron":
-            usual[f"{model}.dtype"] = "float32"
+        if not is_given and (get(f"{role}.strategy") or strategy) != "megatron":
+            usual[f"{model}.dtype"] = "float32"  # Megatron's are in bf16 there, over fp32 ones of its optimizer
     if is_streamed(get):
         usual |= {"async_training.staleness_threshold": 0.1, "async_training.use_rollout_log_probs": True}
     elif get("trainer.total_training_steps") is None and get("trainer.total_steps") is None:
@@ -123,7 +116,11 @@ def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) ->
     rewards = ("custom_reward_function.path", "reward", "tasks", "actor_rollout_ref.rollout.episode")
     if not get("reward_model.enable") and not any(get(name) for name in rewards):
         usual["reward.name"] = "data_source"
-    return values | {name: value for name, value in usual.items() if get(name) is None}
+    values = values | {name: value for name, value in usual.items() if get(name) is None and value is not None}
+    if with_critic:
+        return values
+    content.pop("critic", None)
+    return {name: value for name, value in values.items() if not name.startswith("critic.")}
 
 
 def _take_refused(content: dict[str, Any], locations: Mapping[tuple[str, ...], str]) -> Iterator[str]:
@@ -158,26 +155,20 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 _MISSING = object()
 
 
-def _get(content: Mapping[str, Any], name: str, default: Any) -> Any:
-    section: Any = content
-    for part in name.split("."):
-        if not isinstance(section, dict) or part not in section:
-            return default
-        section = section[part]
-    return section
+def _get(content: Any, name: str, default: Any) -> Any:
+    first, _, rest = name.partition(".")
+    if not isinstance(content, dict) or first not in content:
+        return default
+    return _get(content[first], rest, default) if rest else content[first]
 
 
 def _take(content: dict[str, Any], name: str) -> None:
     """Remove a key, and the sections that it leaves empty."""
-    *path, last = name.split(".")
-    sections = [content]
-    for part in path:
-        sections.append(sections[-1][part])
-    del sections[-1][last]
-    for part, section, inner in zip(reversed(path), reversed(sections[:-1]), reversed(sections[1:]), strict=True):
-        if inner:
-            break
-        del section[part]
+    first, _, rest = name.partition(".")
+    if rest:
+        _take(content[first], rest)
+    if not (rest and content[first]):
+        del content[first]
 
 
 def _put(content: dict[str, Any], name: str, value: Any) -> None:
