@@ -131,9 +131,10 @@ class ConsoleSink:
             self.console.print(text, markup=False)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
+        left = ""
         if self._time is not None:
             self._time.note(step, record, time.monotonic())
-        left = self._left()
+            left = "" if (seconds := self._time.seconds()) is None else duration(seconds)
         total = f"/{self.total_steps}" if self.total_steps is not None else ""
         values = describe(record) or "nothing was measured"  # such as an evaluation of which every sample abstained
         what = "evaluated at step" if "time/evaluation" in record else "step"  # the step's own line is there already
@@ -143,21 +144,15 @@ class ConsoleSink:
         if left and not self._has_said and self._time is not None:
             self._has_said = True
             self.console.print(self._time.in_words(), markup=False)
-        if self._bar is not None:
+        if self._bar is not None and self._time is not None:
             reward = describe({name: record[name] for _, name, _ in COLUMNS[:1] if name in record})
-            text = "  ".join(filter(None, (f"{step}{total}", reward, self._rate(), f"left {left}")))
+            pace = f"{self._time.of('step'):.1f} s/step"
+            text = "  ".join(filter(None, (f"{step}{total}", reward, pace, f"left {left}")))
             self._bar.update(self._task, description="training", completed=step, text=text)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-    def _rate(self) -> str:
-        return "" if self._time is None else f"{self._time.of('step'):.1f} s/step"
-
-    def _left(self) -> str:
-        seconds = None if self._time is None else self._time.seconds()
-        return "" if seconds is None else duration(seconds)
 
 
 def describe(record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Logging: a record of a step goes to every sink."""
+"""Logging: the record of a step goes to every sink: files, the console, TensorBoard, trackers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -19,10 +20,10 @@ from pydantic import Field
 from verl.checked import checked
 from verl.durable import LineFile, RecordFile, append_lines
 from verl.errors import ConfigError
+from verl.extras import load_extra
 from verl.names import check_known
 from verl.record import Count, Natural
 from verl.report.completions import CompletionFiles, without_tokens
-from verl.report.record import Record, numbers_of, plain
 from verl.schemas import RUN_FILE, write_run_schema
 from verl.user_calls import DEADLINE, UserCode
 from verl.user_code import describe, show_once, traceback_of
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Of a step, as it is logged: names such as "reward/mean", and numbers, booleans or text.
+Record = Mapping[str, Any]
 Hook = Callable[[int, dict[str, Any]], None]
 EXTRAS = ("wandb", "trackio", "mlflow")
 SINKS = ("console", "tensorboard", *EXTRAS)
@@ -173,6 +176,50 @@ def _second_of(directory: Path) -> int:
     return max([int(time.time()), *(int(second) + 1 for second in seconds if second.isdigit())])
 
 
+class RunSink:
+    """Weights & Biases or Trackio (a local database that `trackio show` shows): `run` takes what is logged."""
+
+    def __init__(self, name: str, run: Any) -> None:
+        self.name, self._run = name, run
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log({name: plain(value) for name, value in record.items()}, step=step)
+
+    def completions(self, step: int, table: pa.Table) -> None:
+        shown = without_tokens(table)
+        rows = [list(row.values()) for row in shown.to_pylist()]
+        self._run.log({"completions": _library(self.name).Table(columns=shown.column_names, data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow, at `MLFLOW_TRACKING_URI`; each attempt is an MLflow run of its own, tagged with the run id."""
+
+    name = "mlflow"
+
+    def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
+        mlflow = _library("mlflow")
+        self._client = mlflow.MlflowClient()
+        experiment = mlflow.set_experiment(project)
+        tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
+        self._id = self._client.create_run(experiment.experiment_id, tags=tags).info.run_id
+        for name, value in config.items():
+            self._client.log_param(self._id, name, value)
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in numbers_of(record).items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def completions(self, step: int, table: pa.Table) -> None:
+        rows = without_tokens(table).to_pydict()
+        self._client.log_table(self._id, data=rows, artifact_file=f"completions/train-{step:06d}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
 class _HookSink(NamedTuple):
     name: str
     fn: Hook
@@ -214,11 +261,7 @@ def open_logger(
     makers: dict[str, Callable[[], Sink]] = {
         "console": partial(ConsoleSink, total_steps, start=max(resume_step or 0, 0), eval_every=eval_every)
     }
-    if {*wanted} & {*EXTRAS}:
-        from verl.report.trackers import open_tracker
-
-        for name in EXTRAS:
-            makers[name] = partial(open_tracker, name, project, run_id, directory or ".", config or {})
+    makers |= {name: partial(_tracker, name, project, run_id, directory or ".", config or {}) for name in EXTRAS}
     if directory is None:
         wanted = [name for name in wanted if name != "tensorboard"]
     else:
@@ -244,14 +287,28 @@ def _metrics(directory: Path) -> JsonlSink:
     return sink
 
 
+def _tracker(name: str, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> Sink:
+    """The sink of a tracker; `config` are flat settings."""
+    if name == "mlflow":
+        return MlflowSink(project, run_id, config)
+    # A resumed run goes on in the run of its id; W&B goes by `id`, Trackio by `name`. Trackio is not embedded: in a
+    # notebook that would start its server within this process.
+    special = {"id": run_id, "dir": str(directory)} if name == "wandb" else {"embed": False}
+    run = _library(name).init(project=project, name=run_id, config=dict(config), resume="allow", **special)
+    return RunSink(name, run)
+
+
+def _library(name: str) -> Any:
+    """Raises ConfigError if its package is not installed."""
+    return load_extra(name, name, "trainer.loggers")
+
+
 def check_loggers(sinks: Iterable[str]) -> None:
     """Raises ConfigError for an unknown sink, and for one whose package is not installed."""
     for name in sinks:
         check_known("trainer.loggers: unknown logger", [name], SINKS)
         if name in EXTRAS:
-            from verl.report.trackers import load_tracker
-
-            load_tracker(name)
+            _library(name)
 
 
 def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:
@@ -275,3 +332,26 @@ def set_aside(directory: Path) -> None:
         if (directory / name).exists():
             (directory / name).rename(folder / name)
     logger.warning("%s has the log of another run, which is in %s from now on", directory, folder)
+
+
+def numbers_of(record: Record) -> dict[str, float]:
+    """What of a record is a number."""
+    numbers = {name: _number(value) for name, value in record.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value) if hasattr(value, "__float__") else None
+    except (TypeError, ValueError, RuntimeError):  # a tensor or array of several numbers
+        return None
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; what is neither a number nor text becomes its text."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    number = _number(value)
+    if number is None:
+        return str(value)
+    return number if math.isfinite(number) else None
