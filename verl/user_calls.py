@@ -301,9 +301,11 @@ class Running(Generic[T]):
                 self.future.set_exception(ordinary(error))
 
     def result(self) -> T:
-        """Raises LateError at its deadline; its own error."""
+        """Raises LateError at its deadline; its own error, and a KeyboardInterrupt that it raised."""
         try:
             return self.future.result(max(0.0, self.until - time.monotonic()))
+        except RuntimeError as error:
+            raise error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
         except TimeoutError:
             if self.future.done():  # its own
                 raise

@@ -96,5 +96,5 @@ def test_what_is_wrong_in_a_sum_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="task 'sum': no reward is called 'mathh': did you mean 'math'"):
         read_tasks(file)
     file = write(tmp_path, "sum", {"reward_model": {"one": "task"}, "reward_config": {"weights": {"two": 1}}})
-    with pytest.raises(ConfigError, match=r"weights name \['two'\], the rewards are \['one'\]"):
+    with pytest.raises(ConfigError, match=r"weights: there is no reward 'two'"):
         read_tasks(file)
