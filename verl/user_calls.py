@@ -305,7 +305,9 @@ class Running(Generic[T]):
         try:
             return self.future.result(max(0.0, self.until - time.monotonic()))
         except RuntimeError as error:
-            raise error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise error.__cause__ from None
+            raise
         except TimeoutError:
             if self.future.done():  # its own
                 raise
