@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,25 @@ def test_a_call_draws_by_its_rows_and_leaves_the_generators_alone(function: Call
     first.get_reward(ROWS)
     assert state() == before
     first.close(), second.close()
+
+
+def test_a_late_call_leaves_the_generators_alone() -> None:
+    go_on = threading.Event()
+
+    def hangs(texts: list[str]) -> list[float]:
+        numbers = by_group(texts)
+        go_on.wait(30)
+        return numbers
+
+    before = state()
+    reward = Reward(make_reward(hangs, process=False, timeout=0.3))
+    assert reward.get_reward(ROWS)["reward"] == [None] * len(ROWS)
+    assert state() == before
+    other = Reward(by_group, process=False)
+    rewards = other.get_reward(ROWS)["reward"]
+    go_on.set()
+    assert other.get_reward(ROWS)["reward"] == rewards and state() == before
+    reward.close(), other.close()
 
 
 def test_process_thread_and_halves_agree() -> None:

@@ -26,6 +26,8 @@ keeps_states = True
 _lock = threading.Lock()
 #: Seeded calls under way, and the states of the generators before the first of them.
 _calls, _before = 0, list[Any]()
+#: Counts the times that calls under way were left behind: what they do at their end counts no more.
+_left = 0
 
 
 def seed_of(seed: int, ids: Sequence[str]) -> int:
@@ -43,17 +45,16 @@ def seeded(seed: int | None) -> Iterator[list[str]]:
     _watch()
     notes: list[str] = []
     token = notes_here.set(notes)
-    if seed is not None:
-        _begin(seed)
+    left = _left if seed is None else _begin(seed)
     try:
         yield notes
     finally:
         notes_here.reset(token)
         if seed is not None:
-            _end()
+            _end(left)
 
 
-def _begin(seed: int) -> None:
+def _begin(seed: int) -> int:
     global _calls, _before
     with _lock:
         if keeps_states and not _calls:
@@ -61,15 +62,30 @@ def _begin(seed: int) -> None:
         _calls += 1
         for *_, begin in _generators():
             begin(seed)
+        return _left
 
 
-def _end() -> None:
+def _end(left: int) -> None:
     global _calls
     with _lock:
-        _calls -= 1
-        if keeps_states and not _calls:
-            for (_, restore, _), state in zip(_generators(), _before, strict=False):
-                restore(state)
+        if left == _left:
+            _calls -= 1
+            _restore()
+
+
+def _restore() -> None:
+    if keeps_states and not _calls:
+        for (_, restore, _), state in zip(_generators(), _before, strict=False):
+            restore(state)
+
+
+def leave_calls() -> None:
+    """The calls under way are late and left behind: the generators are as they were before them."""
+    global _calls, _left
+    with _lock:
+        if _calls:
+            _calls, _left = 0, _left + 1
+            _restore()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.calls import TURN, WATCHED, FunctionCaller
+from verl.rewards.generators import leave_calls
 from verl.rewards.scores import Call, Score, call_async, call_plain
 from verl.user_calls import HungError, LateError, UserCode
 
@@ -29,6 +30,8 @@ class ThreadCaller(FunctionCaller):
                 return await self._code.call(timeout, call_async, self.function, call, is_watched)  # type: ignore[no-any-return]
             return await self._code.call(timeout, self._call_plain, call)  # type: ignore[no-any-return]
         except LateError:
+            if not self.is_async:
+                leave_calls()
             return None
         except HungError as error:
             raise RewardError(
