@@ -235,8 +235,7 @@ def link_atomic(link: Path, target: str) -> None:
     except OSError as error:
         logger.debug("the link %s was not written: %s", link, error)
     finally:
-        with suppress(OSError):
-            staging.unlink(missing_ok=True)
+        try_remove(staging)
 
 
 def seal(path: Path) -> str:
@@ -259,12 +258,9 @@ def seal_all(paths: Iterable[Path], root: Path) -> dict[str, dict[str, Any]]:
 
 def digest(descriptor: int) -> str:
     """SHA-256 of a file from its beginning."""
-    sha = hashlib.sha256()
-    offset = 0
-    while block := os.pread(descriptor, 1 << 20, offset):
-        sha.update(block)
-        offset += len(block)
-    return sha.hexdigest()
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_digest(path: Path) -> str:

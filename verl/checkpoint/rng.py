@@ -8,16 +8,14 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from verl import device
 from verl.errors import CheckpointError
 
 
-class RandomState(BaseModel):
+class RandomState(BaseModel, allow_inf_nan=False):
     """The state of the generators that is not in tensors."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     python: tuple[int, float | None]
     #: NumPy's own check lets through a position that it then reads at.

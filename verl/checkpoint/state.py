@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PositiveFloat, model_validator
+from pydantic import AfterValidator, BaseModel, Field, JsonValue, PositiveFloat, model_validator
 
 from verl.batch import Batch
 from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
@@ -67,10 +67,8 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Own = dict[str, Annotated[JsonValue, AfterValidator(_check_numbers)]]
 
 
-class _Saved(BaseModel):
+class _Saved(BaseModel, extra="forbid", allow_inf_nan=False):
     """A part of a checkpoint's JSON: no unknown keys, and no numbers that are not finite."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class SavedBase(_Saved):
@@ -80,10 +78,9 @@ class SavedBase(_Saved):
     sha256: str
 
 
-class RoleState(BaseModel):
+class RoleState(BaseModel, extra="allow", allow_inf_nan=False):
     """What a trained role keeps beside tensors."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     __pydantic_extra__: Own
 
     completed_steps: Count
@@ -176,10 +173,8 @@ class SavedLayers(_Saved):
     adapters: SavedAdapters | None
 
 
-class _Probe(BaseModel):
+class _Probe(BaseModel, allow_inf_nan=False):
     """`actor/probe.json`."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     tolerance: PositiveFloat
@@ -193,6 +188,8 @@ _SAMPLE = ("group", "prompt_tokens", "response_tokens")
 _BY_TOKEN = ("response_mask", "rollout_log_probs", "log_probs", "ref_log_probs", "values")
 _REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
 _MOMENTS = ("step", *MOMENTS)
+#: The attributes of a trainer that `TrainerState` holds as they are.
+_OWN = ("steps", "skipped", "updates", "idle", "position")
 
 
 def save(trainer: Trainer, path: Path) -> SaveResult:
@@ -280,11 +277,7 @@ class RoleWriter:
 
 def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> dict[str, Any]:
     """`trainer.json`."""
-    state = {
-        "steps": trainer.steps,
-        "skipped": trainer.skipped,
-        "updates": trainer.updates,
-        "idle": trainer.idle,
+    state = {name: getattr(trainer, name) for name in _OWN} | {
         "tasks": {
             name: {
                 "algorithm": task.algorithm.state_dict(),
@@ -294,7 +287,6 @@ def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> d
         },
         "roles": dict(roles),
         "random": random.model_dump(),
-        "position": trainer.position,
         "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
         "guards": [] if trainer.guards is None else trainer.guards.state_dict(),
         "mixture": trainer.mixture.state_dict(),
@@ -355,9 +347,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     for role, handle in trainer.roles.items():
         weights, optimizer = ([*map(str, checkpoint.paths(f"{role}/{part}"))] for part in ("weights", "optimizer"))
         handle.load(weights, optimizer, state.roles[role].model_dump(exclude_unset=True))
-    trainer.steps, trainer.skipped = state.steps, state.skipped
-    trainer.updates, trainer.idle = state.updates, state.idle
-    trainer.position = state.position
+    for name in _OWN:
+        setattr(trainer, name, getattr(state, name))
     if trainer.held_out is not None and state.evaluation is not None:
         results = state.evaluation.model_dump(exclude_unset=True)
         trainer.held_out.first, trainer.held_out.last = results["first"], results["last"]
@@ -550,11 +541,10 @@ def _from_config(checkpoint: Checkpoint, noted: _Probe) -> Any:
 
     from verl.models.heads import ValueModel, width_of
 
+    settings = checkpoint.json("actor/config.json", dict[str, Any])
     try:
-        config = AutoConfig.for_model(**checkpoint.json("actor/config.json", dict[str, Any]))
+        config = AutoConfig.for_model(**settings)
         model = on_meta(partial(AutoModelForCausalLM.from_config, config, dtype=getattr(torch, noted.dtype)))
-    except CheckpointError:
-        raise
     except Exception as error:  # the settings may say anything
         raise CheckpointError(
             f"the model of {checkpoint.path} cannot be made by transformers alone ({error}): load the checkpoint into "

@@ -231,12 +231,9 @@ def verify(path: str | Path) -> VerifyReport:
 
 def _may_replace(path: Path) -> bool:
     """Whether a checkpoint may take the place: nothing is there, an empty directory, or a checkpoint."""
-    if not os.path.lexists(path):
-        return True
     try:
-        if not any(path.iterdir()):
-            return True
-        read_json(path / MANIFEST, _Manifest)  # others have a file of that name, too
+        if os.path.lexists(path) and any(path.iterdir()):
+            read_json(path / MANIFEST, _Manifest)  # others have a file of that name, too
     except (OSError, ValueError):
         return False
     return True

@@ -40,21 +40,18 @@ class CharacterAlignment:
         """The sequences in the critic's tokens: `prompt_tokens`, `response_tokens` and what names the rows."""
         names = sequences.select(["id", "group"])
         parts = ("prompt_tokens", "response_tokens")
-        return names.add({part: [self._encode(self._text(row))[0] for row in sequences[part]] for part in parts})
+        return names.add({part: [self._encode(row)[0] for row in sequences[part]] for part in parts})
 
     def to_actor(self, sequences: Batch, values: Sequence[Sequence[float]]) -> list[list[float]]:
         """The critic's numbers, aligned with the actor's response tokens."""
-        rows = []
-        for tokens, critic_values in zip(sequences["response_tokens"], values, strict=True):
-            _, there_spans = self._encode(self._text(tokens))
-            rows.append(_carry(there_spans, critic_values, self._spans(tokens)))
-        return rows
+        rows = zip(sequences["response_tokens"], values, strict=True)
+        return [_carry(self._encode(tokens)[1], numbers, self._spans(tokens)) for tokens, numbers in rows]
 
     def to_critic(self, sequences: Batch, columns: Sequence[str]) -> Batch:
         """The sequences in the critic's tokens, with its masks and these columns carried over."""
         there = self.batch(sequences)
         tokens = sequences["response_tokens"]
-        spans = [(self._spans(row), self._encode(self._text(row))[1]) for row in tokens]
+        spans = [(self._spans(row), self._encode(row)[1]) for row in tokens]
         carried = {
             name: [_carry(ours, row, others) for (ours, others), row in zip(spans, sequences[name], strict=True)]
             for name in ("response_mask", "loss_mask", *columns)
@@ -62,11 +59,9 @@ class CharacterAlignment:
         }
         return there.add(carried)
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return spelled(self.actor, tokens)
-
-    def _encode(self, text: str) -> tuple[list[int], list[_Span]]:
-        """Token ids and the characters that each is written in."""
+    def _encode(self, tokens: Sequence[int]) -> tuple[list[int], list[_Span]]:
+        """The critic's ids for the text of the actor's tokens, and the characters that each is written in."""
+        text = spelled(self.actor, tokens)
         encoded = self.critic(text, add_special_tokens=False, return_offsets_mapping=True)
         spans, before = [], 0
         for start, end in encoded["offset_mapping"]:
@@ -77,13 +72,13 @@ class CharacterAlignment:
 
     def _spans(self, tokens: Sequence[int]) -> list[_Span]:
         """The characters that each of the actor's tokens is written in, whole or in part."""
-        whole = self._text(tokens)
+        whole = spelled(self.actor, tokens)
         spans: list[_Span] = []
         # Only a window is decoded for each token: from the last anchor but one, for a tokenizer may write the first
         # token of a text in another way. An anchor never stands inside a character.
         begin = anchor = passed = known = start = 0  # characters of tokens[:anchor], and of tokens[begin:anchor]
         for index in range(len(tokens)):
-            text = self._text(tokens[begin : index + 1])
+            text = spelled(self.actor, tokens[begin : index + 1])
             length = after = passed + len(text) - known
             for sign in reversed(text):  # what is no character yet, but will be
                 if sign != _UNFINISHED or whole[after - 1 : after] == _UNFINISHED:
@@ -94,7 +89,7 @@ class CharacterAlignment:
             start = after
             if index + 1 - anchor >= _WINDOW and not text.endswith(_UNFINISHED):
                 begin, anchor, passed = anchor, index + 1, length
-                known = len(self._text(tokens[begin:anchor]))
+                known = len(spelled(self.actor, tokens[begin:anchor]))
         return spans
 
 

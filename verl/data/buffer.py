@@ -20,7 +20,8 @@ class Buffer(Protocol):
     capacity: int
 
     @property
-    def room(self) -> int: ...
+    def room(self) -> int:
+        return self.capacity - len(self)
 
     def __len__(self) -> int: ...
 

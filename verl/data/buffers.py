@@ -45,17 +45,13 @@ def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buf
     raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk', 'distributed'))}")
 
 
-class MemoryBuffer:
+class MemoryBuffer(Buffer):
     """A queue of batches in this process."""
 
     @checked
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
         self._batches: list[Batch] = []
-
-    @property
-    def room(self) -> int:
-        return self.capacity - len(self)
 
     def __len__(self) -> int:
         return sum(map(len, self._batches))

@@ -14,14 +14,14 @@ from pydantic import BaseModel, Field
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.buffer import Capacity, check_saved, no_room
+from verl.data.buffer import Buffer, Capacity, check_saved, no_room
 from verl.durable import clear_staging, read_json, try_lock, write_atomic
 from verl.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
 
-class DiskBuffer:
+class DiskBuffer(Buffer):
     """A directory of Parquet segments, one an `add`, and a cursor file: how far they were given out.
 
     Segments and cursor are replaced atomically; the cursor moves before `drain` returns. One buffer at a time, until it
@@ -46,16 +46,13 @@ class DiskBuffer:
             if number < self._first:
                 self._file(number).unlink()
                 continue
-            size = _rows_of(self._file(number))
-            if size is not None:
-                self._sizes[number] = size
+            try:  # reading it all is the only check that finds a damaged page
+                self._sizes[number] = len(Batch.from_parquet(self._file(number)))
+            except DataError as error:
+                logger.warning("segment skipped: %s", error)
         if self._first not in self._sizes:
             self._offset = 0
         self._next = max([self._first, *(number + 1 for number in numbers)])
-
-    @property
-    def room(self) -> int:
-        return self.capacity - len(self)
 
     def __len__(self) -> int:
         return sum(self._sizes.values()) - self._offset
@@ -92,8 +89,9 @@ class DiskBuffer:
         if not len(batch):
             return
         self._check_open()
-        number = self._next
-        write_atomic(self._file(number), _parquet_bytes(batch))
+        number, sink = self._next, pa.BufferOutputStream()
+        pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
+        write_atomic(self._file(number), sink.getvalue().to_pybytes())
         self._sizes[number] = len(batch)
         self._next = number + 1
 
@@ -130,21 +128,6 @@ class _Cursor(BaseModel):
 
     segment: int = Field(ge=0, lt=2**53)
     row: int = Field(ge=0, lt=2**53)
-
-
-def _rows_of(file: Path) -> int | None:
-    # Reading it all is the only check that finds a damaged page.
-    try:
-        return len(Batch.from_parquet(file))
-    except DataError as error:
-        logger.warning("segment skipped: %s", error)
-        return None
-
-
-def _parquet_bytes(batch: Batch) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
-    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
 def _lock(path: Path) -> IO[bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.buffer import Capacity, check_saved, no_room
+from verl.data.buffer import Buffer, Capacity, check_saved, no_room
 from verl.errors import ClusterError
 from verl.ray_session import connect
 
@@ -18,7 +18,7 @@ from verl.ray_session import connect
 DEADLINE = 60.0
 
 
-class DistributedBuffer:
+class DistributedBuffer(Buffer):
     """See `Buffer`. Every process of a Ray cluster that names the same buffer has the same one.
 
     Args:
@@ -37,15 +37,11 @@ class DistributedBuffer:
         self._ledger: Any = actor.remote(capacity)
         self.capacity: int = self._ask("capacity")
 
-    @property
-    def room(self) -> int:
-        return self.capacity - len(self)
-
     def __len__(self) -> int:
         return int(self._ask("size"))
 
     def add(self, batch: Batch) -> None:
-        if len(batch) and not self._ask("add", *self._stored(batch)):
+        if len(batch) and not self._ask("add", batch.to_ipc(), len(batch)):
             raise no_room(self, batch)
 
     def drain(self) -> Batch:
@@ -56,10 +52,7 @@ class DistributedBuffer:
 
     def load_state(self, batch: Batch) -> None:
         check_saved(self, batch)
-        self._ask("replace", *self._stored(batch))
-
-    def _stored(self, batch: Batch) -> tuple[bytes, int]:
-        return batch.to_ipc(), len(batch)
+        self._ask("replace", batch.to_ipc(), len(batch))
 
     def _fetched(self, references: list[Any]) -> Batch:
         return Batch.concat(map(Batch.from_ipc, self._get(references)))

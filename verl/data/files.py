@@ -55,20 +55,23 @@ def rows_by_file(path: str | Path | Sequence[str | Path]) -> Iterator[tuple[Path
         for one in path:
             yield from rows_by_file(one)
         return
-    path = Path(path)
     try:
-        if path.is_dir():
-            names = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
-            if not names:
-                raise DataError(f"{path} holds no data files ({', '.join(SUFFIXES)})")
-            for name in names:
-                yield from _read_file(inside(path, name))
-        elif path.is_file():
-            yield from _read_file(path)
-        else:
-            raise DataError(f"{path} does not exist: give a JSONL, JSON or Parquet file, or a directory of them")
+        for file in _files(Path(path)):
+            yield from _read_file(file)
     except OSError as error:  # such as a directory that is named like a file, or one that is not ours to read
         raise DataError(f"{path} cannot be read: {error}. Mend or remove it") from error
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the data files of a directory in the order of their names."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist: give a JSONL, JSON or Parquet file, or a directory of them")
+    names = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
+    if not names:
+        raise DataError(f"{path} holds no data files ({', '.join(SUFFIXES)})")
+    return [inside(path, name) for name in names]
 
 
 def inside(root: str | Path, name: str) -> Path:
@@ -89,12 +92,8 @@ def recorded_files(path: str | Path | Sequence[str | Path]) -> list[Path]:
     if not isinstance(path, str | Path):
         lists = [recorded_files(one) for one in path]
         return [file for files in lists for file in files] if all(lists) else []
-    path = Path(path)
-    if path.is_dir():
-        files = [inside(path, entry.name) for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES]
-    else:
-        files = [path]
-    if not files or any(file.suffix != ".parquet" or not file.is_file() for file in files):
+    files = _files(Path(path))
+    if any(file.suffix != ".parquet" or not file.is_file() for file in files):
         return []
     try:
         columns = pq.read_schema(files[0]).names

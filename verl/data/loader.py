@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verl.data.stream_walk import StreamWalk
 
 
-class PromptLoader:
+class PromptLoader(Iterator[Batch]):
     """Batches of `batch_size` prompts without end; `id` and `group` are "e{epoch}.{row}", unique for each visit.
 
     A batch may reach over the end of an epoch. A stream is read in its own order (`shuffle` must not be True) and
@@ -65,9 +65,6 @@ class PromptLoader:
 
             self.pools = Pools(PoolOptions.of(pools, "pools"), len(data), task)
         self._walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         count = self.batch_size

@@ -17,11 +17,10 @@ it, with its `tool_calls` or `reasoning_content`.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count, filterfalse, repeat
-from pathlib import Path
+from itertools import count, filterfalse, repeat, takewhile
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -48,7 +47,7 @@ _KINDS = (
 )
 
 
-class OfflineDatasetLoader:
+class OfflineDatasetLoader(Iterator[Batch]):
     """Offline data as a whole (`batch`) and in batches of whole groups without end, resumable exactly.
 
     Args:
@@ -126,7 +125,8 @@ class OfflineDatasetLoader:
         row_of = {id_: row for row, id_ in enumerate(rows["id"])}
         replies = [encoded[row_of[id_]][1:] for id_ in kept["id"]]
         self.counts = encode.counts
-        limits = [self._limit(length) for length in kept.lengths("prompt_tokens")]
+        longest, whole = self.max_response_length or sys.maxsize, self.max_length or sys.maxsize
+        limits = [min(longest, whole - length) for length in kept.lengths("prompt_tokens")]
         cut = [tokens[:limit] for (tokens, _), limit in zip(replies, limits, strict=True)]
         self.counts["responses_truncated"] = sum(
             len(short) < len(tokens) for short, (tokens, _) in zip(cut, replies, strict=True)
@@ -162,17 +162,9 @@ class OfflineDatasetLoader:
                 encoded.append(encode_row(chat, row))
         return encoded
 
-    def _limit(self, prompt: int) -> int | None:
-        """Tokens that the response to a prompt of so many may have."""
-        limits = [self.max_response_length, None if self.max_length is None else self.max_length - prompt]
-        return min((limit for limit in limits if limit is not None), default=None)
-
     def __len__(self) -> int:
         """Groups in an epoch."""
         return len(self._groups)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         return self.take(self._cursor.left_of(self.end, self.batch_size))
@@ -206,70 +198,60 @@ class OfflineDatasetLoader:
         self._cursor = self.cursor(len(self), seed=self.seed, shuffle=self.shuffle, name=self.name, data=identity)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    kind: str
-    form: PromptForm
-    name: str
+def _rows(kind: str, form: PromptForm, fields: dict[str, Any], number: int, where: str) -> list[dict[str, Any]]:
+    """The rows that one row of the data becomes."""
+    if kind == "experience":
+        return [{key: value for key, value in fields.items() if value is not None}]
+    if kind == "pairs":
+        chosen, rejected = fields.pop("chosen"), fields.pop("rejected")
+        prompt = fields.pop("prompt", None)
+        parts = [name for name in _PARTS_OF_PROMPTS if fields.get(name) is not None]
+        if prompt is None and parts and isinstance(chosen, str):
+            raise DataError(
+                f"{where} has no prompt, and {' and '.join(parts)} beside the replies: what both of these begin "
+                "with is not taken for it; make a column 'prompt'"
+            )
+        prompt, (chosen, rejected) = _split_pair(prompt, chosen, rejected, where)
+        shared = {"group": str(number), **form.row({"prompt": prompt, **fields}, where)}
+        return [
+            {"id": f"{number}/{i}", **shared, **_response(text, shared, where), "label": label}
+            for i, (text, label) in enumerate(((chosen, 1.0), (rejected, 0.0)))
+        ]
+    row: dict[str, Any] = {"id": str(number), "group": str(number)}
+    if kind == "demonstrations" and _is_text(fields):
+        text = fields.pop("text")
+        return [{**row, **{k: v for k, v in fields.items() if v is not None}, "response": text}]
+    if kind == "labels":
+        row["label"] = _label(fields.pop("label"), where)
+    if fields.get("prompt") is None:
+        messages = fields.pop("messages")
+        if kind == "demonstrations":
+            return [{**row, **_turns(form, messages, fields, where)}]
+        fields["prompt"], response = messages[:-1], messages[-1:]
+    else:
+        name = next(name for name in _RESPONSES if fields.get(name) is not None)
+        response = fields.pop(name)
+    prompted = form.row(fields, where)
+    return [{**row, **prompted, **_response(response, prompted, where)}]
 
-    def rows(self, number: int, value: Any) -> list[dict[str, Any]]:
-        where = f"{self.name}, row {number}"
-        fields = _fields(value, where)
-        if _kind(fields) != self.kind:
-            filled = sorted(name for name, item in fields.items() if item is not None)
-            raise DataError(f"{where} is no row of {self.kind} like those before it: it has values in {filled}")
-        if self.kind == "experience":
-            return [{key: value for key, value in fields.items() if value is not None}]
-        if self.kind == "pairs":
-            chosen, rejected = fields.pop("chosen"), fields.pop("rejected")
-            prompt = fields.pop("prompt", None)
-            parts = [name for name in _PARTS_OF_PROMPTS if fields.get(name) is not None]
-            if prompt is None and parts and isinstance(chosen, str):
-                raise DataError(
-                    f"{where} has no prompt, and {' and '.join(parts)} beside the replies: what both of these begin "
-                    "with is not taken for it; make a column 'prompt'"
-                )
-            prompt, (chosen, rejected) = _split_pair(prompt, chosen, rejected, where)
-            shared = self.form.row({"prompt": prompt, **fields}, where)
-            shared = {"group": f"{number}", **shared}
-            return [
-                {"id": f"{number}/{i}", **shared, **_response(text, shared, where), "label": label}
-                for i, (text, label) in enumerate(((chosen, 1.0), (rejected, 0.0)))
-            ]
-        row: dict[str, Any] = {"id": str(number), "group": str(number)}
-        if self.kind == "demonstrations" and _is_text(fields):
-            text = fields.pop("text")
-            return [{**row, **{k: v for k, v in fields.items() if v is not None}, "response": text}]
-        if self.kind == "labels":
-            row["label"] = _label(fields.pop("label"), where)
-        if fields.get("prompt") is None:
-            messages = fields.pop("messages")
-            if self.kind == "demonstrations":
-                return [{**row, **self._turns(messages, fields, where)}]
-            fields["prompt"], response = messages[:-1], messages[-1:]
-        else:
-            name = next(name for name in _RESPONSES if fields.get(name) is not None)
-            response = fields.pop(name)
-        prompted = self.form.row(fields, where)
-        return [{**row, **prompted, **_response(response, prompted, where)}]
 
-    def _turns(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> dict[str, Any]:
-        """A chat of which every turn of the assistant is trained; `turns`, where there are several."""
-        first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        prompted = {**fields, "prompt": messages[:first]}
-        if not first:
-            raise DataError(f"{where}: the chat begins with the assistant: put what it answers before that")
-        prompted = self.form.row(prompted, where)
-        if first == len(messages) - 1:
-            return {**prompted, **_response(messages[first:], prompted, where)}
-        turns = chat_json(messages[first:], where)
-        return {**prompted, "turns": turns, "response": content_text(messages[-1])}
+def _turns(form: PromptForm, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """A chat of which every turn of the assistant is trained; `turns`, where there are several."""
+    first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    if not first:
+        raise DataError(f"{where}: the chat begins with the assistant: put what it answers before that")
+    prompted = form.row({**fields, "prompt": messages[:first]}, where)
+    if first == len(messages) - 1:
+        return {**prompted, **_response(messages[first:], prompted, where)}
+    turns = chat_json(messages[first:], where)
+    return {**prompted, "turns": turns, "response": content_text(messages[-1])}
 
 
 def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
     """A row's prompt and response as tokens, and which of the response are trained (see `encode_chat`)."""
     if row.get("messages") is not None:
-        turns = json.loads(row["turns"]) if row.get("turns") else [_reply(row)]
+        reply = row["response"] if row.get("reply") is None else json.loads(row["reply"])
+        turns = json.loads(row["turns"]) if row.get("turns") else [reply]
         return encode_chat(chat, json.loads(row["messages"]), turns, template_inputs(row))
     if row.get("prompt") is not None:
         prompt, response = encode_pair(chat, row["prompt"], row["response"])
@@ -281,11 +263,6 @@ def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> tuple[list[int], 
     return prompt, response, [1] * len(response)
 
 
-def _reply(row: Mapping[str, Any]) -> Any:
-    """A text, or the whole message."""
-    return row["response"] if row.get("reply") is None else json.loads(row["reply"])
-
-
 def _is_text(fields: Mapping[str, Any]) -> bool:
     has = {name for name, value in fields.items() if value is not None}
     return "text" in has and not has & {"prompt", "messages", *_RESPONSES}
@@ -293,35 +270,30 @@ def _is_text(fields: Mapping[str, Any]) -> bool:
 
 def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) -> tuple[str, Batch]:
     if is_files(source):
-        recorded = _recorded(source)
-        if recorded is not None:
-            return "experience", recorded
+        if recorded := recorded_files(source):  # Parquet keeps its Arrow types
+            batches = [Batch.from_parquet(file) for file in recorded]
+            numbers = [number for number, batch in enumerate(batches) for _ in range(len(batch))]
+            return "experience", _named(Batch.concat(batches), numbers)
         values: Iterator[tuple[Hashable, Any]] = rows_by_file(source)
     else:
         values = zip(repeat(None), table_rows(source), strict=False)
-    reader, rows, files = None, [], []
+    kind, rows, files = None, [], []
     for number, (file, value) in enumerate(values):
-        value = _renamed(value, columns, f"{name}, row {number}")
-        if reader is None:
-            kind = _kind(_fields(value, f"{name}, row {number}"))
-            if kind is None:
-                raise DataError(f"{name}: columns {sorted(value)} are none of: {_KINDS}")
-            reader = _Reader(kind, form, name)
-        rows += reader.rows(number, value)
+        where = f"{name}, row {number}"
+        value = _renamed(value, columns, where)
+        fields = _fields(value, where)
+        kind = kind or _kind(fields)
+        if kind is None:
+            raise DataError(f"{name}: columns {sorted(value)} are none of: {_KINDS}")
+        if _kind(fields) != kind:
+            filled = sorted(name for name, item in fields.items() if item is not None)
+            raise DataError(f"{where} is no row of {kind} like those before it: it has values in {filled}")
+        rows += _rows(kind, form, fields, number, where)
         files.append(file)
-    if reader is None:
+    if kind is None:
         raise DataError(f"{name}: the data set is empty")
     batch = to_batch(rows, name)
-    return reader.kind, _named(batch, files) if reader.kind == "experience" else batch
-
-
-def _recorded(path: str | Path | Sequence[str | Path]) -> Batch | None:
-    """Experience in Parquet keeps its Arrow types."""
-    files = recorded_files(path)
-    if not files:
-        return None
-    batches = [Batch.from_parquet(file) for file in files]
-    return _named(Batch.concat(batches), [number for number, batch in enumerate(batches) for _ in range(len(batch))])
+    return kind, _named(batch, files) if kind == "experience" else batch
 
 
 def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
@@ -358,10 +330,9 @@ def _kind(fields: Mapping[str, Any]) -> str | None:
         return "experience"
     if {"chosen", "rejected"} <= has:
         return "pairs"
-    if "prompt" in has and has.intersection(_RESPONSES):
-        return "labels" if "label" in has else "demonstrations"
-    messages = fields.get("messages")
-    if is_messages(messages) and len(messages or ()) > 1 and messages[-1]["role"] == "assistant":  # type: ignore[index]
+    messages: Any = fields.get("messages")
+    is_answered = is_messages(messages) and len(messages) > 1 and messages[-1]["role"] == "assistant"
+    if is_answered or ("prompt" in has and has.intersection(_RESPONSES)):
         return "labels" if "label" in has else "demonstrations"
     return "demonstrations" if _is_text(fields) and isinstance(fields["text"], str) else None
 
@@ -436,11 +407,8 @@ def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[An
                 )
             return prompt, (chosen, rejected)
         # A word is not divided: the prompt ends before the last space of what both begin with.
-        end = 0
-        for index, (mine, other) in enumerate(zip(chosen, rejected, strict=False)):
-            if mine != other:
-                break
-            end = index if mine.isspace() else end
+        both = takewhile(lambda signs: signs[0] == signs[1], zip(chosen, rejected, strict=False))
+        end = max((index for index, (sign, _) in enumerate(both) if sign.isspace()), default=0)
         return chosen[:end], (chosen[end:], rejected[end:])
     raise DataError(f"{where}: chosen and rejected must both be texts or both be messages")
 

@@ -35,7 +35,7 @@ def in_time(seconds: float) -> Iterator[None]:
         raise DataError(f"the next prompts were not read within {seconds:g} s{where}: mend what reads them") from None
 
 
-class Prefetch:
+class Prefetch(Iterator[Any]):
     """Reads a loader one batch ahead, in a thread. `state_dict` is the position of the first batch that has not been
     returned yet, so that a batch read ahead of a checkpoint is read again after a resume.
 
@@ -51,9 +51,6 @@ class Prefetch:
         self._position = loader.state_dict()
         self._code = UserCode("the prompts")
         self._ahead: Running[tuple[Any, dict[str, Any]]] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         coming, self._ahead = self._ahead or self._code.begin(self.seconds, self._read), None

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import pyarrow as pa
@@ -271,11 +271,7 @@ def load_prompts(
         values = read_rows(source)
     else:
         values = [source] if is_messages(source) else table_rows(source)
-    rows = []
-    for number, value in enumerate(values):
-        if number == limit:
-            break
-        rows.append(form.row(value, f"{name}, row {number}"))
+    rows = [form.row(value, f"{name}, row {number}") for number, value in enumerate(islice(values, limit))]
     return PromptDataset(to_batch(rows, name), name)
 
 
@@ -328,24 +324,21 @@ def to_batch(rows: Sequence[Mapping[str, Any]], name: str) -> Batch:
 
 def _check_column(column: str, rows: Sequence[Mapping[str, Any]], name: str) -> None:
     values = {number: row[column] for number, row in enumerate(rows) if row.get(column) is not None}
-    try:
-        pa.array(list(values.values()))
-    except UnicodeEncodeError:  # which the error at hand tells already
-        return
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
-        first = next(iter(values.values()))
-        for number, value in values.items():
-            try:
-                pa.array([first, value])
-            except OverflowError as error:
-                raise DataError(
-                    f"{name}: column '{column}' has a whole number of more than 64 bits in row {number}. Make it text"
-                ) from error
-            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-                raise DataError(
-                    f"{name}: column '{column}' mixes types: row {number} does not fit the rows before it "
-                    f"({str(error)[:200]}). Make them one type, such as text"
-                ) from error
+    first = next(iter(values.values()), None)
+    for number, value in values.items():
+        try:
+            pa.array([first, value])
+        except UnicodeEncodeError:  # which the error at hand tells already
+            return
+        except OverflowError as error:
+            raise DataError(
+                f"{name}: column '{column}' has a whole number of more than 64 bits in row {number}. Make it text"
+            ) from error
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            raise DataError(
+                f"{name}: column '{column}' mixes types: row {number} does not fit the rows before it "
+                f"({str(error)[:200]}). Make them one type, such as text"
+            ) from error
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:

@@ -45,14 +45,11 @@ class RowsAhead:
         """Let so many rows be there when they are asked for."""
         if self._ahead is not None and self._ahead.future.done() and self._ahead.future.exception() is None:
             self._ahead = None
-        if self._ahead is None and count > len(self._waiting):
-            self._ahead = self._code.begin(self._seconds, self._extend, count - len(self._waiting))
+        lacking = count - len(self._waiting)
+        if self._ahead is None and lacking > 0:
+            self._ahead = self._code.begin(self._seconds, self._waiting.extend, islice(self._rows, lacking))
 
     def close(self) -> None:
         """Wait until nothing is being read."""
         if self._ahead is not None:
             wait([self._ahead.future], timeout=self._seconds)
-
-    def _extend(self, count: int) -> None:
-        for row in islice(self._rows, count):
-            self._waiting.append(row)

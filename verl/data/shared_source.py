@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
+from itertools import tee
 from typing import Any, TypeVar
 
 from verl.data.prompts import PromptStream
 
 DataT = TypeVar("DataT")
+_END = object()
 
 
 def read_once(data: Mapping[str, DataT]) -> dict[str, DataT]:
@@ -33,9 +36,8 @@ class SharedSource:
     def __init__(self, source: Iterable[Any]) -> None:
         self._source, self._lock = source, threading.Lock()
         self._readers: list[_Reader] = []
-        self._epoch = -1
-        self._rows: Iterator[Any] = iter(())
-        self._receiving: list[_Reader] = []
+        #: Its epoch, and the readers that have it: all read copies of one iterator.
+        self._latest: tuple[int, list[_Reader]] = (-1, [])
 
     def reader(self) -> _Reader:
         self._readers.append(_Reader(self))
@@ -45,43 +47,28 @@ class SharedSource:
         """All rows of an epoch, from the first."""
         with self._lock:
             if epoch in reader.begun:  # once more, and not also what is left of the last time
-                self._receiving = [each for each in self._receiving if each is not reader or epoch != self._epoch]
-                del reader.waiting[epoch]
-            if epoch not in reader.waiting:
-                self._begin(epoch, reader)
+                del reader.passes[epoch]
+            if epoch not in reader.passes:
+                self._begin(epoch)
             reader.begun.add(epoch)
-            waiting = reader.waiting[epoch]
-        while waiting or self._read(waiting, epoch):
-            yield waiting.popleft()
+            rows = reader.passes[epoch]
+        while (row := self._next(rows)) is not _END:
+            yield row
 
-    def _begin(self, epoch: int, reader: _Reader) -> None:
-        while self._next():
-            pass
-        self._epoch = epoch
-        self._receiving = [each for each in self._readers if epoch not in each.waiting and each.epoch <= epoch]
-        for each in self._receiving:
-            each.waiting[epoch] = deque()
+    def _begin(self, epoch: int) -> None:
+        last, readers = self._latest
+        for unread in [each.passes[last] for each in readers if last in each.passes][:1]:
+            deque(copy(unread), maxlen=0)
+        readers = [each for each in self._readers if epoch not in each.passes and each.epoch <= epoch]
+        self._latest = (epoch, readers)
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
-        self._rows = iter(self._source)
+        for each, rows in zip(readers, tee(self._source, len(readers)), strict=True):
+            each.passes[epoch] = rows
 
-    def _read(self, waiting: deque[Any], epoch: int) -> bool:
-        """Read on until a row has come; False: the epoch has no more."""
+    def _next(self, rows: Iterator[Any]) -> Any:
         with self._lock:
-            while not waiting and epoch == self._epoch and self._next():
-                pass
-            return bool(waiting)
-
-    def _next(self) -> bool:
-        if not self._receiving:
-            return False
-        try:
-            row = next(self._rows)
-        except StopIteration:
-            return False
-        for reader in self._receiving:
-            reader.waiting[self._epoch].append(row)
-        return True
+            return next(rows, _END)
 
 
 class _Reader:
@@ -89,13 +76,13 @@ class _Reader:
 
     Attributes:
         begun: epochs whose first row it has asked for.
-        waiting: rows that it has not read yet, by epoch.
+        passes: by epoch its rows, from the first that it has not read.
     """
 
     def __init__(self, shared: SharedSource) -> None:
         self._shared, self.epoch = shared, 0
         self.begun: set[int] = set()
-        self.waiting: dict[int, deque[Any]] = {}
+        self.passes: dict[int, Iterator[Any]] = {}
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

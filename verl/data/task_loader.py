@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ class Source(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class TaskLoader:
+class TaskLoader(Iterator[dict[str, Batch]]):
     """Batches without end, each a mapping of tasks to their prompts.
 
     Of `batch_size` prompts, a task's expected number is its share; in each batch it is that, rounded up or down, by a
@@ -78,9 +79,6 @@ class TaskLoader:
         """Batches until as many prompts have been drawn as the data have, without streams."""
         data = (getattr(source, "data", ()) for source in self.sources.values())
         return -(-sum(len(rows) for rows in data if hasattr(rows, "__len__")) // self.batch_size)
-
-    def __iter__(self) -> Iterator[dict[str, Batch]]:
-        return self
 
     def __next__(self) -> dict[str, Batch]:
         counts = self.counts()
@@ -132,7 +130,7 @@ class TaskLoader:
         self.batches = saved_count(state, "batches")
 
 
-class MixedLoader:
+class MixedLoader(Iterator[Batch]):
     """Batches without end of the rows of several data sets, each by its share: a `TaskLoader` of one task.
 
     Args:
@@ -164,9 +162,6 @@ class MixedLoader:
 
     def __len__(self) -> int:
         return len(self.mixture)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         return Batch.concat(next(self.mixture).values())
@@ -229,15 +224,13 @@ def _split(
         }
     if not weights:
         raise ConfigError("the tasks of a stream are not known before it is read: give task_weights={TASK: SHARE, ...}")
-    return {name: replace(data, name=f"{data.name}, task {name}", prepare=_only(name, [*weights])) for name in weights}
+    filters = {name: partial(_only, name, [*weights]) for name in weights}
+    return {name: replace(data, name=f"{data.name}, task {name}", prepare=keep) for name, keep in filters.items()}
 
 
-def _only(name: str, names: Sequence[str]) -> Callable[[Batch, int], Batch]:
-    def keep(row: Batch, number: int) -> Batch:
-        ((task, _),) = by_task(row, names).items()
-        return row if task == name else row.slice(0, 0)
-
-    return keep
+def _only(name: str, names: Sequence[str], row: Batch, number: int) -> Batch:
+    """The row, if it is of this task; else none."""
+    return row if name in by_task(row, names) else row.slice(0, 0)
 
 
 def rescaled(shares: Mapping[str, float], changed: Mapping[str, float]) -> dict[str, float]:

@@ -92,7 +92,7 @@ def make_task(task: str, *, seed: Seed = 0, size: Count = 1, **options: Any) -> 
 
 def decode_problem(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Name, options and entry out of a row's `TASK_COLUMN`."""
-    content = _untag(json.loads(text))
+    content = json.loads(text, object_hook=_untag)
     return content["task"], content["options"], content["entry"]
 
 
@@ -115,12 +115,9 @@ def _tag(value: Any) -> Any:
     return [_tag(item) for item in value] if isinstance(value, list) else value
 
 
-def _untag(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"__tuple__"}:
-            return tuple(_untag(item) for item in value["__tuple__"])
-        return {key: _untag(item) for key, item in value.items()}
-    return [_untag(item) for item in value] if isinstance(value, list) else value
+def _untag(mapping: dict[str, Any]) -> Any:
+    """A mapping, from within; that of a tuple as the tuple."""
+    return tuple(mapping["__tuple__"]) if mapping.keys() == {"__tuple__"} else mapping
 
 
 def _held_out(question: str, share: float) -> bool:

@@ -11,7 +11,8 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 from verl.batch import Batch
 from verl.checked import checked
@@ -23,6 +24,7 @@ from verl.errors import DataError
 from verl.record import Count
 
 Truncation = Literal["left", "right", "drop", "error"]
+PromptsT = TypeVar("PromptsT", PromptDataset, PromptStream)
 
 
 class PromptTokenizer:
@@ -82,17 +84,7 @@ class PromptTokenizer:
         return bare.add({"prompt_tokens": [tokens[row] for row in keep]})
 
 
-@overload
-def tokenize_prompts(data: PromptDataset, tokenizer: Any, **options: Any) -> tuple[PromptDataset, Counter[str]]: ...
-
-
-@overload
-def tokenize_prompts(data: PromptStream, tokenizer: Any, **options: Any) -> tuple[PromptStream, Counter[str]]: ...
-
-
-def tokenize_prompts(
-    data: PromptDataset | PromptStream, tokenizer: Any, **options: Any
-) -> tuple[PromptDataset | PromptStream, Counter[str]]:
+def tokenize_prompts(data: PromptsT, tokenizer: Any, **options: Any) -> tuple[PromptsT, Counter[str]]:
     """The prompts with `prompt_tokens`, and the counts of `PromptTokenizer` (of a stream: they grow as it is read),
     which the options are those of.
 
@@ -101,11 +93,9 @@ def tokenize_prompts(
     """
     encode = PromptTokenizer(tokenizer, **options)
     if isinstance(data, PromptStream):
-        return PromptStream(data.source, data.form, data.name, encode), encode.counts
-    try:
+        return replace(data, prepare=encode), encode.counts
+    with naming(data.name):
         batch = encode(data.batch)
-    except DataError as error:
-        raise DataError(f"{data.name}: {error}") from error
     if not len(batch):
         raise DataError(f"{data.name}: every prompt is longer than {encode.max_prompt_length} tokens; none is left")
     return PromptDataset(batch, data.name), encode.counts
