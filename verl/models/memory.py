@@ -47,7 +47,6 @@ class ModelSize(NamedTuple):
         heads = count_of(config, "num_attention_heads") or 1  # state-space models have none
         head_dim = count_of(config, "head_dim") or config.hidden_size // heads
         compiled = layer_kernels(parameters[0].dtype, parameters[0].device)
-        backbone = getattr(model, "base_model", model)
         linear = [module for module in model.modules() if isinstance(module, Linear)]
         return cls(
             parameters=sum(parameter.numel() for parameter in parameters),
@@ -59,7 +58,7 @@ class ModelSize(NamedTuple):
             head_dim=head_dim,
             vocab=config.vocab_size,
             itemsize=max(parameter.element_size() for parameter in parameters if parameter.dim() > 1),
-            fused=compiled is not None and has_llama_shape(backbone, head_dim),
+            fused=compiled is not None and has_llama_shape(getattr(model, "base_model", model), head_dim),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             # A linear layer has buffers where its weight is in 4 bits.
             int4_bytes=sum(buffer.nbytes for layer in linear for buffer in layer.buffers(recurse=False)),

@@ -163,7 +163,7 @@ class Costs:
             count_gathered = size.parameters / (layout.tp * layout.pp)
             wire = (2 if backward else 1) * self.cluster.gather(strategy.wire[0] * count_gathered, group)
             wire += self.cluster.gather(strategy.wire[1] * count_gathered, group) if backward else 0.0
-        each = max(compute + sums, wire) if strategy.overlaps else compute + sums + wire
+        each = max(compute + sums, wire)  # a layer is gathered while the one before is computed
         if layout.pp > 1:
             passed = tokens * size.hidden * size.itemsize
             each += (1 + backward) * self.cluster.send(passed, layout.data_size * layout.tp)
@@ -174,11 +174,9 @@ class Costs:
         if strategy.gathers or layout.data_size == 1:
             return 0.0
         group, count = (layout.data_size, layout.tp), size.parameters / (layout.tp * layout.pp)
-        if "optimizer" not in strategy.cut:
-            return self.cluster.reduce(count * strategy.wire[1], group)
-        return self.cluster.gather(count * strategy.wire[1], group) + self.cluster.gather(
-            count * strategy.wire[0], group
-        )
+        # Gradients are summed in shards; then these are gathered, or the weights that were stepped with them.
+        back = strategy.wire[0 if "optimizer" in strategy.cut else 1]
+        return self.cluster.gather(count * strategy.wire[1], group) + self.cluster.gather(count * back, group)
 
     def _flops(self, size: ModelSize, length: int) -> float:
         """Operations of a token's forward pass in a sequence of `length`: products with weights, causal attention."""

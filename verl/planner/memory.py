@@ -19,7 +19,6 @@ class Strategy:
 
     Attributes:
         wire: bytes of a weight that is gathered to be computed with, and of its gradient that is summed.
-        overlaps: what is gathered arrives while the layer before is computed.
         offloaded: shards, moments and gradients are kept and stepped in host memory.
         parked: between updates moments and masters lie in host memory, and there are no gradients.
     """
@@ -30,7 +29,6 @@ class Strategy:
     optimizer: float
     cut: frozenset[str] = frozenset()
     wire: tuple[float, float] = (2.0, 4.0)
-    overlaps: bool = True
     offloaded: bool = False
     parked: bool = False
 

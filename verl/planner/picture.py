@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from verl.planner.hardware import GB
 from verl.planner.search import STAGES, Group, PlacementPlan, generation_bytes
@@ -77,11 +78,8 @@ def runners_up(plans: Iterable[PlacementPlan]) -> str:
 
 def _names(plan: PlacementPlan) -> list[str]:
     """Each set as text: its devices and models."""
-    names, start = [], 0
-    for group in plan.groups:
-        names.append(f"{start}-{start + group.ranks - 1} {'+'.join(group.roles)}")
-        start += group.ranks
-    return names
+    ends = zip(plan.groups, accumulate(group.ranks for group in plan.groups), strict=True)
+    return [f"{end - group.ranks}-{end - 1} {'+'.join(group.roles)}" for group, end in ends]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

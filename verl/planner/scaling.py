@@ -11,11 +11,10 @@ from verl.planner.search import PlacementPlan, Problem, search
 
 @dataclass(frozen=True)
 class Scaled:
-    """The best plan on so many devices with so many times the batch; `efficiency`: its throughput a device, as a share
-    of that of the smallest cluster with the batch as it is."""
+    """The best plan on so many devices; `efficiency`: its throughput a device, as a share of that of the smallest
+    cluster with the batch as it is."""
 
     ranks: int
-    factor: int
     plan: PlacementPlan
     efficiency: float
 
@@ -35,17 +34,15 @@ def strong(problem: Problem, ranks: Sequence[int]) -> list[Scaled]:
         except ConfigError:
             continue
         base = points[0].plan.throughput / points[0].ranks if points else plan.throughput / count
-        points.append(Scaled(count, 1, plan, plan.throughput / count / base))
+        points.append(Scaled(count, plan, plan.throughput / count / base))
     return points
 
 
 def weak(problem: Problem, base: Scaled, ranks: int, least: float = 0.9, most: int = 64) -> Scaled | None:
     """The smallest power of two by which the batch must grow for `least` of linear scaling; None: not up to `most`."""
-    factor = 1
-    while factor <= most:
-        plan = search(scaled(problem, ranks, factor))[0]
+    for doubled in range(most.bit_length()):
+        plan = search(scaled(problem, ranks, 1 << doubled))[0]
         efficiency = (plan.throughput / ranks) / (base.plan.throughput / base.ranks)
         if efficiency >= least:
-            return Scaled(ranks, factor, plan, efficiency)
-        factor *= 2
+            return Scaled(ranks, plan, efficiency)
     return None

@@ -11,7 +11,7 @@ and sets of several machines have whole machines, those of one machine powers of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import product
 from math import gcd
@@ -24,6 +24,8 @@ from verl.planner.hardware import GB, Cluster
 from verl.planner.memory import RESERVE, Strategy, Usage
 from verl.weights.layout import Layout
 
+#: Tokens of a step of generation.
+_STEP_TOKENS = 8192
 #: How a model runs, as far as settings say: strategy, tensor- and pipeline-parallel size.
 Key = tuple[str, int, int]
 STAGES = ("generation", "preparation", "training")
@@ -60,7 +62,6 @@ class Problem:
     cluster: Cluster
     most_seconds: float = float("inf")
     most_pipeline: int = 16
-    step_tokens: int = 8192
 
     @property
     def memory(self) -> float:
@@ -121,11 +122,10 @@ class PlacementPlan:
 
     problem: Problem
     groups: tuple[Group, ...]
-    stages: tuple[float, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        stages = tuple(max(group.stages[i] for group in self.groups) for i in range(len(STAGES)))
-        object.__setattr__(self, "stages", stages)
+    @cached_property
+    def stages(self) -> tuple[float, ...]:
+        return tuple(map(max, zip(*(group.stages for group in self.groups), strict=True)))
 
     @property
     def seconds(self) -> float:
@@ -231,7 +231,7 @@ def generation_bytes(problem: Problem, actor: Choice, tp: int) -> float:
     size = actor.model.size
     # Where training does not gather, its shards are slices of the generation weights, and are not held twice.
     held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
-    workspace = memory.workspace(size, tp, problem.step_tokens, problem.work.max_num_seqs)
+    workspace = memory.workspace(size, tp, _STEP_TOKENS, problem.work.max_num_seqs)
     return size.weight_bytes / tp - held + workspace
 
 
@@ -275,7 +275,6 @@ class _Table:
         if not all(options):
             return None
         least = [sum(of_model[0].seconds for of_model in options[done:]) for done in range(len(options) + 1)]
-        lightest = [min(choice.usage.resting for choice in of_model) for of_model in options]
         best, best_seconds = None, float("inf")
 
         def pick(number: int, chosen: tuple[Choice, ...], seconds: float) -> None:
@@ -289,9 +288,8 @@ class _Table:
                 if seconds + choice.seconds + least[number + 1] >= best_seconds:
                     break
                 generates = 0.0
-                if choice.model.role == "actor":  # no engine is quicker than with all memory that others may leave
-                    others = sum(lightest) - lightest[number]
-                    free = self.problem.memory - choice.usage.resting - others
+                if choice.model.role == "actor":  # no engine is quicker than with all memory beside the actor
+                    free = self.problem.memory - choice.usage.resting
                     engines = generations(self.problem, choice, ranks, free)
                     generates = min((engine.seconds for engine, _ in engines), default=float("inf"))
                 if seconds + choice.seconds + generates + least[number + 1] < best_seconds:

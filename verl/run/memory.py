@@ -25,6 +25,7 @@ from verl.ranks import local_ranks
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.run.check import roles_of
+from verl.run.planned import reward_models
 from verl.training.options import OptimConfig, TrainOptions, layout_of
 
 logger = logging.getLogger(__name__)
@@ -184,12 +185,10 @@ def _beside(
             estimate = estimate_memory(_size(model, "score"), moments=train.optim.moments, cut_over=cut)
             # Of one that is cut none is whole: a critic generates nothing.
             yield role, estimate._replace(weights=0) if cut > 1 else estimate
-    for role in ("reward", "cost"):
-        section = getattr(config, role)
-        for part in section.components.values() or [section]:
-            if part.model is not None and not _is_apart(config, role):
-                scored = _size(ModelOptions(path=part.model, dtype=part.dtype), "score")
-                yield f"{role} model", estimate_memory(scored, trained=False)
+    for role, part in reward_models(config):
+        if not _is_apart(config, role):
+            scored = _size(ModelOptions(path=part.model, dtype=part.dtype), "score")
+            yield f"{role} model", estimate_memory(scored, trained=False)
 
 
 def _size(model: ModelOptions, kind: Literal["causal", "score"] = "causal") -> ModelSize:

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl.config import Config, RewardConfig
+from verl.config import Config, RewardPart
 from verl.durable import read_json
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
@@ -52,7 +52,7 @@ def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_se
         dtype = policy.ref.dtype or policy.model.dtype
         size = model_size(policy.ref.path or policy.model.path or "", dtype)
         models.append(Model("reference", size, False, trained, follows="actor"))
-    scored = [(role, size) for role in ("reward", "cost") for size in _reward_models(getattr(config, role))]
+    scored = [(role, model_size(part.model or "", part.dtype)) for role, part in reward_models(config)]
     if scored:  # they share their devices, and the largest stands for each of them
         largest = max((size for _, size in scored), key=lambda size: size.parameters)
         first, *others = (role for role, _ in scored)
@@ -125,8 +125,8 @@ def model_size(path: str, dtype: str = "auto") -> ModelSize:
     )
 
 
-def settings(plan: PlacementPlan) -> dict[str, Any]:
-    """The plan as settings, as in a YAML file."""
+def pasted(plan: PlacementPlan) -> str:
+    """The plan as settings, in YAML."""
     actor, engine = plan.choice("actor"), plan.generation
     group = next(group for group in plan.groups if group.generation)
     rollout: dict[str, Any] = {"tensor_model_parallel_size": engine.tp, "max_num_seqs": engine.together}
@@ -138,7 +138,7 @@ def settings(plan: PlacementPlan) -> dict[str, Any]:
     }
     if "critic" in changed["trainer"]["placement"]:
         changed["critic"] = _parallel(plan.choice("critic"))
-    return changed
+    return OmegaConf.to_yaml(OmegaConf.create(changed))
 
 
 def placement(plan: PlacementPlan) -> dict[str, str]:
@@ -150,11 +150,6 @@ def placement(plan: PlacementPlan) -> dict[str, str]:
         devices |= {role: where for choice in group.choices for role in (choice.model.role, *choice.model.beside)}
         start += group.ranks
     return {role: devices[role] for role in ("actor", *sorted(devices.keys() - {"actor"}))}
-
-
-def pasted(plan: PlacementPlan) -> str:
-    """`settings` as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(settings(plan)))
 
 
 def _parallel(choice: Choice) -> dict[str, Any]:
@@ -176,20 +171,21 @@ def _strategies(key: str, options: TrainOptions, size: ModelSize) -> tuple[Strat
     return ddp(size.itemsize, options.optim.moments == "float32"), by_fsdp
 
 
-def _reward_models(section: RewardConfig) -> list[ModelSize]:
-    parts = section.components.values() or [section]
-    return [model_size(part.model, part.dtype) for part in parts if part.model is not None]
+def reward_models(config: Config) -> list[tuple[str, RewardPart]]:
+    """The models that score, with the role of each: "reward" or "cost"."""
+    sections = [(role, getattr(config, role)) for role in ("reward", "cost")]
+    parts = [(role, part) for role, section in sections for part in (section, *section.components.values())]
+    return [(role, part) for role, part in parts if part.model is not None]
 
 
 def _configuration(path: str) -> Mapping[str, Any]:
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         try:
             file = Path(hf_hub_download(path, "config.json"))
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        except (OSError, ValueError) as error:  # no such file or host; a name that the hub does not allow
             raise ConfigError(
                 f"verl plan: no configuration of '{path}': give a directory with its config.json, or a hub name "
                 f"that can be reached ({type(error).__name__})"
