@@ -68,7 +68,7 @@ def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     """The settings of a file with overrides, and where each was written."""
     text, path = ("", Path("the command line")) if path is None else (_read(path), path)
     root = _compose(text, str(path))
-    _check_numbers(root, str(path))
+    _check_numbers(text, str(path))
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
     locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
@@ -168,19 +168,15 @@ def _compose(text: str, origin: str) -> yaml.Node | None:
     return root
 
 
-def _check_numbers(node: yaml.Node | None, origin: str) -> None:
+def _check_numbers(text: str, origin: str) -> None:
     """Raises ConfigError: YAML 1.1 reads a number in base 8 or 60 where people write it in base 10, or mean a text."""
-    waiting = [] if node is None else [node]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, yaml.ScalarNode):
-            waiting += [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-        elif not node.style and _OTHER_BASE.fullmatch(node.value):
-            text, is_time = node.value, ":" in node.value
-            plain = "" if is_time else f"{int(text.replace('_', ''))}, or "
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.ScalarEvent) and not event.style and _OTHER_BASE.fullmatch(event.value):
+            number, is_time = event.value, ":" in event.value
+            plain = "" if is_time else f"{int(number.replace('_', ''))}, or "
             raise ConfigError(
-                f"{origin}: line {node.start_mark.line + 1}: {text} would be {yaml.safe_load(text)}, a number in base "
-                f"{60 if is_time else 8}: write {plain}'{text}' in quotes for a text"
+                f"{origin}: line {event.start_mark.line + 1}: {number} would be {yaml.safe_load(number)}, a number in "
+                f"base {60 if is_time else 8}: write {plain}'{number}' in quotes for a text"
             )
 
 
@@ -210,13 +206,13 @@ def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     if (comment := re.search(r"(?:^|\s)#.*", value)) and value.lstrip()[0] not in "'\"[{":
         raise ConfigError(f"override '{name}': {comment[0].strip()!r} would be a comment: put quotes around a text")
     try:
-        root = _compose(value, f"override '{name}'")
+        _compose(value, f"override '{name}'")
         change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except (yaml.YAMLError, OmegaConfBaseException, ConfigError) as error:
         why = _yaml_problem(error).removeprefix(f"override '{name}' is not valid YAML: ")
         shown = override if len(override) <= 200 else override[:200] + "..."
         raise ConfigError(f"override '{shown}': its value is no YAML: {why}; put quotes around a text") from None
-    _check_numbers(root, f"override '{name}'")
+    _check_numbers(value, f"override '{name}'")
     return tuple(name.split(".")), change
 
 
@@ -228,16 +224,14 @@ def _merged(settings: Any, change: Any) -> Any:
 
 
 def _key_lines(node: yaml.Node, path: Path, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            key_path = (*prefix, str(key.value))
-            yield key_path, f"{path.name} line {key.start_mark.line + 1}"
-            yield from _key_lines(value, path, key_path)
-    if isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            key_path = (*prefix, str(number))
-            yield key_path, f"{path.name} line {item.start_mark.line + 1}"
-            yield from _key_lines(item, path, key_path)
+        items = [(str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        items = [(str(number), item, item) for number, item in enumerate(node.value)]
+    for name, start, value in items:
+        yield (*prefix, name), f"{path.name} line {start.start_mark.line + 1}"
+        yield from _key_lines(value, path, (*prefix, name))
 
 
 def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -280,13 +274,12 @@ def _nearest_key(path: tuple[str, ...], value: Any = None) -> str:
     ends = [".".join((path[-1], *inner)) for inner in _paths(value)]
     paths = [key.path for key in keys()]
     siblings, names = subsections(path[:-1]), [key.rsplit(".", 1)[-1] for key in paths]
-    candidates = [key for key in paths if any(key.endswith(f".{end}") for end in ends)]
-    if not candidates:
-        candidates = [".".join((*path[:-1], close)) for close in difflib.get_close_matches(path[-1], siblings, n=1)]
-    if not candidates:
-        candidates = [key for key, name in zip(paths, names, strict=True) if name == path[-1]]
-    if not candidates and (close := difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)):
-        candidates = [paths[names.index(close[0])]]
+    candidates = (
+        [key for key in paths if any(key.endswith(f".{end}") for end in ends)]
+        or [".".join((*path[:-1], close)) for close in difflib.get_close_matches(path[-1], siblings, n=1)]
+        or [key for key, name in zip(paths, names, strict=True) if name == path[-1]]
+        or [paths[names.index(close)] for close in difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)]
+    )
     if not candidates:
         return nearest(path[-1], siblings)
     return "did you mean " + " or ".join(f"'{key}'" for key in candidates) + "?"

@@ -8,9 +8,8 @@ from typing import Any
 _MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 #: The key by which its settings are recognised: no other script has it.
 SFT_KEY = "model.partial_pretrain"
-#: Prefixes of its keys, and what replaces them; the first that matches counts. None: the key is read by `_rows` or
-#: `_refused`, or has no effect there either.
-_MOVED: dict[str, str | None] = {
+#: Prefixes of its keys, and what replaces them; the first that matches counts.
+_MOVED = {
     SFT_KEY: f"{_MODEL}.path",
     "model.strategy": f"{_ACTOR}.strategy",
     "model.fsdp_config.": f"{_ACTOR}.fsdp_config.",
@@ -21,15 +20,13 @@ _MOVED: dict[str, str | None] = {
     "use_remove_padding": f"{_MODEL}.use_remove_padding",
     "data.train_batch_size": "data.batch_size",
     "data.micro_batch_size_per_gpu": f"{_ACTOR}.micro_batch_size",
-    "data.micro_batch_size": None,
-    "data.balance_dp_token": None,
-    "data.prompt_": None,
-    "data.response_": None,
-    "data.multiturn.": None,
-    "data.max_length": None,
-    "data.truncation": None,
     "trainer.checkpoint.": f"{_ACTOR}.checkpoint.",
 }
+#: Prefixes of keys that `_rows` or `_refused` reads, or that have no effect there either.
+_NOT_MOVED = (
+    "data.micro_batch_size", "data.balance_dp_token", "data.prompt_", "data.response_", "data.multiturn.",
+    "data.max_length", "data.truncation",
+)  # fmt: skip
 #: Its defaults.
 _DEFAULTS: dict[str, Any] = {
     "data.batch_size": 256,
@@ -57,9 +54,8 @@ def of_sft(values: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Any]], list[
     moved: dict[str, tuple[str, Any]] = {}
     for name, value in values.items():
         prefix = next((part for part in _MOVED if name.startswith(part)), name)
-        target = _MOVED.get(prefix, name)
-        if target is not None and value is not None:
-            moved[target + name.removeprefix(prefix)] = (name, value)
+        if value is not None and (prefix in _MOVED or not name.startswith(_NOT_MOVED)):
+            moved[_MOVED.get(prefix, name) + name.removeprefix(prefix)] = (name, value)
     defaults = {**_DEFAULTS, "algorithm.name": "sft", **_rows(values.get)}
     if (values.get("ulysses_sequence_parallel_size") or 1) > 1:
         defaults[f"{_ACTOR}.strategy"] = "fsdp"

@@ -125,7 +125,7 @@ def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) ->
 
 def _take_refused(content: dict[str, Any], locations: Mapping[tuple[str, ...], str]) -> Iterator[str]:
     """Take out what there is no such thing of here: a line for each that says more than that."""
-    for name in list(_foreign(content)):
+    for name in [name for name in _leaves(content) if name not in _ours()]:
         value = _get(content, name, None)
         if (answer := refusal(name, value)) is not None:
             _take(content, name)
@@ -136,11 +136,6 @@ def _take_refused(content: dict[str, Any], locations: Mapping[tuple[str, ...], s
 @cache
 def _ours() -> set[str]:
     return {key.path for key in keys()} | NAMES.keys()
-
-
-def _foreign(content: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that neither are ours nor have a name here."""
-    return (name for name in _leaves(content) if name not in _ours())
 
 
 def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
