@@ -349,7 +349,7 @@ class UserCode:
         if running.is_left:
             raise running.late()
         if inspect.isawaitable(result := done.result()):  # of a plain function around an async one
-            return await self._await(seconds, lambda: _awaited(result))
+            return await self._await(seconds, lambda: awaited(result))
         return result
 
     async def _await(self, seconds: float, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -416,7 +416,7 @@ def _shared_loop() -> _Loop:
     return _shared
 
 
-async def _awaited(work: Awaitable[T]) -> T:
+async def awaited(work: Awaitable[T]) -> T:
     return await work
 
 

@@ -71,6 +71,17 @@ def test_a_reward_model_by_name_is_the_reward_model(tiny: Path, tmp_path: Path) 
         verl.Reward("rm_hf")
 
 
+def test_workers_call_it_as_this_process_does() -> None:
+    from verl.batch import Batch
+    from verl.rewards.make import make_reward
+    from verl.rewards.threads import ThreadCaller
+
+    batch = Batch.from_rows([{"response": f"```python\n{text}```", "reference": ADD} for text in (ADD, "x = 1\n")])
+    here, there = (run_reward(make_reward("code", evaluator="codebleu", **options), batch)
+                   for options in ({}, {"workers": ThreadCaller}))  # fmt: skip
+    assert there.reward == here.reward and here.reward[0] == 1.0
+
+
 def test_texts_and_pairs_are_scored_as_they_are() -> None:
     reward = verl.Reward(
         lambda responses, prompts: [len(r) + 10 * len(p) for r, p in zip(responses, prompts, strict=True)]

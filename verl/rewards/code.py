@@ -110,14 +110,11 @@ class CodeReward(FunctionReward):
 
     def _judge(self, response: str, tests: Any, reference: Any, entry_point: str | None) -> list[tuple[bool, bool]]:
         if tests is None:
-            wanted = Tests(outputs=[("", "", self._printed(str(reference)))])
+            limits = replace(self.limits, output=_REFERENCE_OUTPUT)
+            run = sandbox.run_python(str(reference), limits=limits, packages=self.packages)
+            if run.status != "ok" or not run.stdout.strip():
+                raise RewardError(f"the reference prints nothing: {run.status} {run.stderr[-200:]}")
+            wanted = Tests(outputs=[("", "", run.stdout)])
             return judge(extract_code(response), wanted, self.limits, self.packages)
         wanted = parse(tests, entry_point)
         return judge(extract_code(response, wanted.names), wanted, self.limits, self.packages, self.live)
-
-    def _printed(self, reference: str) -> str:
-        limits = replace(self.limits, output=_REFERENCE_OUTPUT)
-        run = sandbox.run_python(reference, limits=limits, packages=self.packages)
-        if run.status != "ok" or not run.stdout.strip():
-            raise RewardError(f"the reference prints nothing: {run.status} {run.stderr[-200:]}")
-        return run.stdout

@@ -91,8 +91,7 @@ def codebleu(program: str, reference: str, weights: Sequence[float] = (0.25,) * 
         "syntax": _share(Counter(_subtrees(wanted_tree)), Counter(_subtrees(tree))),
         "dataflow": _share(_flow(wanted_tree), _flow(tree)),
     }
-    parts = {name: (value, weight) for (name, value), weight in zip(values.items(), weights, strict=True)}
-    known = [(value, weight) for value, weight in parts.values() if value is not None]
+    known = [(value, weight) for value, weight in zip(values.values(), weights, strict=True) if value is not None]
     total = sum(weight for _, weight in known)
     score = sum(value * weight for value, weight in known) / total if total else 0.0
     return {"score": score, **{name: value for name, value in values.items() if value is not None}}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
 from verl.rewards.composite import CompositeReward
-from verl.rewards.forms import recognise
 from verl.rewards.functions import FunctionReward
 from verl.rewards.make import make_reward
 from verl.rewards.processes import ProcessCaller
@@ -137,7 +135,8 @@ def _bind(source: FunctionReward, episode: Environments) -> None:
         raise ConfigError(f"reward '{source.name}' reads environments, which are in this process: leave workers out")
     source.group.close()
     source.function = _with_environments(source.function, episode)
-    source.form = recognise(source.function)
+    # Until there are samples no data have this column.
+    source.form = source.form._replace(required=source.form.required - {PARAMETER})
     source.group = ThreadCaller(source.function, source.name)
     episode.is_read = True
 
@@ -157,11 +156,4 @@ def _with_environments(function: Callable[..., Any], episode: Environments) -> C
     async def call_async(*args: Any, **columns: Any) -> Any:
         return await function(*args, **instead(columns))
 
-    wrapped: Any = call_async if is_async(function) else call
-    signature = inspect.signature(function)
-    parameters = [p.replace(default=()) if p.name == PARAMETER else p for p in signature.parameters.values()]
-    # Until there are samples no data have this column. Parameters with a default stand last.
-    parameters.sort(key=lambda p: (p.kind, p.default is not p.empty))
-    functools.update_wrapper(wrapped, function)
-    wrapped.__signature__ = signature.replace(parameters=parameters)
-    return wrapped  # type: ignore[no-any-return]
+    return functools.update_wrapper(call_async if is_async(function) else call, function)

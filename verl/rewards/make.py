@@ -63,7 +63,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         from verl.rewards.composite import CompositeReward
 
         return CompositeReward(source, make_reward, **options)
-    if isinstance(source, str | os.PathLike) and _is_function_spec(str(source)):
+    is_path = isinstance(source, str | os.PathLike)
+    if is_path and split_spec(str(source))[0].suffix == ".py" and not os.path.isdir(source):
         return _build("functions", "FunctionReward", options, str(source))
     if isinstance(source, str) and (reward := registered(source)) is not None:
         return _make(_called(reward, source, options), options)
@@ -83,7 +84,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _code(options)
     if isinstance(source, str) and (name := misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
-    if isinstance(source, str | os.PathLike) or hasattr(source, "forward"):
+    if is_path or hasattr(source, "forward"):
         return _build("model", "RewardModel", options, source)
     if callable(source):
         return _build("functions", "FunctionReward", options, source)
@@ -140,7 +141,3 @@ def misspelt(source: str) -> str | None:
 def _is_address(source: Any) -> bool:
     addresses = [source] if isinstance(source, str) else source if isinstance(source, list | tuple) else []
     return bool(addresses) and all(isinstance(a, str) and a.startswith(("http://", "https://")) for a in addresses)
-
-
-def _is_function_spec(text: str) -> bool:
-    return split_spec(text)[0].suffix == ".py" and not Path(text).is_dir()

@@ -73,7 +73,7 @@ def in_workers(
     return FunctionReward(
         PortableFunction(kind, source, inner),
         timeout=kind.call_seconds(values),
-        retries=values["retries"],
+        retries=values.get("retries", 0),
         batch_size=values.get("batch_size"),
         workers=workers,
         **{name: values[name] for name in _OURS if name in values},

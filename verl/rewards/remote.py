@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Unpack
 
 from verl.checked import checked
@@ -138,15 +138,18 @@ class RemoteReward(_ServedReward):
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
         responses = [_text(completion) for completion in completions]
-        if problem := _unsendable(columns):
-            raise RewardError(problem)
+        for column, values in columns.items():
+            try:
+                json.dumps(values, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise RewardError(f"column '{column}' cannot be sent as JSON: {error}") from None
         calls = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
             sent = {name: values[part] for name, values in columns.items()}
             body = {"prompts": prompts[part], "responses": responses[part], "columns": sent}
             rows = len(body["prompts"])
-            calls.append((rows, self.pool.ask({self.pool.path: body}, _reader(rows))))
+            calls.append((rows, self.pool.ask({self.pool.path: body}, partial(_results, rows))))
         return await self._gather(calls)
 
 
@@ -231,10 +234,9 @@ class JudgeReward(_ServedReward):
     async def _judge(self, text: str) -> list[Score]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         chat = {"messages": [*system, {"role": "user", "content": text}], **self.sampling}
+        bodies = {_CHAT: chat}
         if self.pool.path.endswith("/generate"):  # today's vLLM does not have it; its chat needs no model's name
-            bodies = {self.pool.path: {"prompt": text, "stream": False, **self.sampling}, _CHAT: chat}
-        else:
-            bodies = {_CHAT: chat}
+            bodies = {self.pool.path: {"prompt": text, "stream": False, **self.sampling}, **bodies}
         if model := self.model or (len(bodies) == 1 and await self.pool.model()):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
@@ -272,25 +274,13 @@ def _groups(expression: str) -> int:
         return 0
 
 
-def _unsendable(columns: Mapping[str, Any]) -> str | None:
-    for name, values in columns.items():
-        try:
-            json.dumps(values, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            return f"column '{name}' cannot be sent as JSON: {error}"
-    return None
-
-
-def _reader(rows: int) -> Callable[[Any], list[Score]]:
-    def read(answer: Any) -> list[Score]:
-        results = answer
-        if isinstance(answer, dict):
-            results = answer["rewards"] if "rewards" in answer else answer["scores"]
-        if not isinstance(results, list) or len(results) != rows:
-            raise ValueError(f"no list of {rows} results came")
-        return read_scores(results, rows)
-
-    return read
+def _results(rows: int, answer: Any) -> list[Score]:
+    results = answer
+    if isinstance(answer, dict):
+        results = answer["rewards"] if "rewards" in answer else answer["scores"]
+    if not isinstance(results, list) or len(results) != rows:
+        raise ValueError(f"no list of {rows} results came")
+    return read_scores(results, rows)
 
 
 def _said(prompt: str, answer: Any) -> str:

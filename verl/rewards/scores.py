@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from verl.rewards.generators import seeded, watching_draws
 from verl.secrets import masked
-from verl.user_calls import in_steps
+from verl.user_calls import awaited, in_steps
 from verl.user_code import describe, traceback_of
 
 _REASON_LENGTH = 300
@@ -65,7 +65,7 @@ def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractE
     with seeded(call.seed) as notes:
         try:
             result = function(*call.args, **call.kwargs)
-            result = loop.run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
+            result = loop.run_until_complete(awaited(result)) if inspect.isawaitable(result) else result
             scores = read_result(result, call)
         except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
             scores = [raised(error)]
@@ -76,7 +76,7 @@ async def call_async(function: Callable[..., Any], call: Call, is_watched: bool)
     """`call_plain` for an async function, on the running event loop, and with generators that are not seeded."""
     with seeded(None) as notes:
         try:
-            work: Any = _wait_for(function(*call.args, **call.kwargs))
+            work: Any = awaited(function(*call.args, **call.kwargs))
             work = in_steps(work, partial(watching_draws, notes)) if is_watched else work
             scores = read_result(await work, call)
         except BaseException as error:  # as above
@@ -86,10 +86,6 @@ async def call_async(function: Callable[..., Any], call: Call, is_watched: bool)
 
 def _noted(scores: list[Score], notes: list[str]) -> list[Score]:
     return [replace(scores[0], note=notes[0]), *scores[1:]] if notes and scores else scores
-
-
-async def _wait_for(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def read_result(result: Any, call: Call) -> list[Score]:

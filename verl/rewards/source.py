@@ -6,18 +6,16 @@ A reward that cannot be computed is null, with a reason: the sample abstains. It
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from verl.batch import Batch
 from verl.errors import RewardError
-from verl.rewards.generators import notes_here
 from verl.user_calls import beside
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -108,16 +106,11 @@ async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
 def run_reward(source: RewardSource, batch: Batch) -> RewardResult:
     """`score_finished` for synchronous code, whether or not an event loop runs in this thread."""
     try:
-        result: RewardResult = beside(asyncio.run, _within(notes_here.get(), score_finished(source, batch))).result()
+        # In this context: the call of a user's function that this may be inside of is known there, too.
+        result: RewardResult = beside(copy_context().run, asyncio.run, score_finished(source, batch)).result()
     finally:
         say_failures(source)
     return result
-
-
-async def _within(notes: list[str] | None, work: Coroutine[Any, Any, T]) -> T:
-    """Do work in another thread inside of the call of a user's function that this thread is in."""
-    notes_here.set(notes)
-    return await work
 
 
 def say_failures(source: RewardSource) -> None:

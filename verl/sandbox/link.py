@@ -223,7 +223,7 @@ class Link:
             try:
                 return "raised", encode([*parts, str(error)], self.number), None
             except Exception:  # the text of an error may raise
-                return "raised", [encode(type(error), self.number), [], {"dict": []}, ""], None
+                return "raised", [encode(type(error), self.number), [], {"dict": [[]]}, ""], None
 
     def number(self, value: Any) -> Any:
         """How an object crosses that is no value."""

@@ -12,43 +12,46 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-#: Classes whose objects travel by value; those that derive from a builtin class travel as that.
-BY_VALUE = "range slice Fraction Decimal datetime date time timedelta timezone"
-MODULES = ("builtins", "fractions", "decimal", "datetime", "collections")
-#: Of collections, what they are made of.
-COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+#: Classes whose objects travel by value, as the arguments that make them; what derives from one of BASES, as that.
+MODULES = {
+    "builtins": "int tuple set frozenset dict bytes complex range slice",
+    "collections": "Counter OrderedDict deque",
+    "datetime": "datetime date time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+}
+CLASSES = {name: module for module, names in MODULES.items() for name in names.split()}
+#: Where these arguments are not those that `pickle` takes.
+ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda number: (hex(number), 16),  # of a long one, which a program's limit on digits does not hold for
+    "bytes": lambda text: (text.decode("latin-1"), "latin-1"),
+    "complex": lambda number: (number.real, number.imag),
+    "dict": lambda mapping: ([[*item] for item in mapping.items()],),
     "Counter": lambda counter: (dict(counter),),
     "OrderedDict": lambda ordered: (list(ordered.items()),),
     "deque": lambda items: (list(items), items.maxlen),
-}
+} | dict.fromkeys(("tuple", "set", "frozenset"), lambda items: (list(items),))
 BASES = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     """A value as JSON; what JSON does not have is a mapping of its kind to its content, `other` says how objects go."""
     kind: Any = type(value)
-    if kind in (type(None), bool, float, str):
+    name = kind.__name__
+    if kind in (type(None), bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):
         return value
-    if kind is int:  # longer ones are not for JSON, which a program's limit on digits holds for
-        return value if -(1 << 63) < value < 1 << 63 else {"int": hex(value)}
-    if kind in (list, tuple, set, frozenset):
-        items = [encode(item, other) for item in value]
-        return items if kind is list else {kind.__name__: items}
-    if kind is dict:
-        return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
-    if kind in (bytes, complex):
-        return {kind.__name__: value.hex() if kind is bytes else [value.real, value.imag]}
+    if kind is list:
+        return [encode(item, other) for item in value]
+    if CLASSES.get(name) == kind.__module__:
+        args = ARGUMENTS[name](value) if name in ARGUMENTS else value.__reduce_ex__(2)[1]
+        return {name: [encode(item, other) for item in args]}
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
         content = encode(value.tolist(), other)
-        return {"array": [str(value.dtype), content]} if kind.__name__ == "ndarray" else content
+        return {"array": [str(value.dtype), content]} if name == "ndarray" else content
     if kind in (type, types.BuiltinFunctionType) and vars(builtins).get(getattr(value, "__name__", "")) is value:
         return {"builtin": getattr(value, "__name__", "")}
-    if kind.__module__ in MODULES and kind.__name__ in BY_VALUE.split():
-        return {"made": [kind.__module__, kind.__name__, encode(value.__reduce_ex__(2)[1], other)]}
-    if kind.__module__ == "collections" and kind.__name__ in COLLECTIONS:
-        return {"made": [kind.__module__, kind.__name__, encode(COLLECTIONS[kind.__name__](value), other)]}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"named": [kind.__name__, list(kind._fields), [encode(item, other) for item in value]]}
+        return {"named": [name, list(kind._fields), [encode(item, other) for item in value]]}
     base: Any = next((base for base in BASES if isinstance(value, base)), None)
     return other(value) if base is None else encode(base(value), other)
 
@@ -60,20 +63,12 @@ def decode(content: Any, other: Callable[[str, Any], Any]) -> Any:
     if not isinstance(content, dict):
         return content
     ((kind, inner),) = content.items()
-    if kind in ("tuple", "set", "frozenset"):
-        return getattr(builtins, kind)([decode(item, other) for item in inner])
-    if kind == "dict":
-        return {decode(key, other): decode(item, other) for key, item in inner}
-    if kind == "int":
-        return int(inner, 16)
-    if kind in ("bytes", "complex"):
-        return bytes.fromhex(inner) if kind == "bytes" else complex(*inner)
+    if kind in CLASSES:
+        return getattr(importlib.import_module(CLASSES[kind]), kind)(*decode(inner, other))
     if kind == "named":
         return importlib.import_module("collections").namedtuple(*inner[:2])(*decode(inner[2], other))
     if kind == "array":
         return importlib.import_module("numpy").array(decode(inner[1], other), dtype=inner[0])
-    if kind == "made" and inner[0] in MODULES and inner[1] in (*BY_VALUE.split(), *COLLECTIONS):
-        return getattr(importlib.import_module(inner[0]), inner[1])(*decode(inner[2], other))
     return other(kind, inner)
 
 
