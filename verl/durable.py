@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MARKED = re.compile(r"\.(staging|replaced)-([^~]+)~(\d{1,9})~([0-9a-f]*)~(.*)", re.DOTALL)
 #: Most bytes of a JSON file that is read. The parser refuses more than 200 levels of nesting by itself.
 MAX_JSON_BYTES = 1 << 27
+_adapter = cache(TypeAdapter)
 
 
 @dataclass(frozen=True)
@@ -346,8 +347,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-@cache
-def _adapter(schema: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(schema)

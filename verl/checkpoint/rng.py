@@ -30,8 +30,8 @@ def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        **device.rng_states(),
     }
-    tensors |= device.rng_states()
     return tensors, RandomState(python=(version, gauss), numpy=(str(kind), int(pos), int(has_gauss), float(cached)))
 
 

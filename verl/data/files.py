@@ -113,14 +113,24 @@ def digest(rows: Iterable[Mapping[str, Any]]) -> str:
 def _read_file(path: Path) -> Iterator[tuple[Path, Any]]:
     if not path.is_file():  # opening a pipe or a device may never end
         raise OSError(f"{path} is not a regular file")
-    match path.suffix:
-        case ".jsonl" | ".ndjson":
-            return zip(repeat(path), _read_lines(path), strict=False)
-        case ".json":
-            return _read_json(path)
-        case ".parquet":
-            return zip(repeat(path), _read_parquet(path), strict=False)
-    raise DataError(f"{path} is of an unknown kind: known are {', '.join(SUFFIXES)}")
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path} is of an unknown kind: known are {', '.join(SUFFIXES)}")
+    if path.suffix == ".parquet":
+        rows: Iterable[Any] = _read_parquet(path)
+    elif path.suffix == ".json" and not _is_lines(text := path.read_bytes()):
+        rows = _decode(text, str(path))
+        if isinstance(rows, dict) and isinstance(rows.get("files"), list):
+            for name in rows["files"]:
+                file = inside(path.parent, str(name))
+                if not file.is_file() or file == path.resolve():
+                    raise DataError(f"{path} names '{name}', which is no data file beside it")
+                yield from _read_file(file)
+            return
+        if not isinstance(rows, list):
+            raise DataError(f'{path} holds neither a list of rows, nor JSON Lines, nor {{"files": [...]}}')
+    else:
+        rows = _read_lines(path)
+    yield from zip(repeat(path), rows, strict=False)
 
 
 def _read_lines(path: Path) -> Iterator[Any]:
@@ -128,24 +138,6 @@ def _read_lines(path: Path) -> Iterator[Any]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _decode(line, f"{path}, line {number}")
-
-
-def _read_json(path: Path) -> Iterator[tuple[Path, Any]]:
-    text = path.read_bytes()
-    if _is_lines(text):
-        yield from zip(repeat(path), _read_lines(path), strict=False)
-        return
-    content = _decode(text, str(path))
-    if isinstance(content, dict) and isinstance(content.get("files"), list):
-        for name in content["files"]:
-            file = inside(path.parent, str(name))
-            if not file.is_file() or file == path.resolve():
-                raise DataError(f"{path} names '{name}', which is no data file beside it")
-            yield from _read_file(file)
-    elif isinstance(content, list):
-        yield from zip(repeat(path), content, strict=False)
-    else:
-        raise DataError(f'{path} holds neither a list of rows, nor JSON Lines, nor {{"files": [...]}}')
 
 
 def _is_lines(text: bytes) -> bool:
