@@ -93,13 +93,3 @@ def test_a_setting_of_theirs_is_never_passed_over(tmp_path: Path) -> None:
     assert training.remove_unused_columns is False
     with pytest.raises(ConfigError, match="'--max_stps' is of no record: did you mean 'max_steps'"):
         parser.parse_args_and_config(["--max_stps", "3"])
-
-
-def test_numbers_of_theirs_are_read_as_numbers() -> None:
-    line = ["--eval_delay", "0", "--vllm_server_port", "8000", "--label_smoothing_factor", "0", "--no_disable_dropout"]
-    with pytest.raises(ConfigError, match="SFTConfig: disable_dropout=False is not done here: dropout is off"):
-        TrlParser(SFTConfig).parse_args_and_config(line)
-    (training,) = TrlParser(SFTConfig).parse_args_and_config(line[:-1])
-    assert (training.eval_delay, training.vllm_server_port, training.label_smoothing_factor) == (0, 8000, 0.0)
-    with pytest.raises(ConfigError, match="SFTConfig: vllm_server_port=80 is not done here: give the engine itself"):
-        TrlParser(SFTConfig).parse_args_and_config(["--vllm_server_port", "80"])

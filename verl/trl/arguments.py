@@ -8,7 +8,7 @@ import json
 import typing
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import TrainingArguments
 
@@ -43,30 +43,16 @@ def _default(name: str) -> Any:
     return None if default is dataclasses.MISSING else getattr(default, "value", default)
 
 
-def _kind(default: Any, hint: str = "") -> Any:
-    """What a command line reads an argument as, by its default; a number that is accepted with any value stays text."""
-    return type(default) if isinstance(default, int | float if hint else bool | float) else str | None
-
-
-def _theirs(default: Any, hint: str = "") -> Any:
-    """A field of an argument that is accepted with any value, or, with a hint (what to do instead), with TRL's default
-    alone; a command line shows the hint as its help."""
-    flag = _FLAG if _kind(default, hint) == str | None else {}
-    return dataclasses.field(default=default, metadata={"help": hint, **flag})
-
-
 _record = dataclasses.dataclass(init=False, repr=False, eq=False)
-_Theirs: Any = dataclasses.make_dataclass(
-    "_Theirs",
-    [
-        (name, _kind(default, hint), _theirs(default, hint))
-        for name, (default, hint) in ({name: (_default(name), "") for name in sorted(NO_EFFECT)} | OTHERWISE).items()
-    ],
+#: Their own code sets every field at the start.
+_Quiet: Any = dataclasses.make_dataclass(
+    "_Quiet",
+    [(name, str | None, dataclasses.field(default=_default(name), metadata=_FLAG)) for name in sorted(NO_EFFECT)],
 )
 
 
 @_record
-class Config(_Theirs):  # type: ignore[misc]
+class Config(_Quiet):  # type: ignore[misc]
     """Arguments of a trainer by TRL's names; each is an attribute, which may be set later.
 
     Raises:
@@ -105,6 +91,8 @@ class Config(_Theirs):  # type: ignore[misc]
     model_init_kwargs: str | None = None
     trust_remote_code: bool = False
     use_cpu: bool = False
+    #: Arguments of this record that TRL has and that are done otherwise here: name -> (default, what to do).
+    otherwise: ClassVar[dict[str, tuple[Any, str]]] = {}
 
     def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
         self.output_dir = output_dir
@@ -113,16 +101,20 @@ class Config(_Theirs):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         value = getattr(value, "value", value)  # of an enumeration of transformers
-        kind, field, hints = type(self).__name__, self.__dataclass_fields__.get(name), self._hints()
-        if field is None:
-            known = [field.name for field in dataclasses.fields(self) if not field.metadata.get("help")]
-            raise ConfigError(f"{kind} has no argument '{name}': {REMOVED.get(name) or nearest(name, known)}")
-        hint = field.metadata.get("help")
-        if hint and value is not None and value != field.default and (value or field.default):
-            raise ConfigError(f"{kind}: {name}={shown(value)} is not done here: {hint}")
+        kind, known = type(self).__name__, self.defaults()
+        other = {**OTHERWISE, **self.otherwise}
+        if name in other and name not in known:
+            default, hint = other[name]
+            if value is not None and value != default and (value or default):
+                raise ConfigError(f"{kind}: {name}={shown(value)} is not done here: {hint}")
+        elif name not in known and name not in NO_EFFECT:
+            if instead := REMOVED.get(name):
+                raise ConfigError(f"{kind} has no argument '{name}': {instead}")
+            raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
+        hints = type(self)._hints()
+        if value is None and name in hints and name not in _BOUNDS and type(None) not in typing.get_args(hints[name]):
+            value = known[name]  # nobody said anything
         if name in hints:
-            if value is None and name not in _BOUNDS and type(None) not in typing.get_args(hints[name]):
-                value = field.default  # nobody said anything
             validated(kind, hints, {name: value})
         self.__dict__[name] = value
 
@@ -130,15 +122,25 @@ class Config(_Theirs):  # type: ignore[misc]
     @functools.cache
     def _hints(cls) -> dict[str, Any]:
         """What arguments are: those that have an effect here, and are no text."""
-        hints, kinds = typing.get_type_hints(cls), {bool, int, float, type(None)}
-        plain = {name for name in cls.defaults() if {*(typing.get_args(hints[name]) or (hints[name],))} <= kinds}
-        return {name: _BOUNDS.get(name, hints[name]) for name in cls.defaults() if name in plain or name in _BOUNDS}
+        hints = {name: typing.get_type_hints(cls)[name] for name in cls.defaults()}
+        kinds = (bool, int, float, type(None))
+        plain = {name for name, hint in hints.items() if set(typing.get_args(hint) or (hint,)) <= {*kinds}}
+        return {name: _BOUNDS.get(name, hint) for name, hint in hints.items() if name in plain or name in _BOUNDS}
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        """Whether TRL has such an argument."""
+        return name in {*cls.defaults(), *NO_EFFECT, *OTHERWISE, *cls.otherwise}
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
+        """An argument that is done otherwise here, and that nobody has set."""
+        other = {**OTHERWISE, **type(self).otherwise}
+        if name not in other:
+            raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
+        return other[name][0]
 
     def __repr__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
+        changed = {name: value for name, value in vars(self).items() if value != self.defaults().get(name)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class Config(_Theirs):  # type: ignore[misc]
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The defaults of the arguments that have an effect here."""
-        return {field.name: field.default for field in dataclasses.fields(cls) if "help" not in field.metadata}
+        return {field.name: field.default for field in dataclasses.fields(cls) if field.name not in NO_EFFECT}
 
     @classmethod
     def of(cls, args: Any) -> Self:
@@ -258,12 +260,14 @@ class _OnlineConfig(Config):
     epsilon_high: float | None = None
     reward_weights: list[float] | None = None
     chat_template_kwargs: str | None = None
-    vllm_mode: str | None = _theirs("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))")
-    mask_truncated_completions: bool = _theirs(False, "write a reward that returns None where a completion has no end")
-    sync_ref_model: bool = _theirs(False, "the reference is the model as it was at first: leave it out")
-    repetition_penalty: float = _theirs(1.0, "sampling has temperature, top_p, top_k and min_p: leave it out")
-    generation_kwargs: str | None = _theirs(None, "sampling has temperature, top_p, top_k and min_p: leave it out")
-    vllm_structured_outputs_regex: str | None = _theirs(None, "see constrained_decoding in docs/algorithms.md")
+    otherwise: ClassVar = {
+        "vllm_mode": ("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
+        "mask_truncated_completions": (False, "write a reward that returns None where a completion has no end"),
+        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
+        "repetition_penalty": (1.0, "sampling has temperature, top_p, top_k and min_p: leave it out"),
+        "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p: leave it out"),
+        "vllm_structured_outputs_regex": (None, "see constrained_decoding in docs/algorithms.md"),
+    }
 
     def prompts(self) -> int:
         """Prompts of one rollout.
@@ -317,13 +321,13 @@ class GRPOConfig(_OnlineConfig):
     vllm_importance_sampling_mode: str = "sequence_mask"
     vllm_importance_sampling_clip_min: float | None = None
     vllm_importance_sampling_clip_max: float | None = 3.0
-    multi_objective_aggregation: str | None = _theirs(
-        "sum_then_normalize", "rewards are summed, then normalised: leave it out"
-    )
-    top_entropy_quantile: float = _theirs(1.0, "all tokens are trained: leave it out")
-    use_adaptive_entropy: bool = _theirs(False, "entropy_coef is fixed: leave it out")
-    off_policy_mask_threshold: str | None = _theirs(None, "see rollout_rs in docs/algorithms.md")
-    log_completions_hub_repo: str | None = _theirs(None, "nothing is uploaded: leave it out")
+    otherwise: ClassVar = _OnlineConfig.otherwise | {
+        "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised: leave it out"),
+        "top_entropy_quantile": (1.0, "all tokens are trained: leave it out"),
+        "use_adaptive_entropy": (False, "entropy_coef is fixed: leave it out"),
+        "off_policy_mask_threshold": (None, "see rollout_rs in docs/algorithms.md"),
+        "log_completions_hub_repo": (None, "nothing is uploaded: leave it out"),
+    }
 
 
 @_record
@@ -331,7 +335,9 @@ class RLOOConfig(_OnlineConfig):
     num_generations: int = 2
     beta: float = 0.05
     normalize_advantages: bool = False
-    reward_clip_range: str | None = _theirs(None, "clip what your reward function returns")
+    otherwise: ClassVar = _OnlineConfig.otherwise | {
+        "reward_clip_range": (None, "clip what your reward function returns"),
+    }
 
 
 @_record
@@ -358,11 +364,13 @@ class DPOConfig(_OfflineConfig):
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
-    loss_weights: str | None = _theirs(None, "one loss is trained: name one loss_type")
-    ld_alpha: str | None = _theirs(None, "leave it out")
-    f_divergence_type: str | None = _theirs("reverse_kl", "leave it out")
-    use_weighting: bool = _theirs(False, "leave it out")
-    sync_ref_model: bool = _theirs(False, "the reference is the model as it was at first: leave it out")
+    otherwise: ClassVar = {
+        "loss_weights": (None, "one loss is trained: name one loss_type"),
+        "ld_alpha": (None, "leave it out"),
+        "f_divergence_type": ("reverse_kl", "leave it out"),
+        "use_weighting": (False, "leave it out"),
+        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
+    }
 
 
 @_record
@@ -372,7 +380,9 @@ class KTOConfig(_OfflineConfig):
     undesirable_weight: float = 1.0
     loss_type: str = "kto"
     train_sampling_strategy: str = "sequential"
-    sync_ref_model: bool = _theirs(False, "the reference is the model as it was at first: leave it out")
+    otherwise: ClassVar = {
+        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
+    }
 
 
 @_record
@@ -384,8 +394,11 @@ class SFTConfig(_OfflineConfig):
     shuffle_dataset: bool = False
     dataset_text_field: str = "text"
     chat_template_path: str | None = None
-    eos_token: str | None = _theirs(None, "set the tokenizer's eos_token")
-    dataset_kwargs: str | None = _theirs(None, "leave it out")
+    otherwise: ClassVar = {
+        "eos_token": (None, "set the tokenizer's eos_token"),
+        "dataset_kwargs": (None, "leave it out"),
+        "neftune_noise_alpha": (None, "leave it out"),
+    }
 
 
 @_record
@@ -393,7 +406,9 @@ class RewardConfig(_OfflineConfig):
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = None
     chat_template_path: str | None = None
-    eos_token: str | None = _theirs(None, "set the tokenizer's eos_token")
+    otherwise: ClassVar = {
+        "eos_token": (None, "set the tokenizer's eos_token"),
+    }
 
 
 def _is_made(field: dataclasses.Field[Any]) -> bool:
