@@ -45,8 +45,10 @@ def user_files() -> dict[str, str]:
     """SHA-256 of the files of users' code, by path (relative, below the working folder): all modules that are neither
     installed nor the standard library's, here and in processes that rewards run in (`note_files`); those that settings
     name as they were imported."""
-    modules = {name: module for name, module in list(sys.modules.items()) if not _is_installed(name.partition(".")[0])}
-    names = {name for module in modules.values() if isinstance(name := getattr(module, "__file__", None), str)}
+    modules = sys.modules.copy()
+    installed = {package for package in {name.partition(".")[0] for name in modules} if _is_installed(package)}
+    others = (module for name, module in modules.items() if name.partition(".")[0] not in installed)
+    names = {name for module in others if isinstance(name := getattr(module, "__file__", None), str)}
     paths = {Path(name).resolve() for name in names if name.endswith((".py", ".so")) and not _is_installed_file(name)}
     digests = {shown_path(path): file_digest(path) for path in paths - _imported.keys() if path.is_file()}
     return _elsewhere | digests | {shown_path(path): sha for path, sha in _imported.items()}
