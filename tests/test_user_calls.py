@@ -233,6 +233,24 @@ def test_a_late_call_that_computes_is_to_blame_beside_one_that_waits_in_time() -
 
 
 @pytest.mark.slow
+def test_of_late_calls_that_compute_nothing_that_is_named_which_waits_for_no_lock() -> None:
+    status, err, _ = run("""
+        def wants():
+            while True:
+                time.sleep(0.001)
+
+        def late():
+            threading.Thread(target=code.run, args=(1.0, wants), daemon=True).start()
+            time.sleep(1.0)
+            c_sleep()
+
+        print("ready", flush=True)
+        code.run(1.5, late)
+    """)
+    assert status == -signal.SIGKILL and "in c_sleep, holds" in err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_heard_while_the_interpreter_is_held(number: signal.Signals) -> None:
     code = """

@@ -103,12 +103,17 @@ class Watchdog:
         busy = [call for call in calls if call[1] in self.busy]
         suspects = busy or ([] if self.busy and self.held < LONG else calls)
         if suspects and all(call[0] + GRACE < time.monotonic() for call in suspects):
-            self.end(suspects[0], "holds the interpreter beyond its deadline, and nothing in the process can stop it")
+            self.end(suspects, "holds the interpreter beyond its deadline, and nothing in the process can stop it")
         elif len(self.asked) > 1 or (self.asked and self.asked[0][1] + GRACE < time.monotonic()):
             name = signal.Signals(self.asked[-1][0]).name
-            self.end((busy or calls)[0], f"holds the interpreter, so that {name} is not heard")
+            self.end(busy or calls, f"holds the interpreter, so that {name} is not heard")
 
-    def end(self, call: tuple[float, int, int, str], why: str) -> NoReturn:
+    def waits(self, call: tuple[float, int, int, str]) -> bool:
+        """Whether its thread waits for a lock, as all do that want the interpreter."""
+        return "futex" in "".join(_stat(f"/proc/{self.pid}/task/{call[1]}/wchan"))
+
+    def end(self, calls: list[tuple[float, int, int, str]], why: str) -> NoReturn:
+        call = min(calls, key=self.waits)
         os.kill(self.pid, DUMP)
         time.sleep(TICK)
         text = os.pread(self.stacks, 1 << 18, 0).decode(errors="replace")
