@@ -194,7 +194,7 @@ def kind_of(algorithm: verl.BaseAlgorithm) -> str:
 def run(name: str, seed: int, control: str, base: Path) -> Curve:
     """One run: the objective at both ends of it."""
     settings = SETTINGS.get(name, Settings() if make_algorithm(name).online else OFFLINE)
-    algorithm = make_algorithm(name, **settings.options, **_without_constraint(control))
+    algorithm = make_algorithm(name, **_options(settings, control))
     lr = 0.0 if control == CONTROL else settings.lr
     torch.manual_seed(seed)
     sampling = verl.SamplingParams(max_new_tokens=2)
@@ -230,8 +230,9 @@ def run(name: str, seed: int, control: str, base: Path) -> Curve:
     return Curve(objective, *ends, costs, time.perf_counter() - began)
 
 
-def _without_constraint(control: str) -> dict[str, Any]:
-    return {"lambda_init": 0.0, "lambda_lr": 0.0} if control == UNCONSTRAINED else {}
+def _options(settings: Settings, control: str) -> Mapping[str, Any]:
+    """Without a constraint lambda is held at 0, and there is no limit to read."""
+    return {"lambda_init": 0.0, "lambda_lr": 0.0} if control == UNCONSTRAINED else settings.options
 
 
 def _objective(trainer: verl.Trainer, seed: int) -> tuple[str, Callable[[list[Problem], int], list[float]]]:

@@ -43,7 +43,7 @@ MAX_HUNG = 16
 #: Seconds after which the line of an async function is logged that neither ends nor awaits.
 BLOCKS = 1.0
 #: Seconds that cancelled code has to close what it has open.
-_GRACE = 2.0
+_GRACE = 1.0
 
 
 class LateError(Exception):

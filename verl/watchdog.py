@@ -28,7 +28,7 @@ HELD, GRACE, LONG = 3.0, 5.0, 60.0
 #: The table that both have in memory begins with the time of the last sign of life, and whether the process ends as it
 #: should. Then come calls: the deadline (0: there is none in this row), when it began, its thread for the system and
 #: for Python, its name.
-BEAT, HEAD, CALL, CALLS = struct.Struct("<d"), struct.Struct("<dQ"), struct.Struct("<ddQQ96s"), 1024
+BEAT, HEAD, CALL, CALLS = struct.Struct("<d"), struct.Struct("<dQ"), struct.Struct("<ddQQ96s"), 256
 SIZE = CALL.size * (1 + CALLS)
 #: Has the other process write the stacks of all threads, which takes no interpreter.
 DUMP = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGUSR2", 0)

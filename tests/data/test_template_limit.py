@@ -8,7 +8,8 @@ from verl.data import chat
 from verl.data.chat import ChatTokenizer
 from verl.errors import DataError
 
-LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+#: Seconds, not for ever: the thread goes on.
+LOOP = "{% for a in range(10000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
 SAY = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
 
 

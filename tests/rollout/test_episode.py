@@ -183,7 +183,8 @@ def test_a_guard_that_fails_in_a_later_turn_ends_the_run_and_leaves_nothing_behi
 
     with pytest.raises(ConnectionError, match="away"):
         outcomes(engine, two_turns)
-    assert len(again) == len(ROWS) and set(again) == {"the rollout engine failed: the service is away"}
+    # Episodes that the failure cancels before they ask again ask no more.
+    assert 0 < len(again) <= len(ROWS) and set(again) == {"the rollout engine failed: the service is away"}
     assert engine.unfinished == 0
     assert engine.cache.available == engine.cache.num_blocks
     assert all(len(outcome.responses[0].response_tokens) == 12 for outcome in outcomes(engine).values())

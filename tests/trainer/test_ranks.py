@@ -75,7 +75,8 @@ def test_a_run_goes_on_under_another_strategy(tmp_path: Path, make_tiny: Callabl
     assert len(expected) == 6 and found == [pytest.approx(row, abs=1e-9) for row in expected]
     ours, theirs = final_state(parts), final_state(whole)
     weights = [name for name in theirs if name.startswith("actor/weights:")]
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in weights) < 1e-9
+    # AdamW divides a gradient by its size: rounding moves a weight further whose gradient is near 0.
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in weights) < 1e-6
 
 
 def ranks_of(agent: int) -> dict[int, int]:
