@@ -144,7 +144,7 @@ def train(
 
         checked = check_settings(config)
         for label, text in plan(in_steps(config, checked.data)).items():
-            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text)}")
+            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text, '')}")
         if device is not None:
             typer.echo("\n" + memory(config, list(checked.algorithms.values()), device))
         typer.echo("\n# Not the default:")
@@ -214,7 +214,7 @@ def plan(
         if scaling or any(option is not None for option in of_a_cluster):
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
         for label, text in plan(config).items():
-            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text)}")
+            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text, '')}")
         return
     on = cluster_of(cluster, network, efficiency)
     for text in plan_placement(config, on, within=within, scaling=scaling):
