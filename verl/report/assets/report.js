@@ -131,11 +131,14 @@ const WHICH = { all: () => true, rewarded: (row) => row.reward > 0, others: (row
 let rowsShown = view.get("rows shown", PAGE);
 const trainingStep = () => data.training.find((sample) => String(sample.step) === byId("step").value);
 
+// What is searched: of a conversation also what others said in it, which is not part of the policy's response.
+const textsOf = (row) => [row.question, row.prompt, row.response, row.ground_truth, ...(row.turns ?? []).map(([, text]) => text)].map((text) => text ?? "");
+
 // Groups of samples in the order that is chosen: those of a prompt, in the place of the first of them, or one a group.
 function trainingGroups() {
   const wanted = byId("find").value.toLowerCase(), order = ORDERS[byId("sort").value];
   const rows = trainingStep().rows.filter((row) => WHICH[byId("which").value](row)
-    && ["question", "prompt", "response", "ground_truth"].some((name) => (row[name] ?? "").toLowerCase().includes(wanted)));
+    && textsOf(row).some((text) => text.toLowerCase().includes(wanted)));
   if (order) { // samples without the number come last
     const [name, sign] = order;
     rows.sort((a, b) => (a[name] === null) - (b[name] === null) || sign * (a[name] - b[name]));
