@@ -23,9 +23,8 @@ import pyarrow as pa
 
 from verl.batch import Batch
 from verl.cluster.group import RankGroup
-from verl.cluster.meshes import RoleMeshes
 from verl.cluster.placement import DeviceMesh
-from verl.cluster.rank_context import ALONE, RankContext, dispatch
+from verl.cluster.rank_context import ALONE, RankContext, RoleMeshes, dispatch
 from verl.cluster.ray.controller import RayJob
 from verl.weights.layout import Mesh
 
@@ -111,7 +110,7 @@ def main() -> None:
     shared = SharedMemory(create=True, size=values.nbytes)
     source = memoryview(values).cast("B")
     copy = min(milliseconds(lambda: shared.buf.__setitem__(slice(len(source)), source), args.repeats))
-    # A batch is sent once: each time it is another one.
+    # A batch is put once for the calls that follow each other: each time it is another one.
     move = min(milliseconds(lambda: one.call(Idle.update, Batch(large.table.slice(0))), args.repeats))
     shared.close()
     shared.unlink()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.cluster.meshes import RoleMeshes
+from verl.cluster.rank_context import RoleMeshes
 from verl.errors import ConfigError
 from verl.weights.layout import DATA_DIMS, DIMS, Layout, Mesh, ModelShape
 from verl.weights.meshes import generation_mesh

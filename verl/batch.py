@@ -113,17 +113,12 @@ COMPUTED = frozenset((
 
 @hinted
 class Batch:
-    """An immutable table of samples. Slices and concatenations share memory; every call returns a new one.
+    """An immutable table of samples. Slices and concatenations share memory; every call returns a new one."""
 
-    Attributes:
-        base: the batch that this one has all columns of, and some more, by `add`; None if it came about otherwise.
-    """
+    __slots__ = ("table",)
 
-    __slots__ = ("base", "table")
-
-    def __init__(self, table: pa.Table, base: Batch | None = None) -> None:
+    def __init__(self, table: pa.Table) -> None:
         self.table = table
-        self.base = base
 
     @classmethod
     @checked
@@ -263,8 +258,7 @@ class Batch:
                 raise DataError(f"column '{name}' has {len(array)} rows, the batch has {size}")
             arrays.append(array)
             fields.append(pa.field(name, array.type))
-        table = pa.Table.from_arrays(arrays, schema=pa.schema(fields, self.table.schema.metadata))
-        return Batch(table, base=self if there else None)
+        return Batch(pa.Table.from_arrays(arrays, schema=pa.schema(fields, self.table.schema.metadata)))
 
     def changed(self, before: Batch) -> list[str]:
         """Columns of both batches that have other values here than in the same rows of `before`, whatever their types;

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from verl.cluster.meshes import RoleMeshes
+from verl.cluster.rank_context import RoleMeshes
 from verl.cluster.world import World
 from verl.training.ranks import Ranks
 from verl.weights.layout import Layout, Mesh

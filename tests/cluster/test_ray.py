@@ -23,9 +23,8 @@ from tests import forked, ranks
 from tests.cluster.test_torchrun import SCRIPT, assert_equal_runs
 from verl.batch import Batch
 from verl.cluster.group import RankGroup
-from verl.cluster.meshes import RoleMeshes
 from verl.cluster.placement import DeviceMesh
-from verl.cluster.rank_context import ALONE, RankContext, dispatch
+from verl.cluster.rank_context import ALONE, RankContext, RoleMeshes, dispatch
 from verl.errors import ClusterError, ConfigError
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard
@@ -158,26 +157,16 @@ def test_data_travel_as_declared(job: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_added_to_a_batch_travels_alone(job: Any) -> None:
+def test_a_batch_that_grows_reaches_every_rank(job: Any) -> None:
     group = probe(job)
     batch = Batch.from_rows([{"x": x, "prompt_tokens": [x], "response_tokens": [3]} for x in range(3, 8)])
     assert group.call(Probe.total, batch)["total"] == [3, 4, 5, 6, 7]
     grown = batch.add({"y": [10] * 5}).add({"z": [100 * x for x in range(5)]})
     for _ in range(2):
         assert group.call(Probe.total, grown)["total"] == [13, 114, 215, 316, 417]
-        assert ray.get(job.sent(grown).reference).columns == ["y", "z"]
-    # After a failure nobody knows what has come along.
     with pytest.raises(ZeroDivisionError):
         group.call(Probe.picky, grown)
-    assert [part.sent_to for part in job.sent(grown).parts()] == [set(), set()]
     assert group.call(Probe.total, grown)["total"] == [13, 114, 215, 316, 417]
-    assert [part.sent_to for part in job.sent(grown).parts()] == [{0, 1}, {0, 1}]
-    # There is a bound to what is kept: more than that is sent anew.
-    others = [Batch(batch.table.slice(0)) for _ in range(6)]
-    for other in [*others, *others]:
-        assert group.call(Probe.total, other)["total"] == [3, 4, 5, 6, 7]
-    assert group.call(Probe.total, grown)["total"] == [13, 114, 215, 316, 417]
-    assert len(job.kept()) == 4
 
 
 @pytest.mark.slow

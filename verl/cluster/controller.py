@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checked import checked, hinted
 from verl.cluster.local import LocalGroup
-from verl.cluster.rank_context import TIMEOUT
+from verl.cluster.rank_context import TIMEOUT, RoleMeshes
 from verl.combinations import MAKE, check
 from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
@@ -133,7 +133,6 @@ class Controller:
         if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes)
         from verl.cluster.group import RankGroup
-        from verl.cluster.meshes import RoleMeshes
 
         return RankGroup(RoleMeshes(role, meshes), recipe, self._job)
 

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from verl.batch import Batch
-from verl.cluster.meshes import RoleMeshes
-from verl.cluster.rank_context import check_answer, check_call, dispatch_of, name_of, timed
+from verl.cluster.rank_context import RoleMeshes, check_answer, check_call, dispatch_of, name_of, timed
 from verl.errors import BrokenCollectiveError, ClusterError
 from verl.training.micro_batch import balanced
 
@@ -91,9 +90,6 @@ class Job(Protocol):
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
         """Make the workers of a role; the key of its calls."""
 
-    def split(self, batch: Batch, parts: int) -> list[list[int]]:
-        """`split_rows`, which may be known already."""
-
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
         """Each answer with its rank, as they come; all ranks have ended after the last one."""
 
@@ -125,7 +121,8 @@ class RankGroup(Generic[W]):
         mesh = self.meshes.mesh(spec.mesh)
         rows: dict[int, Sequence[int] | None] = dict.fromkeys(mesh.ranks)
         if spec.split == "rows":
-            parts = self.job.split(args[0], mesh.layout.data_size)
+            size = mesh.layout.data_size  # a part may be empty
+            parts = [list(range(len(args[0])))] if size == 1 else balanced(args[0], size)
             rows = {rank: parts[index] for rank, (index, _) in ((r, mesh.rows(r) or (0, 1)) for r in mesh.ranks)}
         answering = mesh.answering() if spec.collect in ("rows", "batches") else mesh.answering()[:1]
         call = Call(
@@ -186,15 +183,6 @@ def raise_cause(job: Job, errors: Mapping[int, Exception], is_broken: bool) -> N
     if is_broken:
         job.close(f"{type(cause).__name__}: {cause}")
     raise cause from cause.__cause__
-
-
-#: The columns that decide how rows are split.
-SPLIT_BY = frozenset({"prompt_tokens", "response_tokens"})
-
-
-def split_rows(batch: Batch, parts: int) -> list[list[int]]:
-    """Row numbers for each data-parallel index, about equal in tokens; a part may be empty."""
-    return [list(range(len(batch)))] if parts == 1 else balanced(batch, parts)
 
 
 def join_rows(parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from verl.cluster.group import STREAMS
-from verl.cluster.meshes import RoleMeshes
-from verl.cluster.rank_context import dispatch_of, noted
+from verl.cluster.rank_context import RoleMeshes, dispatch_of, noted
 from verl.cluster.world import World
 from verl.ranks import who
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.cluster.meshes import RoleMeshes
-from verl.cluster.rank_context import ROLE, WEIGHTS, RankContext
+from verl.cluster.rank_context import ROLE, WEIGHTS, RankContext, RoleMeshes
 from verl.errors import BrokenCollectiveError
 from verl.ranks import who
 

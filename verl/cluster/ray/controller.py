@@ -23,19 +23,17 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.batch import Batch
-from verl.cluster.group import GRACE, NO_ANSWER, SPLIT_BY, Call, died, raise_cause, split_rows, stalled
-from verl.cluster.meshes import RoleMeshes
+from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, stalled
 from verl.cluster.placement import Device, DeviceMesh
+from verl.cluster.rank_context import RoleMeshes
 from verl.cluster.rank_worker import Order
-from verl.cluster.ray.rank import Part, RayRank, Stream, WorkerError
+from verl.cluster.ray.rank import RayRank, Stream, WorkerError
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
 from verl.ray_session import START_DEADLINE, connect
 from verl.user_functions import user_modules
 from verl.weights.shard import in_buckets
 
 _LEAST_CPUS = 0.02
-# Batches that may be in the object store: a bound for who holds on to more of them.
-_KEPT = 4
 _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
 _ACCELERATOR = "ray.io/accelerator-type"
 
@@ -61,7 +59,8 @@ class RayJob:
         self._workers: list[Any] = []
         self._about: list[dict[str, Any]] = []
         self._group: PlacementGroup | None = None
-        self._sent: list[_Sent] = []
+        #: The batch that was put into the object store last, and its reference.
+        self._put: tuple[Any, Any] = (lambda: None, None)
         connect()
         self._cpus = _check(mesh)
 
@@ -143,9 +142,6 @@ class RayJob:
         _own_files_by_value()
         return self.each("run", [(function, args) for args in arguments], getattr(function, "__name__", "everywhere"))
 
-    def split(self, batch: Batch, parts: int) -> list[list[int]]:
-        return self.sent(batch).split(batch, parts)
-
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
         calls = self._begin(call)
         if not call.is_stream:
@@ -158,43 +154,20 @@ class RayJob:
         """The references of a call's ranks, in their order."""
         with self.lock:
             _own_files_by_value()
-            first, *rest = call.args or (None,)
-            sent = self.sent(first) if isinstance(first, Batch) else None
-            stream = [Stream([ray.put(bunch) for bunch in in_buckets(first)])] if isinstance(first, Iterator) else []
-            args = tuple(rest) if sent or stream else call.args
-            kept = self.kept() if sent else []
+            first = call.args[0] if call.args else None
+            beside: list[Any] = []
+            if isinstance(first, Batch):
+                if self._put[0]() is not first.table:  # several calls of a step, one after the other, read the same one
+                    self._put = weakref.ref(first.table), ray.put(first)
+                beside = [self._put[1]]
+            elif isinstance(first, Iterator):
+                beside = [Stream([ray.put(bunch) for bunch in in_buckets(first)])]
+            args, method = call.args[len(beside) :], "stream" if call.is_stream else "call"
             calls = {}
             for rank, rows in call.rows.items():
-                new = sent.owed(rank) if sent else []
-                part = Part(
-                    batch=sent.key if sent else None,
-                    rows=None if rows is None else list(rows),
-                    new=[(part.key, part.base.key if part.base else None) for part in new],
-                    kept=kept,
-                )
                 order = Order(call.role, call.method, args, call.kwargs, rank in call.answering)
-                beside = [part.reference for part in new] if sent else stream
-                method = "stream" if call.is_stream else "call"
-                calls[self.submit(rank, method, ray.cloudpickle.dumps((order, part)), *beside)] = rank
+                calls[self.submit(rank, method, ray.cloudpickle.dumps((order, rows)), *beside)] = rank
         return calls
-
-    def sent(self, batch: Batch) -> _Sent:
-        """A batch in the object store. Several calls of a step read the same one: it is put there once, and of one
-        that came of it by more columns these alone."""
-        self._sent = [sent for sent in self._sent if sent.table() is not None]
-        known: _Sent | None = None
-        origin: Batch | None = batch
-        while known is None and origin is not None:
-            known = next((sent for sent in self._sent if sent.table() is origin.table), None)
-            origin = origin.base
-        if known is None or known.table() is not batch.table:
-            known = _Sent(next(self._keys), batch, known)
-            self._sent = [*self._sent[1 - _KEPT :], known]
-        return known
-
-    def kept(self) -> list[int]:
-        """Keys of the batches that ranks shall keep."""
-        return [part.key for sent in self._sent for part in sent.parts()]
 
     def submit(self, rank: int, method: str, *args: Any) -> Any:
         """Begin a call; hold the lock where several ranks are called."""
@@ -255,8 +228,6 @@ class RayJob:
             yield
         except ray.exceptions.RayError as error:
             failed = {calls[call]: error}
-            for part in (part for sent in self._sent for part in sent.parts()):
-                part.sent_to.clear()  # whether it reached the ranks is not known
             others = {_end(other): rank for other, rank in calls.items() if other is not call}
             done, late = ray.wait(list(others), num_returns=len(others), timeout=GRACE) if others else ([], [])
             for other in done:
@@ -306,35 +277,6 @@ class RayJob:
                     ray.kill(worker)
                 if self._group is not None:
                     remove_placement_group(self._group)
-
-
-class _Sent:
-    """A batch that has been put into the object store, or what was added to one that has; and how its rows are dealt
-    out. A rank keeps what it has read: it gets a reference once."""
-
-    def __init__(self, key: int, batch: Batch, base: _Sent | None) -> None:
-        self.key, self.base = key, base
-        self.table, self.columns = weakref.ref(batch.table), batch.columns
-        self.reference = ray.put(batch.drop(base.columns) if base else batch)
-        self.sent_to: set[int] = set()  # the ranks that have it
-        self._splits: dict[int, list[list[int]]] = {}
-
-    def parts(self) -> list[_Sent]:
-        """What it consists of, in order."""
-        return [*(self.base.parts() if self.base else ()), self]
-
-    def owed(self, rank: int) -> list[_Sent]:
-        """The parts that a rank does not have yet; it gets them now."""
-        new = [part for part in self.parts() if rank not in part.sent_to]
-        for part in new:
-            part.sent_to.add(rank)
-        return new
-
-    def split(self, batch: Batch, parts: int) -> list[list[int]]:
-        if parts not in self._splits:
-            base = self.base if self.base and SPLIT_BY.issubset(self.base.columns) else None
-            self._splits[parts] = base.split(batch, parts) if base else split_rows(batch, parts)
-        return self._splits[parts]
 
 
 def _check(mesh: DeviceMesh) -> float:

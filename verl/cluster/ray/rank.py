@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from verl.batch import Batch
-from verl.cluster.meshes import RoleMeshes
+from verl.cluster.rank_context import RoleMeshes
 from verl.cluster.rank_worker import Order, RankWorker, stacks
 from verl.cluster.world import World
 from verl.errors import ClusterError
@@ -51,28 +51,10 @@ class Stream:
             yield from ray.get(reference, timeout=_FETCH)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Which rows of which batch are a rank's first argument.
-
-    Attributes:
-        batch: the key of the batch; None: there is none.
-        rows: those of this rank; None: all.
-        new: keys of the batches that come along, each with that of the batch that it adds columns to, or None.
-        kept: keys of the batches that later orders may name.
-    """
-
-    batch: int | None = None
-    rows: list[int] | None = None
-    new: Sequence[tuple[int, int | None]] = ()
-    kept: Sequence[int] = ()
-
-
 class RayRank:
     """The methods that the driver calls; one at a time and in the order they were called in, except for `stacks`."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, Batch] = {}
         self._store: Any = None
 
     def about(self) -> dict[str, Any]:
@@ -123,35 +105,32 @@ class RayRank:
         with self._reported(role.role):
             self.worker.make(key, recipe, role)
 
-    def call(self, pickled: bytes, *beside: Any) -> Any:
-        """What a call returns; None from a rank that does not answer."""
-        return next(self._items(pickled, beside), None)
+    def call(self, pickled: bytes, *first: Batch | Stream) -> Any:
+        """What a call returns; None from a rank that does not answer.
+
+        Args:
+            pickled: an `Order`, and this rank's rows of the batch that comes along; None: all of it.
+            first: the call's first argument, if it is not in the order.
+        """
+        return next(self._items(pickled, *first), None)
 
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
-    def stream(self, pickled: bytes, *beside: Any) -> Iterator[Any]:
-        """What a call yields, shards in bunches; nothing from a rank that does not answer."""
-        items = self._items(pickled, beside)
-        first = next(items, None)
-        if isinstance(first, Shard):
-            yield from in_buckets(chain([first], items))
-        elif first is not None:
-            yield first
+    def stream(self, pickled: bytes, *first: Batch | Stream) -> Iterator[Any]:
+        """What a call yields, shards in bunches; nothing from a rank that does not answer. Arguments as of `call`."""
+        items = self._items(pickled, *first)
+        item = next(items, None)
+        if isinstance(item, Shard):
+            yield from in_buckets(chain([item], items))
+        elif item is not None:
+            yield item
             yield from items
 
-    def _items(self, pickled: bytes, beside: Sequence[Any]) -> Iterator[Any]:
+    def _items(self, pickled: bytes, *first: Batch | Stream) -> Iterator[Any]:
         order: Order
-        order, part = pickle.loads(pickled)
+        order, rows = pickle.loads(pickled)
         with self._reported(order.method):
-            yield from self.worker.execute(order, *self._first(part, beside))
-
-    def _first(self, part: Part, beside: Sequence[Any]) -> list[Any]:
-        if part.batch is None:
-            return [stream.open() for stream in beside]
-        for (key, base), new in zip(part.new, beside, strict=True):
-            self._batches[key] = new if base is None else self._batches[base].add(new)
-        self._batches = {key: batch for key, batch in self._batches.items() if key in part.kept}
-        batch = self._batches[part.batch]
-        return [batch if part.rows is None else batch.take(part.rows)]
+            args = (one.open() if isinstance(one, Stream) else one if rows is None else one.take(rows) for one in first)
+            yield from self.worker.execute(order, *args)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A function in this process."""

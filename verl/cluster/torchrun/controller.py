@@ -26,9 +26,8 @@ from typing import Any, NoReturn
 
 from verl import ranks
 from verl.batch import Batch
-from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, split_rows, stalled
-from verl.cluster.meshes import RoleMeshes
-from verl.cluster.rank_context import TIMEOUT
+from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, stalled
+from verl.cluster.rank_context import TIMEOUT, RoleMeshes
 from verl.cluster.rank_worker import Order, RankWorker, stacks
 from verl.cluster.torchrun.codec import decode_error, encode_error
 from verl.cluster.torchrun.link import Link, Message, control_group
@@ -119,9 +118,6 @@ class TorchrunJob:
                 self.close(reason)
                 raise ClusterError(reason)
 
-    def split(self, batch: Batch, parts: int) -> list[list[int]]:
-        return split_rows(batch, parts)
-
     def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
         # A generator: rank 0 begins its own part when `_Running` draws it, after the others have their messages. Called
         # at once, a collective in it would wait for ranks that know of nothing.
@@ -206,7 +202,8 @@ class TorchrunJob:
     def _deliver(self, rank: int, message: Message) -> None:
         """Called by the reading thread of a link."""
         if message.do == "signal":
-            self._signalled(int(message.tree))
+            on_signal = ranks.on_signal or partial(os.kill, os.getpid())
+            on_signal(int(message.tree))
         elif message.do == "gone":
             self._gone[rank] = str(message.tree)
             if not self.has_ended:  # torchrun may end this process before it has raised the error
@@ -228,12 +225,6 @@ class TorchrunJob:
                 self.close("another rank failed in a call that this rank is still in")
 
         _after(GRACE, free)
-
-    def _signalled(self, number: int) -> None:
-        if ranks.on_signal is not None:
-            ranks.on_signal(number)
-        else:
-            os.kill(os.getpid(), number)
 
     def who(self, rank: int) -> str:
         """A rank, for messages."""
@@ -266,18 +257,12 @@ class TorchrunJob:
 
     def _tell(self, message: Message, to: Sequence[int], wait: float = GRACE) -> None:
         """Send a message to ranks, of which one that is stopped does not take it: leave it so after `wait` seconds."""
-        threads = [threading.Thread(target=self._try_to_send, args=(message, rank), daemon=True) for rank in to]
+        threads = [threading.Thread(target=self._links[rank].try_to_send, args=(message,), daemon=True) for rank in to]
         for thread in threads:
             thread.start()
         until = time.monotonic() + wait
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-
-    def _try_to_send(self, message: Message, rank: int) -> None:
-        try:
-            self._links[rank].send(message)
-        except ClusterError as error:
-            logger.debug("%s", error)
 
     def _end(self, world: World) -> None:
         """At the end of the script. An error that ended it ends the others with an exit code of 1."""
@@ -475,20 +460,11 @@ class _Serving:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """A signal is for the driver. The code that it interrupts may be sending, so that another thread sends it."""
-        threading.Thread(target=self._send_signal, args=(number,), daemon=True).start()
-
-    def _send_signal(self, number: int) -> None:
-        try:
-            self.link.send(Message("signal", tree=number))
-        except ClusterError:  # the driver is gone, which ends this process
-            logger.debug("signal %d came after the driver had ended", number)
+        threading.Thread(target=self.link.try_to_send, args=(Message("signal", tree=number),), daemon=True).start()
 
     def _leave_with_driver(self, failed: bool) -> NoReturn:
         self.link.close()
-        try:
-            self.link.send(Message("bye"))
-        except ClusterError as error:
-            logger.debug("%s", error)
+        self.link.try_to_send(Message("bye"))
         if failed:  # torchrun takes the first process that fails for the cause: that is the driver
             self.link.reader.join(_LEAVING)
         _leave(int(failed))

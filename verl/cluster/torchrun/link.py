@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from verl.cluster.torchrun.codec import decode, encode
 from verl.cluster.torchrun.meeting import joining
 from verl.errors import BrokenCollectiveError, ClusterError
+
+logger = logging.getLogger(__name__)
 
 #: Seconds without a message after which the other rank is taken for dead. A process that ends is noticed at once.
 SILENCE = 60.0
@@ -103,6 +106,13 @@ class Link:
                         self._group.send([piece], self.peer, 0).wait()
         except RuntimeError as error:
             raise BrokenCollectiveError(f"rank {self.peer} cannot be reached: {error}") from error
+
+    def try_to_send(self, message: Message) -> None:
+        """`send`, or nothing if the other rank is gone."""
+        try:
+            self.send(message)
+        except ClusterError as error:
+            logger.debug("%s: %s", message.do, error)
 
     def receive(self) -> Message:
         """The next message, for a caller that reads before `open`."""
