@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import verl
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.baselines import GRPO
 from verl.batch import Batch
 from verl.cluster.group import Workers
 from verl.cluster.rank_context import dispatch

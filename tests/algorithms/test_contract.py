@@ -24,7 +24,7 @@ from verl.algorithms import (
     register_algorithm,
     registry,
 )
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.baselines import GRPO
 from verl.errors import ConfigError, DataError
 
 
@@ -183,7 +183,7 @@ def test_a_wrong_class_is_told_what_is_wrong() -> None:
         make_algorithm(BadHead)
     with pytest.raises(ConfigError, match="subclass of"):
         make_algorithm(dict)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"'grpo' is taken by verl\.algorithms\.grpo\.GRPO"):
+    with pytest.raises(ConfigError, match=r"'grpo' is taken by verl\.algorithms\.baselines\.GRPO"):
         register_algorithm("grpo")(Mine)
 
 

@@ -11,21 +11,12 @@ import pytest
 import torch
 
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
+from verl.algorithms.baselines import GPG, RLOO
 from verl.algorithms.kl import adapted, kl_estimate
-from verl.algorithms.losses import (
-    PolicyLoss,
-    PolicyTerms,
-    cispo_loss,
-    clipped_loss,
-    gmpo_loss,
-    gspo_loss,
-    reinforce_loss,
-    sapo_loss,
-    value_loss,
-    vespo_loss,
-)
-from verl.algorithms.orpo import ORPO
-from verl.algorithms.rloo import RLOO
+from verl.algorithms.losses import PolicyLoss, PolicyTerms, value_loss
+from verl.algorithms.pairs import ORPO
+from verl.algorithms.ppo import PPO
+from verl.algorithms.ratios import CISPO, GMPO, GSPO, SAPO, VESPO
 from verl.errors import ConfigError
 
 LENGTHS = [3, 0, 2, 4]
@@ -111,10 +102,10 @@ def far(log_ratio: float, advantage: float) -> PolicyTerms:
 
 
 FAR_LOSSES: dict[str, tuple[Callable[[PolicyTerms], PolicyLoss], float, float]] = {
-    "clipped": (lambda t: clipped_loss(t, 0.2, 0.2), 30.0, -1.0),
-    "gspo": (lambda t: gspo_loss(t, 0.2, 0.2), 30.0, -1.0),
-    "gmpo, up": (lambda t: gmpo_loss(t, 0.4, 0.4), 30.0, -1.0),
-    "gmpo, down": (lambda t: gmpo_loss(t, 0.4, 0.4), -30.0, 1.0),
+    "clipped": (PPO(clip_ratio_c=None).policy_loss, 30.0, -1.0),
+    "gspo": (GSPO(clip_ratio_low=0.2, clip_ratio_high=0.2).policy_loss, 30.0, -1.0),
+    "gmpo, up": (GMPO().policy_loss, 30.0, -1.0),
+    "gmpo, down": (GMPO().policy_loss, -30.0, 1.0),
     "rloo of sequences": (RLOO(ratio_of="sequence", clip_ratio_c=None).policy_loss, 30.0, -1.0),
     "KL times the ratio": (lambda t: PolicyLoss(RLOO().ratio(t)), 30.0, 1.0),
 }
@@ -160,7 +151,7 @@ def terms(seed: int = 0) -> PolicyTerms:
 @pytest.mark.parametrize("dual", [None, 1.5])
 def test_clipped_loss(dual: float | None) -> None:
     t = terms()
-    got = clipped_loss(t, 0.1, 0.3, dual)
+    got = PPO(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=dual).policy_loss(t)
     for i in range(9):
         a, ratio = float(t.advantages[i]), math.exp(float(t.log_ratio[i].detach()))
         expected = -min(a * ratio, a * min(max(ratio, 0.9), 1.3))
@@ -171,7 +162,7 @@ def test_clipped_loss(dual: float | None) -> None:
 
 def test_a_clipped_token_has_no_gradient() -> None:
     t = terms(3)
-    loss = clipped_loss(t, 0.05, 0.05, 1.2)
+    loss = PPO(clip_ratio=0.05, clip_ratio_c=1.2).policy_loss(t)
     gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
     assert loss.clipped is not None
     assert loss.clipped_lower is not None
@@ -185,7 +176,7 @@ def rows_of(t: PolicyTerms) -> list[list[int]]:
 
 def test_gspo_uses_the_ratio_of_the_row() -> None:
     t = terms()
-    loss = gspo_loss(t, 0.05, 0.1)
+    loss = GSPO(clip_ratio_low=0.05, clip_ratio_high=0.1).policy_loss(t)
     gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
     for tokens in rows_of(t):
         for i in tokens:
@@ -198,7 +189,8 @@ def test_gspo_uses_the_ratio_of_the_row() -> None:
 
 def test_sapo_closes_a_gate_in_place_of_clipping() -> None:
     t = terms()
-    loss = sapo_loss(t, 1.5, 2.0)
+    algorithm = SAPO(temperature_pos=1.5, temperature_neg=2.0)
+    loss = algorithm.policy_loss(t)
     gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
     for i in range(9):
         a, ratio = float(t.advantages[i]), math.exp(float(t.log_ratio[i].detach()))
@@ -207,14 +199,14 @@ def test_sapo_closes_a_gate_in_place_of_clipping() -> None:
         assert float(loss.per_token[i].detach()) == pytest.approx(-a * gate * 4 / temperature)
         assert float(gradient[i]) == pytest.approx(-a * 4 * gate * (1 - gate) * ratio)
     slope = torch.autograd.grad(
-        sapo_loss(replace(t, log_ratio=t.log_probs - t.log_probs.detach()), 1.5, 2.0).per_token.sum(), t.log_probs
+        algorithm.policy_loss(replace(t, log_ratio=t.log_probs - t.log_probs.detach())).per_token.sum(), t.log_probs
     )
     torch.testing.assert_close(slope[0], -t.advantages)
 
 
 def test_vespo_weighs_by_the_ratio_of_the_row() -> None:
     t = terms()
-    loss = vespo_loss(t, (2.0, 3.0), (3.0, 2.0))
+    loss = VESPO(k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0).policy_loss(t)
     gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
     for tokens in rows_of(t):
         for i in tokens:
@@ -241,7 +233,8 @@ def test_rloo_of_sequences_is_the_clipped_loss_of_each_row() -> None:
 
 def test_cispo_keeps_a_gradient_on_clipped_tokens() -> None:
     t = terms()
-    gradient = torch.autograd.grad(cispo_loss(t, 0.1, 0.1).per_token.sum(), t.log_probs)[0]
+    loss = CISPO(clip_ratio_low=0.1, clip_ratio_high=0.1).policy_loss(t)
+    gradient = torch.autograd.grad(loss.per_token.sum(), t.log_probs)[0]
     for i in range(9):
         weight = min(max(math.exp(float(t.log_ratio[i].detach())), 0.9), 1.1)
         assert float(gradient[i]) == pytest.approx(-weight * float(t.advantages[i]))
@@ -249,7 +242,7 @@ def test_cispo_keeps_a_gradient_on_clipped_tokens() -> None:
 
 def test_gmpo_is_a_geometric_mean() -> None:
     t = terms()
-    loss = gmpo_loss(t, 0.2, 0.2)
+    loss = GMPO(clip_ratio_low=0.2, clip_ratio_high=0.2).policy_loss(t)
     for tokens in rows_of(t):
         if not tokens:
             continue
@@ -263,9 +256,9 @@ def test_gmpo_is_a_geometric_mean() -> None:
         assert [float(loss.per_token[i].detach()) for i in tokens] == pytest.approx([expected] * len(tokens))
 
 
-def test_reinforce_loss() -> None:
+def test_gpg_is_plain_reinforce() -> None:
     t = terms()
-    assert torch.equal(reinforce_loss(t).per_token, -t.advantages * t.log_probs)
+    assert torch.equal(GPG().policy_loss(t).per_token, -t.advantages * t.log_probs)
 
 
 def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:

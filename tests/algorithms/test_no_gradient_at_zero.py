@@ -17,7 +17,7 @@ from tests.algorithms.support import OFFLINE, ONLINE, loss_input, prepared
 from tests.properties import examples
 from verl.algorithms import BaseAlgorithm, Loss, LossInput, PolicyGradient, make_algorithm
 from verl.algorithms.base import RoleObjective
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.baselines import GRPO
 from verl.algorithms.loss_terms import LossNeeds
 from verl.algorithms.losses import PolicyLoss, PolicyTerms
 from verl.algorithms.ppo import PPO

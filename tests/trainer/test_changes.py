@@ -40,7 +40,7 @@ async def once(client, row):
 """
 ALGORITHM = """
 from dataclasses import dataclass
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.baselines import GRPO
 
 @dataclass
 class Mine(GRPO):

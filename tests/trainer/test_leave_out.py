@@ -13,7 +13,7 @@ import verl
 from tests.conftest import save_tiny
 from tests.trainer.cases import PROMPTS, SHORT, collected
 from verl.algorithms import PolicyGradient, make_algorithm
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.baselines import GRPO
 from verl.algorithms.policy import Experience
 from verl.batch import Batch
 from verl.errors import TrainingError

@@ -15,7 +15,7 @@ from tests.ranks import job
 from tests.training.cases import OPTIM, make_engine, state_of, tiny_model
 from tests.training.left_out_steps import GROUP, KL, STEPS, VARIANTS, farthest, prepared_steps, stepped, weights_of
 from verl.algorithms.base import Loss, LossInput
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.baselines import GRPO
 from verl.algorithms.loss_terms import LossNeeds, LossPart
 from verl.errors import DataError, TrainingError
 from verl.models.heads import ValueModel, score_model

@@ -30,7 +30,7 @@ from tests.training.cases import (
     token_weights,
 )
 from verl.algorithms.base import Loss, LossInput
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.baselines import GRPO
 from verl.algorithms.loss_terms import LossNeeds, LossPart
 from verl.attention import prefix_tree as trees
 from verl.batch import Batch

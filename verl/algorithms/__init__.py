@@ -1,15 +1,19 @@
-"""Algorithms: what is optimised, each in one small file behind `BaseAlgorithm`; see `docs/algorithms.md`.
+"""Algorithms: what is optimised, each a small class behind `BaseAlgorithm`; see `docs/algorithms.md`.
 
-Reading order: `base`, `loss_terms`, `grpo`, `policy`, `responses`, `episodes`, `advantages`, `losses`, `aggregation`,
-`kl`, `correction`, `ppo`, `registry`, `default`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `gmpo`, `sapo`, `vespo`, `gpg`,
-`rloo`, `reinforce_pp`, `remax`, `opo`, `grpo_passk`, `distillation`, `constrained_decoding`, `reward_conditioned`,
-`safe_rlhf`, `lagrangian`, `sft`, `pairs`, `dpo`, `simpo`, `orpo`, `kto`, `reward_model`.
+Reading order: `base`, `loss_terms`, `baselines`, `policy`, `responses`, `episodes`, `advantages`, `losses`,
+`aggregation`, `kl`, `correction`, `ppo`, `registry`, `dapo`, `ratios`, `distillation`, `likelihood`, `safe_rlhf`,
+`pairs`, `dpo`, `kto`.
 """
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, RoleObjective
-from verl.algorithms.default import default_algorithm, value_algorithm
 from verl.algorithms.policy import Experience, PolicyGradient
-from verl.algorithms.registry import algorithm_names, make_algorithm, register_algorithm
+from verl.algorithms.registry import (
+    algorithm_names,
+    default_algorithm,
+    make_algorithm,
+    register_algorithm,
+    value_algorithm,
+)
 
 __all__ = [
     "BaseAlgorithm",

@@ -76,7 +76,9 @@ class BaseAlgorithm(ABC):
         needs_log_probs: the trainer's own `log_probs` must be a column before `prepare`, whichever engine sampled.
         needs_constraint: samples come under one, an episode of the task's or the actor's.
         measures: roles out of "reward" and "cost" that it may be given, is measured by, and does not learn from.
-        unread: options that its loss never reads, and why; see `unread_options`.
+        unread: options that its loss never reads, and why; see `why_unread`.
+        read_with: option -> another one, without which it is not read, and the values of that which go with it (none:
+            any that is set). Those of a subclass are added to those of its bases.
         no_gradient_at_zero: a statement about the losses of the class in which it stands: a token whose weight or whose
             advantage is 0 has a gradient of exactly 0, whatever the model predicts. Rows of such tokens alone need not
             be computed. A subclass that overrides a loss (`compute_loss`, `policy_loss`, `importance`; of critics
@@ -93,6 +95,9 @@ class BaseAlgorithm(ABC):
     needs_constraint: ClassVar[bool] = False
     measures: ClassVar[frozenset[str]] = frozenset()
     unread: ClassVar[Mapping[str, str]] = {}
+    read_with: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "loss_scale_factor": ("loss_agg_mode", "seq-mean-token-sum-norm")
+    }
     no_gradient_at_zero: ClassVar[bool] = False
 
     loss_agg_mode: AggregationMode = "token-mean"
@@ -100,6 +105,7 @@ class BaseAlgorithm(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.read_with = {**super(cls, cls).read_with, **cls.read_with}  # type: ignore[misc]  # of the next base
         hinted(dataclass(kw_only=True, eq=False)(cls))
 
     def __post_init__(self) -> None:
@@ -107,7 +113,13 @@ class BaseAlgorithm(ABC):
         hints = _option_types(type(self))
         for option, value in validated(label, hints, {name: getattr(self, name) for name in hints}).items():
             setattr(self, option, value)
-        self._refuse_unread(label)
+        for field in fields(self):
+            if reason := self.why_unread(field.name):
+                value = getattr(self, field.name)
+                if value is not None and value != field.default:  # neither asks for anything
+                    raise ConfigError(
+                        f"algorithm '{label}' does not read the option '{field.name}' ({value!r}): {reason}"
+                    )
         #: Metrics of the actor's micro-batches beside the loss's own, by a function that a module has under its name.
         self.further_metrics: FurtherMetrics | None = None
         check_known(f"algorithm '{label}' asks for an unknown role", self.roles, ROLES)
@@ -116,20 +128,17 @@ class BaseAlgorithm(ABC):
         if self.head not in ("lm", "score"):
             raise ConfigError(f"algorithm '{label}': head must be 'lm' or 'score', got '{self.head}'")
 
-    def _refuse_unread(self, label: str) -> None:
-        """None asks for nothing, and neither does a default."""
-        defaults = {field.name: field.default for field in fields(self)}
-        for option, reason in {**self.unread_options, **self.unread}.items():
-            value = getattr(self, option)
-            if value is not None and value != defaults[option]:
-                raise ConfigError(f"algorithm '{label}' does not read the option '{option}' ({value!r}): {reason}")
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        """Options that change nothing, as the others are, and why: one that is given all the same is refused."""
-        if self.loss_agg_mode == "seq-mean-token-sum-norm":
-            return {}
-        return {"loss_scale_factor": "it is for loss_agg_mode='seq-mean-token-sum-norm'"}
+    def why_unread(self, option: str) -> str | None:
+        """Why an option changes nothing, as the others are: one that is given all the same is refused; None: it is
+        read."""
+        if option in self.unread or option not in self.read_with:
+            return self.unread.get(option)
+        other, *values = self.read_with[option]
+        value = getattr(self, other)
+        if value in values or (value and not values):
+            return self.why_unread(other)
+        wanted = " or ".join(f"{other}={value!r}" for value in values) or other
+        return f"it is for {wanted}: set that, or leave it out"
 
     @property
     def roles(self) -> frozenset[str]:

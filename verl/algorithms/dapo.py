@@ -6,13 +6,15 @@ bound) and soft overlong punishment (equation 13). Responses longer than the lim
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import group_equal, group_sizes, group_sums
 from verl.algorithms.base import present
+from verl.algorithms.baselines import GRPO
 from verl.algorithms.episodes import Episodes
-from verl.algorithms.grpo import GRPO
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -32,6 +34,10 @@ class DAPO(GRPO):
     """
 
     zero_where_alike = True
+    read_with: ClassVar = {
+        "filter_metric": ("filter_groups",),
+        **dict.fromkeys(("overlong_buffer", "overlong_penalty"), ("overlong_length",)),
+    }
 
     clip_ratio_high: NotNegative | None = 0.28
     filter_groups: bool = True
@@ -44,16 +50,6 @@ class DAPO(GRPO):
         super().__post_init__()
         if self.overlong_length is not None and not 0 < self.overlong_buffer <= self.overlong_length:
             raise ConfigError(f"{self.name}: overlong_length needs 0 < overlong_buffer <= overlong_length")
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        unread = super().unread_options
-        if not self.filter_groups:
-            unread["filter_metric"] = "no group is filtered: set filter_groups, or leave it out"
-        if self.overlong_length is None:
-            overlong = ("overlong_buffer", "overlong_penalty")
-            unread |= dict.fromkeys(overlong, "no response is too long: set overlong_length, or leave it out")
-        return unread
 
     @property
     def own_rewards(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Preference optimisation against a reference: DPO with the losses that followed it, and IPO.
+"""Preference optimisation against a reference: DPO with the losses that followed it.
 
 With a and b the log-ratios of the chosen and the rejected response to the reference, each times `beta`, and e the
 `label_smoothing`:
@@ -17,14 +17,14 @@ With a and b the log-ratios of the chosen and the rejected response to the refer
     aot           as sigmoid, of sorted margins less sorted margins of the reference: AOT (arXiv:2406.05882)
 
 AOT sorts the margins of a step's whole batch, before its update: no split can change a loss, where TRL sorts each
-micro-batch. IPO: Azar et al. (arXiv:2310.12036), equation 17, with log-ratios per token as its authors compute them.
+micro-batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -56,6 +56,8 @@ class DPO(PreferenceAlgorithm):
     """Options: loss_type: see the module; label_smoothing: probability that a label is wrong; discopop_tau: of
     "discopop"."""
 
+    read_with: ClassVar = {"discopop_tau": ("loss_type", "discopop")}
+
     loss_type: Literal[
         "sigmoid", "sigmoid_norm", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
         "discopop", "aot",
@@ -71,11 +73,6 @@ class DPO(PreferenceAlgorithm):
             )
         if not self.label_smoothing and self.loss_type == "exo_pair":
             raise ConfigError("dpo: loss_type='exo_pair' needs label_smoothing above 0, such as 0.001")
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        unread = super().unread_options
-        return unread if self.loss_type == "discopop" else unread | {"discopop_tau": "it is for loss_type='discopop'"}
 
     @property
     def needs_log_probs(self) -> bool:  # type: ignore[override]
@@ -128,14 +125,3 @@ def _with_shift(batch: Batch) -> Batch:
     rank = policy.argsort(stable=True).argsort()
     shift = (reference - reference.sort().values[rank])[responses.groups]
     return batch.add({"aot_shift": torch.where(labels > 0.5, shift, 0.0)})
-
-
-@register_algorithm("ipo")
-class IPO(PreferenceAlgorithm):
-    """The margin of log-ratios per token regresses to 1 / (2 beta)."""
-
-    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
-        return super().scores(x, log_probs) / sequence_tokens(x)
-
-    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return (chosen - rejected - 1 / (2 * self.beta)).square()

@@ -45,6 +45,7 @@ class KTO(BaseAlgorithm):
     roles = frozenset({"actor", "reference"})
     loss_columns = ("label", "ref_log_probs", "kto_kl")
     unread = NOT_BY_TOKEN
+    read_with: ClassVar = {"kl_rows": ("loss_type", "kto")}
     online: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = True
     samples_per_prompt: ClassVar[int] = 4
@@ -54,11 +55,6 @@ class KTO(BaseAlgorithm):
     undesirable_weight: NotNegative = 1.0
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     kl_rows: Count | None = None
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        unread = super().unread_options
-        return unread if self.loss_type == "kto" else unread | {"kl_rows": "it is for loss_type='kto'"}
 
     def extend(self, batch: Batch) -> Batch:
         """With labels (samples with rewards get them, see `labels_by_reward`) and mismatched rows."""

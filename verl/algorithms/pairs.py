@@ -1,19 +1,28 @@
-"""What the losses of preference pairs share. A pair is a group of two rows, one with label 1 (chosen), one with 0
-(rejected); a loss is the mean over the pairs of the mini-batch."""
+"""Preference pairs: what their losses share, and those of one formula; `dpo` has the others.
+
+A pair is a group of two rows, one with label 1 (chosen), one with 0 (rejected); a loss is the mean over the pairs of
+the mini-batch.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from verl.algorithms.aggregation import aggregation_weights
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.algorithms.episodes import one_trajectory
+from verl.algorithms.registry import register_algorithm
+from verl.algorithms.responses import Responses
+from verl.autograd import bounded
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.record import Positive
+from verl.record import NotNegative, Positive
 
 
 def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -143,3 +152,93 @@ class WithoutReference(PreferenceAlgorithm):
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
         return sequence_log_probs(x, log_probs) / sequence_tokens(x)
+
+
+@register_algorithm("ipo")
+class IPO(PreferenceAlgorithm):
+    """The margin of log-ratios per token regresses to 1 / (2 beta): Azar et al. (arXiv:2310.12036, equation 17), with
+    log-ratios per token as its authors compute them."""
+
+    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
+        return super().scores(x, log_probs) / sequence_tokens(x)
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return (chosen - rejected - 1 / (2 * self.beta)).square()
+
+
+@register_algorithm("simpo")
+class SimPO(WithoutReference):
+    """No reference: log-probs per token, with a target margin of `gamma` (in units of the implicit reward). Meng et
+    al., "Simple Preference Optimization with a Reference-Free Reward" (arXiv:2405.14734, equation 6)."""
+
+    beta: Positive = 2.0
+    gamma: NotNegative = 0.5
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)
+
+
+@register_algorithm("orpo")
+class ORPO(WithoutReference):
+    """No reference: the chosen response's likelihood, and `beta` times the log-sigmoid of the log odds ratio. Hong et
+    al., "Monolithic Preference Optimization without Reference Model" (arXiv:2403.07691, equations 6 and 7).
+
+    Deviations. The likelihood term is a mean over all tokens of the mini-batch's chosen responses; the paper's is a
+    mean over responses of each one's mean, so that a token of a short response counts for more there. It does not count
+    the prompt's tokens, as TRL's does and the paper's does not.
+    """
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        """One over the tokens of all chosen responses; 0 on the rejected."""
+        responses = Responses(batch)
+        chosen = responses.spread(batch.tensor("label", torch.float64)) > 0.5
+        return aggregation_weights(responses.written & chosen, responses.sequence, responses.rows)
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+        return -self.beta * logsigmoid(log_odds)
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        loss = super().compute_loss(x)
+        likelihood = -(x.weights * torch.where(x.weights != 0, self.needed_log_probs(x), 0.0)).sum()
+        return Loss(total=loss.total + likelihood, metrics={**loss.metrics, "loss/sft": likelihood.detach()})
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x <= 0, finite at 0, with a gradient there."""
+    return torch.log1p(-bounded(x, -math.inf, -1e-7).exp())
+
+
+@register_algorithm("reward_model")
+class RewardModel(BaseAlgorithm):
+    """-log sigmoid(chosen - rejected), averaged over pairs: the Bradley-Terry likelihood of preferences
+    (arXiv:2203.02155, equation 1).
+
+    Options:
+        center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores near 0 (arXiv:2312.09244).
+    """
+
+    roles = frozenset({"actor"})
+    loss_columns = ("group", "label")
+    unread = NOT_BY_TOKEN
+    online: ClassVar[bool] = False
+    coupled: ClassVar[bool] = True
+    head: ClassVar[Literal["lm", "score"]] = "score"
+
+    center_rewards_coefficient: NotNegative = 0.0
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        return only_pairs(one_trajectory(batch, self.name))
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        if x.scores is None:
+            raise DataError("reward_model needs scores: train it with a score head")
+        chosen, rejected = split_pairs(x, x.scores)
+        pairs = max(x.total_groups, 1)
+        total = -logsigmoid(chosen - rejected).sum() / pairs
+        total = total + self.center_rewards_coefficient * (chosen + rejected).square().sum() / pairs
+        metrics = {
+            "pairs/accuracy": accuracy(chosen, rejected) / pairs,
+            "pairs/margin": (chosen - rejected).detach().sum() / pairs,
+        }
+        return Loss(total=total, metrics={**metrics})

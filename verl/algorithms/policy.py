@@ -97,6 +97,14 @@ class PolicyGradient(BaseAlgorithm):
     zero_where_alike: ClassVar[bool] = False
     #: Whether the loss has a ratio to the old policy.
     has_ratio: ClassVar[bool] = True
+    read_with: ClassVar = {
+        **dict.fromkeys(("kl_estimator", "kl_coef", "kl_target"), ("kl_in", "reward", "loss")),
+        "kl_by_ratio": ("kl_in", "loss"),
+        "kl_horizon": ("kl_target",),
+        **dict.fromkeys(("rollout_is_threshold", "rollout_is_lower"), ("rollout_is", "token", "sequence")),
+        "rollout_is_normalize": ("rollout_is", "token", "sequence"),
+        **dict.fromkeys(("rollout_rs_threshold", "rollout_rs_lower"), ("rollout_rs",)),
+    }
 
     clip_ratio: NotNegative = 0.2
     clip_ratio_low: NotNegative | None = None
@@ -135,28 +143,13 @@ class PolicyGradient(BaseAlgorithm):
         self.kl_bound = MAX_LOG_RATIO
         self._kl_coef = self.kl_coef  # as `kl_target` has moved it
 
-    @property
-    def unread_options(self) -> dict[str, str]:
-        unread = super().unread_options
+    def why_unread(self, option: str) -> str | None:
         sides = [side for side in ("clip_ratio_low", "clip_ratio_high") if side not in self.unread]
-        if all(getattr(self, side) is not None for side in sides):
-            unread["clip_ratio"] = " and ".join(sides) + " take its place"
-        if self.kl_in == "none":
-            kl = ("kl_estimator", "kl_by_ratio", "kl_coef", "kl_target", "kl_horizon")
-            unread |= dict.fromkeys(kl, "there is no KL: set kl_in to 'reward' or 'loss', or leave it out")
-        elif self.kl_target is None:
-            unread["kl_horizon"] = "the KL coefficient is fixed: set kl_target, or leave it out"
-        if self.kl_in == "reward":
-            unread["kl_by_ratio"] = "it is about the KL in the loss: set kl_in='loss', or leave it out"
-        if self.kl_in == "reward" and (self.kl_estimator or "").endswith("+"):
-            unread["kl_estimator"] = "a '+' is about the gradient, and a reward has none: leave the '+' out"
-        if self.rollout_is is None or self.by_ratio:
-            bounds = ("rollout_is_threshold", "rollout_is_lower", "rollout_is_normalize")
-            unread |= dict.fromkeys(bounds, "there are no importance weights: set rollout_is, or leave it out")
-        if self.rollout_rs is None:
-            limits = ("rollout_rs_threshold", "rollout_rs_lower")
-            unread |= dict.fromkeys(limits, "nothing is rejected: set rollout_rs, or leave it out")
-        return unread
+        if option == "clip_ratio" and sides and all(getattr(self, side) is not None for side in sides):
+            return " and ".join(sides) + " take its place"
+        if option == "kl_estimator" and self.kl_in == "reward" and (self.kl_estimator or "").endswith("+"):
+            return "a '+' is about the gradient, and a reward has none: leave the '+' out"
+        return super().why_unread(option)
 
     @property
     def by_ratio(self) -> bool:
@@ -204,15 +197,12 @@ class PolicyGradient(BaseAlgorithm):
         return torch.zeros(len(batch), dtype=torch.float64)
 
     def outcome_rewards(self, batch: Batch) -> Tensor:
-        """`[S]`: the reward of each row: of its `token_rewards`, where given, the sum."""
-        if "token_rewards" not in batch:
-            return batch.tensor("reward", torch.float64) + self.own_outcome(batch)
-        responses = Responses(batch)
-        return responses.sum(responses.tokens("token_rewards")) + self.own_outcome(batch)
+        """`[S]`: the reward of each row, see `Responses`, with the algorithm's own."""
+        return Responses(batch).rewards + self.own_outcome(batch)
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         """Loss per token of the actor."""
-        return clipped_loss(t, *self.clip_bounds, self.clip_ratio_c)
+        return clipped_loss(bounded_ratio(t.log_ratio), t.advantages, *self.clip_bounds, self.clip_ratio_c)
 
     def ratio(self, t: PolicyTerms) -> Tensor:
         """`[R]`: of each token's probability to that under the old policy, with gradient."""

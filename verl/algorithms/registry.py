@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from verl.algorithms.base import BaseAlgorithm
+from verl.batch import Batch
 from verl.checked import checked
 from verl.errors import ConfigError, nearest, shown
 from verl.names import give_name
@@ -18,21 +19,18 @@ from verl.user_functions import load_function
 #: What a trainer or a run uses when nobody said.
 DEFAULT_ALGORITHM = "grpo"
 
-#: Modules of this package and the class of each that has the module's name.
-_MODULES = {
-    "cispo": "CISPO", "constrained_decoding": "ConstrainedDecoding", "dapo": "DAPO", "distillation": "Distillation",
-    "dpo": "DPO", "dr_grpo": "DrGRPO", "gmpo": "GMPO", "gpg": "GPG", "grpo": "GRPO", "grpo_passk": "GRPOPassK",
-    "gspo": "GSPO", "kto": "KTO", "opo": "OPO", "orpo": "ORPO", "ppo": "PPO", "remax": "ReMax",
-    "reward_conditioned": "RewardConditioned", "reward_model": "RewardModel", "rloo": "RLOO", "safe_rlhf": "SafeRLHF",
-    "sapo": "SAPO", "sft": "SFT", "simpo": "SimPO", "vespo": "VESPO",
-}  # fmt: skip
 #: Classes by name; those of this package as where they are, until one is asked for.
-_ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {
-    **{module: f"verl.algorithms.{module}.{name}" for module, name in _MODULES.items()},
-    "ipo": "verl.algorithms.dpo.IPO",
-    "reinforce_plus_plus": "verl.algorithms.reinforce_pp.ReinforcePlusPlus",
-    "reinforce_plus_plus_baseline": "verl.algorithms.reinforce_pp.ReinforcePlusPlusBaseline",
-}
+_ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {name: f"verl.algorithms.{path}" for name, path in {
+    "cispo": "ratios.CISPO", "constrained_decoding": "likelihood.ConstrainedDecoding", "dapo": "dapo.DAPO",
+    "distillation": "distillation.Distillation", "dpo": "dpo.DPO", "dr_grpo": "baselines.DrGRPO",
+    "gmpo": "ratios.GMPO", "gpg": "baselines.GPG", "grpo": "baselines.GRPO", "grpo_passk": "baselines.GRPOPassK",
+    "gspo": "ratios.GSPO", "ipo": "pairs.IPO", "kto": "kto.KTO", "opo": "baselines.OPO", "orpo": "pairs.ORPO",
+    "ppo": "ppo.PPO", "reinforce_plus_plus": "baselines.ReinforcePlusPlus",
+    "reinforce_plus_plus_baseline": "baselines.ReinforcePlusPlusBaseline", "remax": "baselines.ReMax",
+    "reward_conditioned": "likelihood.RewardConditioned", "reward_model": "pairs.RewardModel",
+    "rloo": "baselines.RLOO", "safe_rlhf": "safe_rlhf.SafeRLHF", "sapo": "ratios.SAPO", "sft": "likelihood.SFT",
+    "simpo": "pairs.SimPO", "vespo": "ratios.VESPO",
+}.items()}  # fmt: skip
 
 AlgorithmT = TypeVar("AlgorithmT", bound=type[BaseAlgorithm])
 
@@ -94,6 +92,22 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
                 f"algorithm '{kind.name or kind.__name__}' has no option '{option}': {nearest(option, known)}"
             )
     return kind(**options)
+
+
+def default_algorithm(batch: Batch) -> BaseAlgorithm:
+    """What an update optimises when nobody said: PPO where the batch has values; else GRPO where every group has
+    several samples, else REINFORCE++.
+
+    Without KL: an algorithm made anew for each call has no adaptive coefficient, and needs no reference model.
+    """
+    if "values" in batch:
+        return value_algorithm()
+    return make_algorithm("grpo" if all(len(rows) > 1 for rows in batch.group_indices()) else "reinforce_plus_plus")
+
+
+def value_algorithm() -> BaseAlgorithm:
+    """PPO without a reference model: its returns and its value loss."""
+    return make_algorithm("ppo", kl_in="none", kl_target=None)
 
 
 def _by_name(name: str) -> Any:

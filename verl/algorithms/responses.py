@@ -62,6 +62,13 @@ class Responses:
         """`[S]` int64: number of each row's episode, in order of appearance."""
         return self._numbers(self.batch.episode_indices())
 
+    @property
+    def rewards(self) -> Tensor:
+        """`[S]` fp64: the reward of each row: of its `token_rewards`, where given, the sum."""
+        if "token_rewards" in self.batch:
+            return self.sum(self.tokens("token_rewards"))
+        return self.batch.tensor("reward", torch.float64)
+
     def tokens(self, name: str) -> Tensor:
         """A token-aligned column, `[R]` fp64.
 

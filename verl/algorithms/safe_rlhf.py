@@ -1,61 +1,95 @@
 """Safe-RLHF: Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback" (arXiv:2310.12773).
 
 The policy maximises reward subject to mean cost <= `cost_limit`, by advantages
-(A_reward - lambda A_cost) / (1 + lambda) and dual ascent on lambda (equations 9 and 31).
+(A_reward - lambda A_cost) / (1 + lambda) and dual ascent on lambda, the Lagrange multiplier of the bound (equations 9
+and 31). It is in log space: log lambda += lr * (mean cost - limit), which accumulates. To it comes a proportional term
+(PID Lagrangian, arXiv:2007.03964): with ascent alone policy and lambda chase each other round the limit instead of
+settling on it.
 
-Deviations. The ascent (see `lagrangian`) is without the paper's factor lambda: with it a small lambda hardly grows
-back, and a large one jumps. It has a proportional term (`lambda_kp=0` is ascent alone) and bounds. KL is added to
-the cost with the full coefficient, where the paper has half of it in each: after the division the penalty is
-`kl_coef` for every lambda. With `baseline="group"` rewards and costs are centred in their group, and no critic is
-trained.
+Deviations. The ascent is without the paper's factor lambda: with it a small lambda hardly grows back, and a large one
+jumps. It has the proportional term (`lambda_kp=0` is ascent alone) and bounds. KL is added to the cost with the full
+coefficient, where the paper has half of it in each: after the division the penalty is `kl_coef` for every lambda. With
+`baseline="group"` rewards and costs are centred in their group, and no critic is trained.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import math
+from collections import deque
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import gae, grpo, whiten
-from verl.algorithms.base import Loss, LossInput
-from verl.algorithms.lagrangian import ConstrainedPolicyGradient
-from verl.algorithms.policy import Experience
+from verl.algorithms.base import Loss, LossInput, drop_abstained
+from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.ppo import critic_loss
 from verl.algorithms.registry import register_algorithm
-from verl.record import Positive, Share
+from verl.batch import Batch
+from verl.errors import ConfigError
+from verl.record import Count, Natural, NotNegative, Number, Positive, Share
 
 
 @register_algorithm("safe_rlhf")
-class SafeRLHF(ConstrainedPolicyGradient):
-    """Options:
-    baseline: "group" baselines, or two "critics" (reward and cost) with gamma, lam and cliprange_value.
-    norm_adv_by_std: with group baselines, divide each by the group's standard deviation, as GRPO does; lambda is
-        then no longer the price of a unit of cost in units of reward.
+class SafeRLHF(PolicyGradient):
+    """Keeps `price`, the multiplier lambda, up to date with the costs.
+
+    Options:
+        baseline: "group" baselines, or two "critics" (reward and cost) with gamma, lam and cliprange_value.
+        norm_adv_by_std: with group baselines, divide each by the group's standard deviation, as GRPO does; lambda is
+            then no longer the price of a unit of cost in units of reward.
+        cost_limit: bound of the mean cost a sample.
+        lambda_init, lambda_min, lambda_max: lambda_lr 0 holds lambda at lambda_init, be it 0.
+        lambda_lr, lambda_kp: change of log lambda for a unit of cost above the limit, kept and passing.
+        lambda_delay: batches before the first update; lambda_window: samples whose costs are averaged.
     """
 
     no_gradient_at_zero: ClassVar[bool] = True
+    read_with: ClassVar = {
+        "norm_adv_by_std": ("baseline", "group"),
+        **dict.fromkeys(("gamma", "lam", "cliprange_value"), ("baseline", "critics")),
+        **dict.fromkeys(("cost_limit", "lambda_kp", "lambda_min", "lambda_max"), ("lambda_lr",)),
+        **dict.fromkeys(("lambda_delay", "lambda_window"), ("lambda_lr",)),
+    }
 
     baseline: Literal["group", "critics"] = "group"
     norm_adv_by_std: bool = False
     gamma: Share = 1.0
     lam: Share = 1.0
     cliprange_value: Positive | None = 0.5
+    cost_limit: Number = 0.0
+    lambda_init: NotNegative = 1.0
+    lambda_lr: NotNegative = 0.1
+    lambda_kp: NotNegative = 10.0
+    lambda_min: Positive = 1e-3
+    lambda_max: Positive = 100.0
+    lambda_delay: Natural = 0
+    lambda_window: Count = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lambda_lr and not self.lambda_min <= self.lambda_init <= self.lambda_max:
+            raise ConfigError(f"{self.name} needs lambda_min <= lambda_init <= lambda_max (or lambda_lr=0)")
+        self.price = self._accumulated = self.lambda_init
+        self._batches = 0
+        self._costs: deque[float] = deque(maxlen=self.lambda_window)
 
     @property
     def roles(self) -> frozenset[str]:
-        return super().roles | ({"critic", "cost_critic"} if self.baseline == "critics" else set())
-
-    @property
-    def unread_options(self) -> dict[str, str]:
-        unread = super().unread_options
-        if self.baseline == "critics":
-            return unread | {"norm_adv_by_std": "it is for baseline='group'"}
-        return unread | dict.fromkeys(("gamma", "lam", "cliprange_value"), "it is for baseline='critics'")
+        return super().roles | {"cost"} | ({"critic", "cost_critic"} if self.baseline == "critics" else set())
 
     @property
     def needs_groups(self) -> bool:
         return self.baseline == "group"
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        batch, abstained = drop_abstained(batch, ("reward", "cost"), by_group=self.needs_groups)
+        costs = batch.take([rows[0] for rows in batch.episode_indices()]).tensor("cost", torch.float64).tolist()
+        self._ascend(costs)
+        prepared, metrics = super().prepare(batch)
+        mean = sum(costs) / max(len(costs), 1)
+        return prepared, {**metrics, **abstained, "cost/mean": mean, "lambda": self.price}
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         outcome_cost = e.batch.tensor("cost", torch.float64)
@@ -77,5 +111,32 @@ class SafeRLHF(ConstrainedPolicyGradient):
     def compute_cost_critic_loss(self, x: LossInput) -> Loss:
         return critic_loss(x, "cost_", self.cliprange_value)
 
+    def state_dict(self) -> dict[str, Any]:
+        state = {"lambda": self.price, "accumulated": self._accumulated, "batches": self._batches}
+        return {**super().state_dict(), **state, "costs": list(self._costs)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.price, self._accumulated = float(state["lambda"]), float(state["accumulated"])
+        self._batches = int(state["batches"])
+        self._costs = deque(map(float, state["costs"]), maxlen=self.lambda_window)
+
     def _combine(self, reward: Tensor, cost: Tensor) -> Tensor:
         return (reward - self.price * cost) / (1 + self.price)
+
+    def _ascend(self, costs: list[float]) -> None:
+        """One step, by the costs of this batch and the window; none if the batch brought no cost."""
+        self._batches += 1
+        self._costs.extend(costs)
+        if not costs or not self.lambda_lr or self._batches <= self.lambda_delay:
+            return
+        # Divided first: a sum of finite costs may overflow, their mean cannot.
+        violation = sum(cost / len(self._costs) for cost in self._costs) - self.cost_limit
+        self._accumulated = self._raised(self._accumulated, self.lambda_lr * violation)
+        self.price = self._raised(self._accumulated, self.lambda_kp * violation)
+
+    def _raised(self, value: float, exponent: float) -> float:
+        """value * e^exponent within the bounds, whatever the exponent."""
+        low, high = math.log(self.lambda_min), math.log(self.lambda_max)
+        bounded = min(max(math.log(value) + exponent, low), high)
+        return min(max(math.exp(bounded), self.lambda_min), self.lambda_max)

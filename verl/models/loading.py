@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest, shown
-from verl.models.fit import Fit, compare, is_tied_apart, weight_sources
+from verl.models.fit import Fit, compare, is_tied_apart, stored_tensors, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.lora import has_adapters
 from verl.weights.meta import on_meta
@@ -47,12 +47,6 @@ _DTYPES: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int4": "auto",
-}
-_AUTO: dict[str, Any] = {
-    "causal": AutoModelForCausalLM,
-    "classifier": AutoModelForSequenceClassification,
-    "value": AutoModel,
-    "score": AutoModel,
 }
 _HALF = (torch.bfloat16, torch.float16)
 _ADAPTERS = (
@@ -90,11 +84,18 @@ def load_model(
     if dtype not in _DTYPES:
         raise ModelError(f"dtype '{dtype}' is not one that a model can be loaded in: {nearest(dtype, _DTYPES)}")
     name = _located(path_or_name, "model")
+    auto = {"causal": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}.get(kind, AutoModel)
+    options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if kind == "classifier":
+        options["num_labels"] = 1
+    if positions is not None:
+        options["max_position_embeddings"] = positions
     with _explained(name, "model"), _quiet() as logged:
-        config = _config(name, kind, trust_remote_code, positions)
-        model, report = _read(name, config, kind, trust_remote_code, _DTYPES[dtype], logged)
+        model, report = _read(name, auto, kind, options, logged)
         _check_files(name, model, kind, Fit.of_report(report))
         _tie_config(model)
+        if positions is not None:
+            _note_positions(name, model, trust_remote_code)
     if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
         model = model.float()
     model.eval()
@@ -120,13 +121,17 @@ def meta_model(
         ModelError: nothing is there, or it is no model.
     """
     name = _located(path_or_name, "model")
+    auto = AutoModelForCausalLM if kind == "causal" else AutoModel
+    options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if positions is not None:
+        options["max_position_embeddings"] = positions
     with _explained(name, "model"), _quiet():
-        config = _config(name, kind, trust_remote_code, positions)
-        model = _from_config(name, config, kind, trust_remote_code, _DTYPES[dtype], device)
+        model = _from_config(name, auto, kind, options, device)
         _check_files(name, model, kind)
         if is_tied_apart(model, weight_files(name)):
-            config.tie_word_embeddings = False
-            model = _from_config(name, config, kind, trust_remote_code, _DTYPES[dtype], device)
+            model = _from_config(name, auto, kind, {**options, "tie_word_embeddings": False}, device)
+        if positions is not None:
+            _note_positions(name, model, trust_remote_code)
         with suppress(OSError):  # it has none
             if kind == "causal":
                 model.generation_config = GenerationConfig.from_pretrained(name)
@@ -145,9 +150,10 @@ def configured_model(
     name = _located(path_or_name, "configuration")
     with _explained(name, "model"), _quiet():
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        auto = AutoModelForCausalLM if kind == "causal" else AutoModel
         stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
         options = {"dtype": stored if dtype == "auto" else _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-        return on_meta(partial(_AUTO[kind].from_config, config, **options))
+        return on_meta(partial(auto.from_config, config, **options))
 
 
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:
@@ -179,35 +185,21 @@ def slow_in_half_precision() -> bool:
     return slow
 
 
-def _config(name: str, kind: str, trust_remote_code: bool, positions: int | None) -> Any:
-    """The configuration in the files, changed as asked; what of it an export restores is noted there, see
-    `verl.models.rope.own_positions`."""
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if kind == "classifier":
-        config.num_labels = 1
-    if positions is not None:
-        config.stored_max_position_embeddings = config.max_position_embeddings
-        config.max_position_embeddings = positions
-    return config
-
-
 def _read(
-    name: str, config: Any, kind: str, trust_remote_code: bool, dtype: Any, logged: list[logging.LogRecord]
+    name: str, auto: Any, kind: str, options: dict[str, Any], logged: list[logging.LogRecord]
 ) -> tuple[Any, dict[str, Any]]:
     """The model, and transformers' report of it.
 
     Args:
         logged: what transformers logs meanwhile, for its errors that refer to its report there.
     """
-    options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    more = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, report = _AUTO[kind].from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        model, report = auto.from_pretrained(name, **options, **more)
     except Exception as error:
         outline = None
         with suppress(Exception):
-            outline = _from_config(name, config, kind, trust_remote_code, torch.float32)
+            outline = _from_config(name, auto, kind, {**options, "dtype": torch.float32})
         if outline is not None:  # says by name what is wrong, where that is names or shapes
             _check_files(name, outline, kind)
         texts = (_COLOUR.sub("", record.getMessage()) for record in logged)
@@ -217,19 +209,25 @@ def _read(
     return (ValueModel(model, read_head(name)) if kind in ("value", "score") else model), report
 
 
-def _from_config(
-    name: str, config: Any, kind: str, trust_remote_code: bool, dtype: Any, device: torch.device | str = "cpu"
-) -> Any:
+def _from_config(name: str, auto: Any, kind: str, options: dict[str, Any], device: torch.device | str = "cpu") -> Any:
     """The model without weights."""
-    make = partial(_AUTO[kind].from_config, config, dtype=dtype, trust_remote_code=trust_remote_code)
-    model = on_meta(make, device)
+    changes = {key: value for key, value in options.items() if key not in ("dtype", "trust_remote_code")}
+    config = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"], **changes)
+    plain = {key: options[key] for key in ("dtype", "trust_remote_code")}
+    model = on_meta(partial(auto.from_config, config, **plain), device)
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
+
+
+def _note_positions(name: str, model: Any, trust_remote_code: bool) -> None:
+    """What the files say of a model that is to have other positions: see `verl.models.rope.own_positions`."""
+    files = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    model.config.stored_max_position_embeddings = files.max_position_embeddings
 
 
 def _check_files(name: str, model: Any, kind: str, report: Fit | None = None) -> None:
     """Raises ModelError: the files are not those of the model, by their names, shapes and kinds of numbers or by
     transformers' report."""
-    for fit in (compare(model, weight_files(name)), report):
+    for fit in (compare(model, stored_tensors(weight_files(name))), report):
         if fit is not None:
             fit.without(partial(_spare_names, name, model, kind)).check(name, model)
 

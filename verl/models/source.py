@@ -144,7 +144,7 @@ class ModelFiles:
                 tensor = next(tensor for drawn, tensor in adapters if drawn == name)
                 yield Shard.whole(name, tensor.to(weight.dtype))
             for source in weight.sources:
-                path = files[source.key].path
+                path = files[source.key]
                 if path not in opened:
                     opened[path] = safe_open(path, framework="pt")
                 yield _shard(source, name, weight, opened[path].get_tensor(source.key).to(weight.dtype))
@@ -153,7 +153,7 @@ class ModelFiles:
     def digest(self) -> str | None:
         """SHA-256 over the files of the weights; None: they are no safetensors."""
         try:
-            paths = sorted({file.path for file in weight_files(self.path).values()}, key=os.path.basename)
+            paths = sorted({*weight_files(self.path).values()}, key=os.path.basename)
         except (OSError, SafetensorError):
             return None
         sha = hashlib.sha256()

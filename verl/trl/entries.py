@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.algorithms import BaseAlgorithm, LossInput, PolicyGradient
 from verl.algorithms.base import FurtherMetrics
-from verl.algorithms.losses import PolicyTerms, vespo_weights
+from verl.algorithms.losses import PolicyTerms
 from verl.algorithms.pairs import sequence_log_probs, sequence_tokens, split_pairs
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -122,8 +122,7 @@ def of_clipped_weights(algorithm: Any, x: LossInput) -> Parts:
 
 def of_soft_weights(algorithm: Any, x: LossInput) -> Parts:
     """The weights of rows by a function of their ratio."""
-    bounds = (algorithm.k_pos, algorithm.lambda_pos), (algorithm.k_neg, algorithm.lambda_neg)
-    weights = vespo_weights(_terms(algorithm, x), *bounds)
+    weights = algorithm.row_weights(_terms(algorithm, x))
     rows = x.sum_by_sequence(torch.where(x.mask, weights, 0.0)) / sequence_tokens(x)
     return of_policy(algorithm, x) | _mean("vespo/phi_seq_mean", rows, torch.ones_like(rows, dtype=torch.bool))
 
