@@ -56,39 +56,20 @@ from verl.record import Natural
 if TYPE_CHECKING:
     import torch
 
-_TOKENS = pa.large_list(pa.int32())
-_MASK = pa.large_list(pa.uint8())
 _FLOATS = pa.large_list(pa.float32())
 #: Arrow types of the columns the system knows. fp64 runs keep fp64: see `_list_type`.
 SCHEMA: dict[str, pa.DataType] = {
-    "id": pa.string(),
-    "group": pa.string(),
-    "task": pa.string(),
-    "prompt": pa.string(),
-    "messages": pa.string(),
-    "prompt_tokens": _TOKENS,
-    "prefix_tokens": _TOKENS,
-    "response_tokens": _TOKENS,
-    "response_mask": _MASK,
-    "rollout_log_probs": _FLOATS,
-    "log_probs": _FLOATS,
-    "ref_log_probs": _FLOATS,
-    "values": _FLOATS,
-    "advantages": _FLOATS,
-    "returns": _FLOATS,
-    "token_rewards": _FLOATS,
-    "call_rewards": _FLOATS,
-    "response": pa.string(),
-    "last_turn": pa.string(),
-    "reward": pa.float64(),
-    "abstain_reason": pa.string(),
-    "cost": pa.float64(),
-    "label": pa.float64(),
-    "finish": pa.string(),
-    "policy_version": pa.int64(),
-    "token_versions": pa.large_list(pa.int64()),
-    "tokenizer": pa.string(),
-    "policy_id": pa.string(),
+    name: kind
+    for kind, names in (
+        (pa.string(), "id group task prompt messages response last_turn abstain_reason finish tokenizer policy_id"),
+        (pa.large_list(pa.int32()), "prompt_tokens prefix_tokens response_tokens"),
+        (pa.large_list(pa.uint8()), "response_mask"),
+        (_FLOATS, "rollout_log_probs log_probs ref_log_probs values advantages returns token_rewards call_rewards"),
+        (pa.float64(), "reward cost label"),
+        (pa.int64(), "policy_version"),
+        (pa.large_list(pa.int64()), "token_versions"),
+    )
+    for name in names.split()
 }
 
 #: Columns of episodes, see `verl.rollout.rows`; a row is one of an episode's trajectories.
@@ -409,7 +390,9 @@ class Batch:
     @checked
     def from_parquet(cls, path: str | Path) -> Batch:
         try:
-            return cls(_canonical(pq.read_table(path)))
+            table = pq.read_table(path)
+            # Known columns in their own types: a file may hold `list` where we keep `large_list`.
+            return cls(pa.table({name: _to_arrow(name, table.column(name)) for name in table.column_names}))
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 
@@ -423,9 +406,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _single(column: pa.ChunkedArray) -> pa.Array:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -496,8 +477,3 @@ def _ragged(name: str, flat: torch.Tensor, lengths: Sequence[int]) -> pa.Array:
     values = pa.array(flat.contiguous().numpy())
     kind = _list_type(name, values.type)
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values.cast(kind.value_type))
-
-
-def _canonical(table: pa.Table) -> pa.Table:
-    """Known columns in their own types (a file may hold `list` where we keep `large_list`)."""
-    return pa.table({name: _to_arrow(name, table.column(name)) for name in table.column_names})

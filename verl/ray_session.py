@@ -149,9 +149,8 @@ def check(address: str) -> None:
     """
     sends_none = os.environ.get("RAY_AUTH_MODE") == "disabled"
     token, origin = ("", "RAY_AUTH_MODE=disabled keeps Ray from sending it") if sends_none else _token()
-    with _reach(address):
-        is_open = _answers(address, "")
-        is_ours = is_open or _answers(address, token)
+    is_open = _answers(address, "")
+    is_ours = is_open or _answers(address, token)
     if is_open and not sends_none:
         raise ClusterError(
             f"the Ray cluster at {address} has no authentication: everyone who reaches it can run code on it. Start it "
@@ -310,19 +309,12 @@ def _make_token() -> None:
         staging.unlink(missing_ok=True)
 
 
-@contextmanager
-def _reach(address: str) -> Iterator[None]:
-    import grpc
-
-    try:
-        yield
-    except grpc.RpcError as error:
-        what = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
-        raise ClusterError(f"no Ray cluster answers at {address} ({what}): is its head running?") from error
-
-
 def _answers(address: str, token: str) -> bool:
-    """Whether the head of a cluster takes a question that comes with this token."""
+    """Whether the head of a cluster takes a question that comes with this token.
+
+    Raises:
+        ClusterError: it does not answer.
+    """
     import grpc
 
     metadata = [("authorization", f"Bearer {token}")] if token else []
@@ -331,7 +323,8 @@ def _answers(address: str, token: str) -> bool:
         try:
             ask(b"", timeout=_ANSWER, metadata=metadata)
         except grpc.RpcError as error:
-            if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            what = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
+            if what == grpc.StatusCode.UNAUTHENTICATED.name:
                 return False
-            raise
+            raise ClusterError(f"no Ray cluster answers at {address} ({what}): is its head running?") from error
     return True

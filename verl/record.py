@@ -75,17 +75,12 @@ def _at_once(value: int) -> int:
 AtOnce = Annotated[int, Field(ge=1, lt=2**63), AfterValidator(_at_once)]
 
 
-def home(value: str) -> str:
-    """A path with the home directory in the place of ~, as a shell puts it only where it begins a word."""
-    return os.path.expanduser(value)
-
-
 def function_path(value: str) -> str:
     """FILE.py:NAME of a user's function or class."""
     file, _, function = value.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise ValueError(f"must be FILE.py:FUNCTION, such as rewards.py:score, not '{value}'")
-    return home(value)
+    return os.path.expanduser(value)  # a shell does so only where a word begins with ~
 
 
 def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -274,7 +269,8 @@ def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
         return str(context["message"])
     if kind == "value_error":
         return details["msg"].removeprefix("Value error, ")
-    text_of = _shown(details["input"])
+    value = details["input"]
+    text_of = json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
     if kind == "too_short":
         least = context["min_length"]
         return f"must have at least {least} item{'s' if least > 1 else ''}, not {text_of}"
@@ -284,7 +280,3 @@ def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
     text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {text_of}"
     close = difflib.get_close_matches(text_of.strip("'"), map(str, typing.get_args(annotation)), n=1)
     return f"{text}: did you mean '{close[0]}'?" if kind == "literal_error" and close else text
-
-
-def _shown(value: object) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)

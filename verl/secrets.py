@@ -53,7 +53,6 @@ def key_of(api_key: str | None, kind: str) -> str | None:
     api_key = None if api_key is None else from_environment(api_key, kind)
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError(f"{kind}: api_key has a character that no HTTP header can carry: give it in printable ASCII")
-    note_secret(api_key)
     return api_key
 
 

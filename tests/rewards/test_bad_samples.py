@@ -18,7 +18,7 @@ from tests.dataflow.test_groups import run_graph
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
 from verl.report.metrics import Metric
-from verl.rewards.isolation import isolate
+from verl.rewards.functions import isolate
 from verl.rewards.make import make_reward
 from verl.rewards.scores import Score, failure
 from verl.rewards.source import run_reward

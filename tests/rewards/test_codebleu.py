@@ -73,8 +73,8 @@ def test_a_reward_model_by_name_is_the_reward_model(tiny: Path, tmp_path: Path) 
 
 def test_workers_call_it_as_this_process_does() -> None:
     from verl.batch import Batch
+    from verl.rewards.calls import ThreadCaller
     from verl.rewards.make import make_reward
-    from verl.rewards.threads import ThreadCaller
 
     batch = Batch.from_rows([{"response": f"```python\n{text}```", "reference": ADD} for text in (ADD, "x = 1\n")])
     here, there = (run_reward(make_reward("code", evaluator="codebleu", **options), batch)

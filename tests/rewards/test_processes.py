@@ -23,9 +23,9 @@ from tests import forked
 from tests.rewards.test_failures import WHOLE_BATCH, alive, limit_of
 from verl.batch import Batch
 from verl.errors import ConfigError
+from verl.rewards.calls import ThreadCaller
 from verl.rewards.functions import FunctionReward
 from verl.rewards.source import run_reward
-from verl.rewards.threads import ThreadCaller
 from verl.roles.reward import Reward
 from verl.weights import forks
 

@@ -8,6 +8,7 @@ import re
 import typing
 from collections.abc import Iterator
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -84,9 +85,7 @@ def markdown() -> str:
 def differences(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings that are not the defaults: key, value and default, in the order of the schema."""
     for key in keys():
-        value: Any = config
-        for name in key.path.split("."):
-            value = getattr(value, name, None)
+        value = attrgetter(key.path)(config)
         if value != key.default:
             yield key.path, _value(value), _value(key.default)
 

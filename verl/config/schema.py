@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,7 +41,6 @@ from verl.record import (
     cost,
     extra,
     function_path,
-    home,
     limit,
     output,
     result,
@@ -81,15 +81,15 @@ def mixed(source: Any) -> dict[str, float]:
 def _source(value: str | dict[str, Any]) -> str | dict[str, Any]:
     """A key that is null is not there: so an override takes it out of the file's mapping."""
     if isinstance(value, str):
-        return home(value)
+        return expanduser(value)
     fields = {key: item for key, item in value.items() if item is not None}
     if is_by_task(fields):
         return {key: _source(part) for key, part in fields.items()}
     match fields.get("path"):
         case str(path):
-            return {**fields, "path": home(path)}
+            return {**fields, "path": expanduser(path)}
         case [*paths]:
-            return {**fields, "path": [home(path) if isinstance(path, str) else path for path in paths]}
+            return {**fields, "path": [expanduser(path) if isinstance(path, str) else path for path in paths]}
     return fields
 
 
@@ -360,7 +360,7 @@ class TrainerConfig(Record):
     run_name: DirectoryName | None = output(
         None, "first part of the run directory's name (null: algorithm, model and data)", free=True
     )
-    output_dir: Annotated[str, AfterValidator(home)] = output("runs", "where run directories are made", free=True)
+    output_dir: Annotated[str, AfterValidator(expanduser)] = output("runs", "where run directories are made", free=True)
     eval_every: Count | None = output(
         None, "steps between evaluations (null: only before the first and after the last step)"
     )
@@ -463,9 +463,8 @@ class Config(Record):
             names = [task.name for task in self.tasks]
             if len(names) < 2:
                 raise wrong("trainer.task_scheduler", "weighs several tasks against each other: name them in tasks")
-            if stray := self.trainer.task_scheduler.initial_weights.keys() - {*names}:
-                stray_name = min(stray)
-                raise wrong("trainer.task_scheduler", f"weighs task '{stray_name}': {nearest(stray_name, names)}")
+            for stray in sorted(self.trainer.task_scheduler.initial_weights.keys() - {*names}):
+                raise wrong("trainer.task_scheduler", f"weighs task '{stray}': {nearest(stray, names)}")
         of_evaluation = ("every", "n", "top_p", "top_k", "temperature", "before", "metrics")
         for name in (*(f"eval_{name}" for name in of_evaluation), "log_completions"):
             if self.data.eval is None and getattr(self.trainer, name) != TrainerConfig.model_fields[name].default:

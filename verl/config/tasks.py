@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from verl.record import AsTuple, AtOnce, NotNegative, Record, result, wrong
-from verl.record import function_path as as_function
+from verl.record import AsTuple, AtOnce, NotNegative, Record, function_path, result, wrong
 
 
 def _name(value: str) -> str:
@@ -21,7 +20,7 @@ TaskName = Annotated[str, AfterValidator(_name)]
 
 
 def _algorithm(value: str) -> str:
-    return as_function(value) if ":" in value else value
+    return function_path(value) if ":" in value else value
 
 
 AlgorithmName = Annotated[str, AfterValidator(_algorithm)]

@@ -1,4 +1,5 @@
-"""Several rewards as one number: a weighted sum, with each part logged under its name."""
+"""Several rewards as one number: a weighted sum, with each part logged under its name; and a reward pulled towards its
+running mean."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl.batch import Batch
 from verl.checked import checked, validated
@@ -68,18 +71,17 @@ class CompositeReward:
                 for name, result in zip(self.parts, results, strict=True)
             ),
         )
+        reasons = [
+            "; ".join(f"{name}: {reason}" for name, reason in zip(self.parts, row, strict=True) if reason) or None
+            for row in zip(*(result.reasons for result in results), strict=True)
+        ]
+        rewards = [self._sum(row) for row in zip(*(result.reward for result in results), strict=True)]
         counts: Counter[str] = Counter()
         for result in results:
             counts.update(result.counts)
-        reasons: list[str | None] = []
-        for row in range(len(batch)):
-            said = [f"{name}: {r.reasons[row]}" for name, r in zip(self.parts, results, strict=True) if r.reasons[row]]
-            reasons.append("; ".join(said) or None)
-        return RewardResult(
-            [self._sum([r.reward[row] for r in results]) for row in range(len(batch))], components, reasons, counts
-        )
+        return RewardResult(rewards, components, reasons, counts)
 
-    def _sum(self, rewards: list[float | None]) -> float | None:
+    def _sum(self, rewards: Sequence[float | None]) -> float | None:
         terms = [w * r for w, r in zip(self.weights.values(), rewards, strict=True) if r is not None]
         if not terms or (len(terms) < len(rewards) and not self.partial):
             return None
@@ -111,6 +113,56 @@ class CompositeReward:
             )
         for name, content in state.items():
             self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
+
+
+class Smoothed:
+    """`(1 - decay) * reward + decay * mean`, where `mean` is the exponential moving average of the batches' means,
+    this batch included (it starts at the first batch's mean).
+
+    The order of samples within a batch stays the same, differences between batches shrink. Samples that abstain still
+    do, and do not enter the mean. The source's own rewards are the component `raw`.
+
+    Raises:
+        ConfigError: not 0 <= decay < 1.
+    """
+
+    whole_batch = True
+
+    @checked
+    def __init__(self, source: RewardSource, decay: Annotated[float, Field(ge=0, lt=1)]) -> None:
+        self.source, self.decay, self.name = source, decay, source.name
+        self.parts = {source.name: source}
+        self.mean: float | None = None
+
+    async def score(self, batch: Batch) -> RewardResult:
+        result = await self.source.score(batch)
+        rewards = [reward for reward in result.reward if reward is not None]
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
+        mean = self.mean or 0.0
+        smooth = [None if r is None else (1 - self.decay) * r + self.decay * mean for r in result.reward]
+        components = disjoint(f"a component of reward '{self.name}'", result.components, {"raw": result.reward})
+        return RewardResult(smooth, components, result.reasons, result.counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = {"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {}
+        return {"mean": self.mean, **inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`.
+
+        Raises:
+            CheckpointError: the state has no mean.
+        """
+        if "mean" not in state:
+            raise CheckpointError(
+                f"the reward '{self.name}' is smoothed here, but its saved state has no mean: leave smoothing "
+                "out, or start a new run"
+            )
+        self.mean = None if state["mean"] is None else float(state["mean"])
+        if "source" in state:
+            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
 
 
 def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any]) -> tuple[RewardSource, float]:

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
+from verl.rewards.calls import ThreadCaller
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import FunctionReward
 from verl.rewards.make import make_reward
 from verl.rewards.processes import ProcessCaller
 from verl.rewards.scores import read_score
 from verl.rewards.source import RewardResult, leaves
-from verl.rewards.threads import ThreadCaller
 from verl.user_calls import is_async
 
 #: What the parameter of a reward function is called that gets the environments of its samples.

@@ -11,29 +11,26 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from verl.batch import WRITTEN, Batch
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError, nearest
 from verl.record import Count, Portion, Retries, Seconds
+from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.generators import seed_of
-from verl.rewards.isolation import isolate
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Call, Score, failure
 from verl.rewards.source import RewardResult
 from verl.user_calls import is_async
 from verl.user_code import show_once
 from verl.user_functions import load_function, split_spec
-
-if TYPE_CHECKING:
-    from verl.rewards.calls import Caller
 
 logger = logging.getLogger(__name__)
 #: What torch says where a fork uses an accelerator that was in use before.
@@ -140,8 +137,6 @@ class FunctionReward:
         weakref.finalize(self, self.group.close)
 
     def _call_here(self) -> None:
-        from verl.rewards.threads import ThreadCaller
-
         self.call_in(ThreadCaller, _weak(self.function))
 
     @property
@@ -298,6 +293,44 @@ class FunctionReward:
             [score.reason for score in scores],
             {what: count for what, count in counts.items() if count},
         )
+
+
+async def isolate(call: Callable[[Sequence[int]], Awaitable[list[Score]]], count: int, failed: Score) -> list[Score]:
+    """The scores of `count` samples whose call failed for all of them, since some of them make it fail.
+
+    The first sample that makes it fail is found by calls on halves, until it stands alone. Then the others are called
+    together, so that scores which depend on the samples of a call still belong together; and so on, until that call
+    gives scores. For each such sample these are at most 2 log2(count) calls.
+
+    Args:
+        call: from the numbers of some samples to their scores, or to a single one if the call failed. Where no more
+            calls can be made it raises TimeoutError, and the samples that have no score by then share `failed`.
+        failed: what the call on all samples said.
+    """
+    rest, scores, answer = list(range(count)), dict[int, Score](), [failed]
+    try:
+        while len(answer) < len(rest):
+            part, reason, right = rest, failed, (list[int](), list[Score]())
+            while len(part) > 1:
+                half = part[: (len(part) + 1) // 2]
+                answer = await call(half)
+                if len(answer) < len(half) or (len(half) == 1 and answer[0].failed):
+                    part, reason = half, answer[0]
+                else:
+                    part, right = part[len(half) :], (half, answer)
+            miscounted = str(reason.reason).startswith("returned")
+            if miscounted or reason is failed:  # no call on fewer samples has failed yet
+                reason = (await call(part))[0]
+            if miscounted and not reason.failed:  # the function counts wrong, whatever the samples
+                answer = [failed]
+                break
+            scores[part[0]] = reason
+            rest = [sample for sample in rest if sample != part[0]]
+            answer = right[1] if right[0] == rest else await call(rest)
+    except TimeoutError:
+        answer = [failed]
+    scores |= zip(rest, answer if len(answer) == len(rest) else answer * len(rest), strict=True)
+    return [scores[sample] for sample in range(count)]
 
 
 def _place(reason: str) -> str:

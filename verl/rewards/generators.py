@@ -42,35 +42,26 @@ def seeded(seed: int | None) -> Iterator[list[str]]:
     Yields:
         The notes on the call of a user's function that is made inside.
     """
+    global _calls, _before
     _watch()
     notes: list[str] = []
     token = notes_here.set(notes)
-    left = _left if seed is None else _begin(seed)
+    if seed is not None:
+        with _lock:
+            if keeps_states and not _calls:
+                _before = [state() for state, *_ in _generators()]
+            _calls, left = _calls + 1, _left
+            for *_, begin in _generators():
+                begin(seed)
     try:
         yield notes
     finally:
         notes_here.reset(token)
         if seed is not None:
-            _end(left)
-
-
-def _begin(seed: int) -> int:
-    global _calls, _before
-    with _lock:
-        if keeps_states and not _calls:
-            _before = [state() for state, *_ in _generators()]
-        _calls += 1
-        for *_, begin in _generators():
-            begin(seed)
-        return _left
-
-
-def _end(left: int) -> None:
-    global _calls
-    with _lock:
-        if left == _left:
-            _calls -= 1
-            _restore()
+            with _lock:
+                if left == _left:
+                    _calls -= 1
+                    _restore()
 
 
 def _restore() -> None:

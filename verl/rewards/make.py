@@ -1,4 +1,5 @@
-"""Makes a `RewardSource` from what users pass as a reward."""
+"""Makes a `RewardSource` from what users pass as a reward. In worker processes what cannot be sent there (a model, a
+client of servers) is made from its class and options."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, nearest, shown
 from verl.keywords import takes
-from verl.rewards.functions import OnFailure
+from verl.rewards.calls import Caller
+from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.registry import REWARDS, registered
 from verl.rewards.source import RewardSource, source_of
 from verl.user_functions import split_spec
@@ -20,6 +23,9 @@ from verl.user_functions import split_spec
 _TASK = ("reasoning_gym", "TaskReward")
 #: Module and class of rewards that take no more than their options.
 _BY_NAME = {"task": _TASK, "reasoning_gym": _TASK, "math": ("maths", "MathReward")}
+
+#: Options of a reward in workers that are not passed on to the reward within each of them.
+_OURS = ("default_reward", "max_failure_rate", "name")
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
@@ -44,7 +50,7 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
     smoothing = options.pop("smoothing", None)
     reward = _make(source, options)
     if smoothing is not None:
-        from verl.rewards.smoothing import Smoothed
+        from verl.rewards.composite import Smoothed
 
         reward = Smoothed(reward, smoothing)
     return reward
@@ -126,10 +132,72 @@ def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> Rew
         if option not in known:
             raise ConfigError(f"{name} has no option '{option}': {takes(option) or nearest(option, known)}")
     if workers:
-        from verl.rewards.portable import in_workers
-
-        return in_workers(kind, source, options, workers)
+        return _in_workers(kind, source, options, workers)
     return kind(*source, **options)  # type: ignore[no-any-return]
+
+
+class PortableFunction:
+    """The function of a kind of reward, which is made where the function is called first.
+
+    Args:
+        kind: a subclass of `FunctionReward` with a method `scores`.
+        source: its first argument, or nothing.
+        options: its others.
+    """
+
+    def __init__(self, kind: type[FunctionReward], source: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.kind, self.source, self.options = kind, source, options
+        self.__name__ = kind.__name__
+        self.judges = kind.judges
+        parameters = list(inspect.signature(kind.scores).parameters.values())  # type: ignore[attr-defined]
+        self.__signature__ = inspect.Signature(parameters[1:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from verl.models.portable import PortableModel
+
+        source = tuple(PortableModel(one) if hasattr(one, "forward") else one for one in self.source)
+        return PortableFunction, (self.kind, source, self.options)
+
+    def load(self) -> None:
+        """Make the reward.
+
+        Raises:
+            ModelError, ConfigError: it cannot be made.
+        """
+        _ = self._function
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return self.kind(*(getattr(one, "model", one) for one in self.source), **self.options).function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _in_workers(
+    kind: type[FunctionReward], source: tuple[Any, ...], options: dict[str, Any], workers: Callable[..., Caller]
+) -> FunctionReward:
+    """A reward of some kind whose calls are made by workers.
+
+    Args:
+        kind, source, options: as `PortableFunction` takes them.
+        workers: see `FunctionReward`.
+    """
+    defaults = inspect.signature(kind).parameters.items()
+    values = {name: one.default for name, one in defaults if one.default is not one.empty} | options
+    inner = {name: value for name, value in options.items() if name not in _OURS}
+    if kind.has_own_retries:
+        values["retries"] = 0
+    else:
+        inner.pop("retries", None)
+    return FunctionReward(
+        PortableFunction(kind, source, inner),
+        timeout=kind.call_seconds(values),
+        retries=values.get("retries", 0),
+        batch_size=values.get("batch_size"),
+        workers=workers,
+        **{name: values[name] for name in _OURS if name in values},
+    )
 
 
 def misspelt(source: str) -> str | None:

@@ -9,20 +9,18 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from verl.batch import Batch
 from verl.checked import checked
 from verl.errors import ConfigError, RewardError
 from verl.record import Retries, Seconds
 from verl.rewards.answers import answer_in, plain
+from verl.rewards.calls import Caller
 from verl.rewards.equality import UnsureError, is_same
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.source import run_reward
 from verl.rewards.values import read
-
-if TYPE_CHECKING:
-    from verl.rewards.calls import Caller
 
 Alternatives = Literal["any", "all"]
 
@@ -118,9 +116,7 @@ class _Equality:
         importlib.import_module("math_verify")
 
     def __call__(self, solution_str: str, ground_truth: Any = None, answer: Any = None) -> float:
-        return is_equal(
-            solution_str, ground_truth, answer, alternatives=self.alternatives, unevaluated=self.unevaluated
-        )
+        return is_equal(solution_str, ground_truth, answer, **vars(self))
 
 
 class _Itself(_Equality):

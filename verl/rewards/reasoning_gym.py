@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from verl.checked import checked
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import RewardError
 from verl.record import Retries, Seconds
+from verl.rewards.calls import Caller
 from verl.rewards.forms import has_value
 from verl.rewards.functions import FunctionReward, OnFailure
-
-if TYPE_CHECKING:
-    from verl.rewards.calls import Caller
 
 Answer = Literal["last_number", "whole", "tag"]
 # A minus belongs to the number unless it stands between two operands.

@@ -117,7 +117,26 @@ def read_scores(result: Any, rows: int) -> list[Score]:
 def read_score(entry: Any) -> Score:
     """The score of one sample: a number, None, or a mapping with `score` (or `reward`) and further numbers, which are
     components then."""
-    return entry if isinstance(entry, Score) else _score(_renamed(entry))
+    if isinstance(entry, Score):
+        return entry
+    value, components = _renamed(entry), dict[str, float]()
+    if isinstance(value, Mapping):
+        key = _number_key(value)
+        if key is None:
+            return failure(f"returned a mapping without 'score': its keys are {_show(list(value))}")
+        for name, item in value.items():
+            number = None if name == key else as_number(item)
+            if number is not None and math.isfinite(number):
+                components[str(name)] = rounded(number)
+        value = value[key]
+    if value is None:
+        return Score(None, "the function abstained (None)", False, components)
+    number = as_number(value)
+    if number is None:
+        return failure(f"returned {_show(value)}, which is no number")
+    if not is_usable(number):
+        return failure(f"returned {number}")
+    return Score(rounded(number), None, False, components)
 
 
 def _renamed(result: Any) -> Any:
@@ -142,27 +161,6 @@ def rounded(number: float, largest: float | None = None) -> float:
 def is_usable(number: float) -> bool:
     """Whether training can compute with a reward: it is finite in float32."""
     return math.isfinite(number) and abs(number) <= _LARGEST
-
-
-def _score(value: Any) -> Score:
-    components: dict[str, float] = {}
-    if isinstance(value, Mapping):
-        key = _number_key(value)
-        if key is None:
-            return failure(f"returned a mapping without 'score': its keys are {_show(list(value))}")
-        for name, item in value.items():
-            number = None if name == key else as_number(item)
-            if number is not None and math.isfinite(number):
-                components[str(name)] = rounded(number)
-        value = value[key]
-    if value is None:
-        return Score(None, "the function abstained (None)", False, components)
-    number = as_number(value)
-    if number is None:
-        return failure(f"returned {_show(value)}, which is no number")
-    if not is_usable(number):
-        return failure(f"returned {number}")
-    return Score(rounded(number), None, False, components)
 
 
 def as_number(value: Any) -> float | None:

@@ -15,12 +15,15 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.run.check import roles_of
-from verl.run.rewards import rewarding_episode, source_options
+from verl.run.rewards import rewarding_episode, source_of
 from verl.tasks.file import make_tasks
 from verl.tasks.task import Task
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
+
+#: Settings of the trainer that it takes under their names.
+_AS_SET = ("max_resamples", "max_skipped_updates", "leave_out", "deadline", "async_save")
 
 
 def placed_roles(config: Config, algorithms: Iterable[BaseAlgorithm]) -> list[str]:
@@ -75,11 +78,7 @@ def build_source(section: CostConfig, calls: RewardConfig) -> Reward | None:
     names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
     options: dict[str, Any] = {name: getattr(calls, name) for name in names}
     options["default_reward"] = None if calls.on_failure == "abstain" else calls.on_failure
-    if section.components:
-        parts = {name: {**source_options(part), "weight": part.weight} for name, part in section.components.items()}
-        return Reward(parts, **options)
-    part = source_options(section)
-    return Reward(part.pop("source"), **part, **options)
+    return Reward(source_of(section), **options)
 
 
 def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list[Task]:
@@ -107,14 +106,10 @@ def build_trainer(
         actor,
         build_critic(config, rows, actor.controller) if has_critic else None,
         tasks=tasks,
-        max_resamples=settings.max_resamples,
-        max_skipped_updates=settings.max_skipped_updates,
         max_failed_episodes=config.reward.max_failure_rate,
         permute_rewards=settings.control == "permute_rewards",
-        leave_out=settings.leave_out,
-        deadline=settings.deadline,
-        async_save=settings.async_save,
         logger=logger,
+        **{name: getattr(settings, name) for name in _AS_SET},
         **options,
     )
     if settings.guards:

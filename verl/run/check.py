@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _SAMPLING = ("episode", "environment", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
 _EVALUATION = (
     "trainer.eval_n", "trainer.eval_temperature", "trainer.eval_top_p", "trainer.eval_top_k", "trainer.log_completions"
+)  # fmt: skip
+_MODELS = (
+    "actor_rollout_ref.model.path", "actor_rollout_ref.ref.path", "critic.model.path", "reward.model", "cost.model"
 )  # fmt: skip
 
 
@@ -171,18 +175,12 @@ def _check_trainer(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> N
 
 def _check_paths(config: Config) -> None:
     """Files and directories that the settings name are there; whether a hub knows a name is not asked."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    models = {
-        "actor_rollout_ref.model.path": policy.model.path,
-        "actor_rollout_ref.ref.path": policy.ref.path,
-        "critic.model.path": critic.model.path,
-        "reward.model": config.reward.model,
-        "cost.model": config.cost.model,
-    }
-    for key, name in models.items():
+    for key in _MODELS:
+        name = attrgetter(key)(config)
         if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
             raise ConfigError(f"{key}: there is no directory '{name}' (working directory {Path.cwd()})")
-    for spec in (policy.rollout.name, policy.rollout.episode, policy.rollout.environment):
+    rollout = config.actor_rollout_ref.rollout
+    for spec in (rollout.name, rollout.episode, rollout.environment):
         if spec is not None and ".py:" in spec:
             load_function(spec)
 

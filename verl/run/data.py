@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from verl.roles.actor import Actor
 
 Data: TypeAlias = "PromptDataset | OfflineDatasetLoader"
+#: Settings under the names that the readers of prompts and of recorded data have for them.
+_OF_PROMPTS = ("prompt_column", "system_prompt", "chat", "chat_template_kwargs")
+_OF_RECORDED = (
+    "batch_size", "shuffle", "system_prompt", "chat_template_kwargs", "max_response_length", "truncation", "columns"
+)  # fmt: skip
 
 
 class ReadData(NamedTuple):
@@ -219,16 +224,8 @@ def _held_out_by_task(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -
 
 def prompts_of(config: Config, source: Any, limit: int | None = None) -> PromptDataset:
     """The prompts of a source, read as the settings say; with `limit` the first ones."""
-    data = config.data
-    return load_prompts(
-        source,
-        prompt_column=data.prompt_column,
-        template=data.prompt_template,
-        system_prompt=data.system_prompt,
-        chat=data.chat,
-        chat_template_kwargs=data.chat_template_kwargs,
-        limit=limit,
-    )
+    options = {name: getattr(config.data, name) for name in _OF_PROMPTS}
+    return load_prompts(source, template=config.data.prompt_template, limit=limit, **options)
 
 
 def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
@@ -238,18 +235,8 @@ def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
     file = _file(source)
     if file is None:
         raise ConfigError(f"data.{key} must be a JSONL or Parquet file of recorded responses")
-    return OfflineDatasetLoader(
-        file,
-        batch_size=data.batch_size,
-        seed=config.trainer.seed,
-        shuffle=data.shuffle,
-        system_prompt=data.system_prompt,
-        chat=bool(data.chat),
-        chat_template_kwargs=data.chat_template_kwargs,
-        max_response_length=data.max_response_length,
-        truncation=data.truncation,
-        columns=data.columns,
-    )
+    options = {name: getattr(data, name) for name in _OF_RECORDED}
+    return OfflineDatasetLoader(file, seed=config.trainer.seed, chat=bool(data.chat), **options)
 
 
 def _file(source: Any) -> str | None:

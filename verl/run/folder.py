@@ -16,13 +16,14 @@ The same command goes on with an unfinished run and starts anew after a finished
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ class _Code:
 
 
 @dataclass
-class Run:
+class Run(AbstractContextManager["Run"]):
     """An open run, locked for this process until `close`.
 
     status: "new", "resumed" (an unfinished one was there), "anew" (a finished one was there, or `fresh` set one aside).
@@ -100,11 +101,10 @@ class Run:
 
     def note_environment(self, environment: Mapping[str, Any]) -> None:
         """Write `environment.json`; a disk that does not take it is a warning."""
-        file = self.path / "environment.json"
         try:
-            write_atomic(file, json.dumps(environment, indent=1) + "\n")
+            self._write("environment.json", environment)
         except OSError as error:
-            logger.warning("%s was not written: %s", file, error)
+            logger.warning("%s was not written: %s", self.path / "environment.json", error)
 
     def note_code(self, files: Mapping[str, str], folders: Sequence[str] = (), *, accept_edits: bool = False) -> None:
         """Keep the digests of the user's files and of models' in `code.json`, and what has changed since the run began.
@@ -160,9 +160,7 @@ class Run:
     def _write_code(self, code: _Code) -> None:
         self._code = code
         with self._written():
-            write_atomic(
-                self.path / "code.json", json.dumps({"files": code.files, "edits": code.edits}, indent=1) + "\n"
-            )
+            self._write("code.json", asdict(code))
 
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Write `summary.json` and mark the run as finished after `steps` steps.
@@ -170,9 +168,11 @@ class Run:
         Raises:
             CheckpointError: the disk does not take it.
         """
-        content = {**summary, "state": "finished", "steps": steps}
         with self._written():
-            write_atomic(self.path / "summary.json", json.dumps(content, indent=1) + "\n")
+            self._write("summary.json", {**summary, "state": "finished", "steps": steps})
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        write_atomic(self.path / name, json.dumps(content, indent=1) + "\n")
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -204,9 +204,6 @@ class Run:
     def close(self) -> None:
         """Release the lock."""
         self.lock.close()
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -302,7 +299,5 @@ def is_finished(path: Path, total_steps: int | None) -> bool:
 
 def _aside(path: Path) -> Path:
     """The first free name for a run that makes room."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return aside
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

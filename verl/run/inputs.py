@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from verl.config import Config, CostConfig
-from verl.config.schema import RewardPart
+from verl.config import Config
 from verl.durable import file_digest
 from verl.errors import ConfigError
+from verl.run.planned import reward_models
 from verl.user_functions import load_function, shown_path, user_files
 
 #: Of a model's directory: what a model, a tokenizer and their own code are made from, and the weights.
@@ -31,7 +31,9 @@ def inputs_of(config: Config) -> Inputs:
         ConfigError: one of `reward.files` is not there.
     """
     files, models = user_files(), dict(_models(config))
-    for path in map(Path, (*config.reward.files, *_agent_files(config))):
+    rollout = config.actor_rollout_ref.rollout
+    episode = None if rollout.episode is None else load_function(rollout.episode)
+    for path in map(Path, (*config.reward.files, *getattr(episode, "files", ()))):
         if not path.is_file():
             raise ConfigError(f"reward.files: there is no file '{path}' (working directory {Path.cwd()})")
         files[shown_path(path.resolve())] = file_digest(path)
@@ -51,16 +53,11 @@ def _models(config: Config) -> Iterator[tuple[str, bool]]:
     for name in (policy.model.path, policy.model.tokenizer, policy.ref.path, critic.model.path, critic.model.tokenizer):
         if name is not None:
             yield name, False
-    for part in (*_parts(config.reward), *_parts(config.cost)):
-        if part.model is not None:
-            yield part.model, True
+    for _, part in reward_models(config):
+        yield str(part.model), True
     for task in config.tasks:
         if isinstance(task.reward_model, str) and Path(task.reward_model).is_dir():
             yield task.reward_model, True
-
-
-def _parts(section: CostConfig) -> Iterable[RewardPart]:
-    return (section, *section.components.values())
 
 
 def _folder(name: str) -> Path | None:
@@ -75,9 +72,3 @@ def _folder(name: str) -> Path | None:
     except HFValidationError:  # it is no name of a hub
         return None
     return Path(cached).parent if isinstance(cached, str) else None
-
-
-def _agent_files(config: Config) -> Iterable[str]:
-    rollout = config.actor_rollout_ref.rollout
-    episode = None if rollout.episode is None else load_function(rollout.episode)
-    return getattr(episode, "files", ())

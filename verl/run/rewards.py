@@ -30,8 +30,10 @@ class UnreadModel:
         raise NotImplementedError("a stand-in computes nothing")
 
 
-def source_options(part: RewardPart) -> dict[str, Any]:
-    """The one origin of a reward as `source`, with its own options."""
+def source_of(part: RewardPart) -> dict[str, Any]:
+    """What `make_reward` takes for a reward: its one origin as `source` with its own options, or several by name."""
+    if isinstance(part, CostConfig) and part.components:
+        return {name: {**source_of(each), "weight": each.weight} for name, each in part.components.items()}
     (origin,) = part.origins()
     if origin == "name":
         return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
@@ -60,7 +62,7 @@ def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
     """
     if not config.tasks:
         sections = {"reward": config.reward, "cost": config.cost}
-        sources = {role: _of_section(section) for role, section in sections.items() if section.is_given}
+        sources = {role: _made(source_of(section), {}) for role, section in sections.items() if section.is_given}
         if (episode := rewarding_episode(config)) is not None:
             from verl.rewards.environments import with_episodes
 
@@ -70,21 +72,13 @@ def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
     for task in config.tasks:
         options = {name: value for name, value in task.reward_config.items() if name not in _OF_THE_CALLS}
         try:
-            by_task[task.name] = {} if task.reward_model is None else {"reward": _source(task.reward_model, options)}
+            by_task[task.name] = {} if task.reward_model is None else {"reward": _made(task.reward_model, options)}
         except ConfigError as error:
             raise ConfigError(f"task '{task.name}': {error}") from error
     return by_task
 
 
-def _of_section(section: CostConfig) -> RewardSource:
-    if not section.components:
-        options = source_options(section)
-        return _source(options.pop("source"), options)
-    parts = {name: (source_options(part), part.weight) for name, part in section.components.items()}
-    return make_reward({name: (_source(part.pop("source"), part), weight) for name, (part, weight) in parts.items()})
-
-
-def _source(source: Any, options: Mapping[str, Any]) -> RewardSource:
+def _made(source: Any, options: Mapping[str, Any]) -> RewardSource:
     unread = _unread(source)
     return unread if isinstance(unread, UnreadModel) else make_reward(unread, **options)
 
