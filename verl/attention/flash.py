@@ -35,16 +35,10 @@ def _torch_kernel(paged: bool) -> Callable[..., Tensor] | None:
     known = (varlen_attn.__kwdefaults__ or {}).keys()
     if paged and not {"seqused_k", "block_table", "num_splits"} <= known:
         return None
-    return whole if "enable_gqa" in known else _of_any_heads(whole)
-
-
-def _of_any_heads(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel that is not asked before it takes fewer heads of keys than of queries."""
-
-    def call(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> Tensor:
-        return kernel(*args, **kwargs)
-
-    return call
+    if "enable_gqa" in known:
+        return whole
+    # One without that setting takes fewer heads of keys than of queries unasked.
+    return lambda *args, enable_gqa=False, **kwargs: whole(*args, **kwargs)
 
 
 def takes_splits(kernel: Callable[..., Tensor], keys: Tensor) -> bool:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from verl.errors import ModelError
-from verl.models.heads import HEADS, ValueModel
+from verl.models.heads import HEADS, Stored, ValueModel
 from verl.models.lora import base_name, is_adapter
 from verl.weights.shards import tied
 
@@ -51,13 +50,6 @@ class WeightSource(NamedTuple):
         if self.expert is None:
             return tuple(weight.shape)
         return (weight.shape[1] // self.of, *weight.shape[2:])
-
-
-class Stored(NamedTuple):
-    """A tensor in the files: its shape, and its dtype as safetensors calls it."""
-
-    shape: Shape
-    dtype: str
 
 
 @dataclass
@@ -142,24 +134,6 @@ class Fit:
         return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
-def stored_tensors(files: Mapping[str, str]) -> dict[str, Stored]:
-    """The tensors in the files by their names there.
-
-    Args:
-        files: see `weight_files`.
-
-    Raises:
-        SafetensorError: a file is damaged.
-    """
-    stored: dict[str, Stored] = {}
-    for path in dict.fromkeys(files.values()):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                tensor = file.get_slice(key)
-                stored[key] = Stored(tuple(tensor.get_shape()), tensor.get_dtype())
-    return stored
-
-
 def compare(model: nn.Module, stored: Mapping[str, Stored]) -> Fit | None:
     """How files differ from a transformers model, or a `ValueModel` up to its head; None: transformers makes other
     things of them when it loads them, so that their names do not say it.
@@ -168,7 +142,7 @@ def compare(model: nn.Module, stored: Mapping[str, Stored]) -> Fit | None:
 
     Args:
         model: live or without weights.
-        stored: see `stored_tensors`.
+        stored: see `weight_files`.
     """
     inner: Any = getattr(model, "backbone", model)
     if getattr(inner.config, "quantization_config", None) is not None:
@@ -208,11 +182,11 @@ def _compare_weight(
 ) -> None:
     """Note how the tensors that a weight is made of differ from it."""
     for source in sources:
-        shape, dtype = stored[source.key]
-        if shape != source.shape_in(weight):
-            fit.reshaped[source.key] = (shape, source.shape_in(weight))
-        if weight.is_floating_point() != (dtype in _FLOATING):
-            fit.retyped[source.key] = dtype
+        there = stored[source.key]
+        if there.shape != source.shape_in(weight):
+            fit.reshaped[source.key] = (there.shape, source.shape_in(weight))
+        if weight.is_floating_point() != (there.dtype in _FLOATING):
+            fit.retyped[source.key] = there.dtype
     if sources[0].expert is None:
         fit.unexpected += [source.key for source in sources[1:]]  # which another name stands for already
         return
@@ -236,24 +210,19 @@ def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {base_name(name): state[name] for name in names}
 
 
-def is_tied_apart(model: nn.Module, files: Mapping[str, str]) -> bool:
+def is_tied_apart(model: nn.Module, stored: Mapping[str, Stored]) -> bool:
     """Whether files hold weights that are tied in the model under several names, with values that differ: transformers
     does not tie them then, whatever the configuration says."""
     weights = model_weights(model)
     try:
-        sources = weight_sources(model, files)
+        sources = weight_sources(model, stored)
     except ModelError:
         return False
     for names in tied(weights):
         first, *others = [sources[name][0].key for name in names if name in sources] or [""]
-        if any(not torch.equal(_read(files, first), _read(files, other)) for other in others):
+        if any(not torch.equal(stored[first].read(), stored[other].read()) for other in others):
             return True
     return False
-
-
-def _read(files: Mapping[str, str], key: str) -> torch.Tensor:
-    with safe_open(files[key], framework="pt") as file:
-        return file.get_tensor(key)  # type: ignore[no-any-return]
 
 
 def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[WeightSource]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -160,6 +160,19 @@ class _Column(nn.Linear):
         return super().forward(hidden.to(self.weight.dtype))
 
 
+class Stored(NamedTuple):
+    """A tensor in the files: the safetensors file that holds it, its shape, and its dtype as safetensors calls it."""
+
+    name: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as weights:
+            return cast(Tensor, weights.get_tensor(self.name))
+
+
 def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:
     """The scalar head stored in a checkpoint directory or hub model: weight and bias, or None.
 
@@ -167,12 +180,7 @@ def read_head(name: str) -> tuple[Tensor, Tensor | None] | None:
         OSError: the checkpoint has no safetensors weights.
     """
     files = weight_files(name)
-
-    def read(key: str) -> Tensor:
-        with safe_open(files[key], framework="pt") as weights:
-            return cast(Tensor, weights.get_tensor(key))
-
-    tensors = [read(key) for key in head_names(files)]
+    tensors = [files[key].read() for key in head_names(files)]
     return (tensors[0], tensors[1] if len(tensors) > 1 else None) if tensors else None
 
 
@@ -182,9 +190,9 @@ def head_names(names: Container[str]) -> list[str]:
     return [] if head is None else [name for name in (f"{head}.weight", f"{head}.bias") if name in names]
 
 
-def weight_files(name: str) -> dict[str, str]:
-    """Tensor name -> the safetensors file that holds it, of a checkpoint directory or hub model. Read from the files'
-    own headers: an index may be of other files.
+def weight_files(name: str) -> dict[str, Stored]:
+    """The tensors of a checkpoint directory or hub model by their names there. Read from the files' own headers: an
+    index may be of other files.
 
     Raises:
         OSError: there are none, or one of them is not there.
@@ -195,8 +203,10 @@ def weight_files(name: str) -> dict[str, str]:
         with open(cast(str, cached_file(name, "model.safetensors.index.json")), encoding="utf-8") as file:
             names = json.load(file)["weight_map"].values()
         files = [cached_file(name, part) for part in dict.fromkeys(names)]
-    path_of: dict[str, str] = {}
+    stored: dict[str, Stored] = {}
     for path in map(str, files):
         with safe_open(path, framework="pt") as weights:
-            path_of.update(dict.fromkeys(weights.keys(), path))
-    return path_of
+            for key in weights.keys():  # noqa: SIM118
+                tensor = weights.get_slice(key)
+                stored[key] = Stored(key, path, tuple(tensor.get_shape()), tensor.get_dtype())
+    return stored

@@ -121,7 +121,7 @@ def to_int4(model: Any) -> Int4Cost:
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers that int4 could keep: load it in another dtype")
     for name in layers:
-        _replace(model, name, Int4Linear.of(model.get_submodule(name)))
+        model.set_submodule(name, Int4Linear.of(model.get_submodule(name)))
     model.requires_grad_(False)
     gap = (outputs(model) - expected).abs()
     cost = Int4Cost(float(gap.mean()), float(gap.max()), before, weight_bytes(model))
@@ -148,14 +148,9 @@ def insert_empty_int4(model: Any, names: list[str]) -> None:
     for name in names:
         layer = model.get_submodule(name)
         empty = Int4Linear(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
-        _replace(model, name, empty.to(layer.weight.device))
+        model.set_submodule(name, empty.to(layer.weight.device))
 
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights and buffers, tied ones once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)

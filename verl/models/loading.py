@@ -30,9 +30,10 @@ from transformers.utils import logging as transformers_logging
 
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest, shown
-from verl.models.fit import Fit, compare, is_tied_apart, stored_tensors, weight_sources
+from verl.models.fit import Fit, compare, is_tied_apart, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.lora import has_adapters
+from verl.models.options import DTYPES
 from verl.weights.meta import on_meta
 
 if TYPE_CHECKING:
@@ -40,13 +41,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: dict[str, Any] = {
-    "auto": "auto",
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int4": "auto",
+_DTYPES: dict[str, Any] = {name: "auto" if name in ("auto", "int4") else getattr(torch, name) for name in DTYPES}
+_AUTO: dict[str, Any] = {
+    "causal": AutoModelForCausalLM,
+    "classifier": AutoModelForSequenceClassification,
+    "value": AutoModel,
+    "score": AutoModel,
 }
 _HALF = (torch.bfloat16, torch.float16)
 _ADAPTERS = (
@@ -84,18 +84,11 @@ def load_model(
     if dtype not in _DTYPES:
         raise ModelError(f"dtype '{dtype}' is not one that a model can be loaded in: {nearest(dtype, _DTYPES)}")
     name = _located(path_or_name, "model")
-    auto = {"causal": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}.get(kind, AutoModel)
-    options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-    if kind == "classifier":
-        options["num_labels"] = 1
-    if positions is not None:
-        options["max_position_embeddings"] = positions
     with _explained(name, "model"), _quiet() as logged:
-        model, report = _read(name, auto, kind, options, logged)
+        config = _config(name, kind, trust_remote_code, positions)
+        model, report = _read(name, config, kind, trust_remote_code, _DTYPES[dtype], logged)
         _check_files(name, model, kind, Fit.of_report(report))
         _tie_config(model)
-        if positions is not None:
-            _note_positions(name, model, trust_remote_code)
     if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
         model = model.float()
     model.eval()
@@ -121,17 +114,13 @@ def meta_model(
         ModelError: nothing is there, or it is no model.
     """
     name = _located(path_or_name, "model")
-    auto = AutoModelForCausalLM if kind == "causal" else AutoModel
-    options: dict[str, Any] = {"dtype": _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-    if positions is not None:
-        options["max_position_embeddings"] = positions
     with _explained(name, "model"), _quiet():
-        model = _from_config(name, auto, kind, options, device)
+        config = _config(name, kind, trust_remote_code, positions)
+        model = _from_config(name, config, kind, trust_remote_code, _DTYPES[dtype], device)
         _check_files(name, model, kind)
         if is_tied_apart(model, weight_files(name)):
-            model = _from_config(name, auto, kind, {**options, "tie_word_embeddings": False}, device)
-        if positions is not None:
-            _note_positions(name, model, trust_remote_code)
+            config.tie_word_embeddings = False
+            model = _from_config(name, config, kind, trust_remote_code, _DTYPES[dtype], device)
         with suppress(OSError):  # it has none
             if kind == "causal":
                 model.generation_config = GenerationConfig.from_pretrained(name)
@@ -150,10 +139,9 @@ def configured_model(
     name = _located(path_or_name, "configuration")
     with _explained(name, "model"), _quiet():
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        auto = AutoModelForCausalLM if kind == "causal" else AutoModel
         stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
         options = {"dtype": stored if dtype == "auto" else _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-        return on_meta(partial(auto.from_config, config, **options))
+        return on_meta(partial(_AUTO[kind].from_config, config, **options))
 
 
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:
@@ -185,21 +173,35 @@ def slow_in_half_precision() -> bool:
     return slow
 
 
+def _config(name: str, kind: str, trust_remote_code: bool, positions: int | None) -> Any:
+    """The configuration in the files, changed as asked; what of it an export restores is noted there, see
+    `verl.models.rope.own_positions`."""
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if kind == "classifier":
+        config.num_labels = 1
+    if positions is not None:
+        config.stored_max_position_embeddings = config.max_position_embeddings
+        config.max_position_embeddings = positions
+    return config
+
+
 def _read(
-    name: str, auto: Any, kind: str, options: dict[str, Any], logged: list[logging.LogRecord]
+    name: str, config: Any, kind: str, trust_remote_code: bool, dtype: Any, logged: list[logging.LogRecord]
 ) -> tuple[Any, dict[str, Any]]:
     """The model, and transformers' report of it.
 
     Args:
         logged: what transformers logs meanwhile, for its errors that refer to its report there.
     """
-    more = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     try:
-        model, report = auto.from_pretrained(name, **options, **more)
+        model, report = _AUTO[kind].from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     except Exception as error:
         outline = None
         with suppress(Exception):
-            outline = _from_config(name, auto, kind, {**options, "dtype": torch.float32})
+            outline = _from_config(name, config, kind, trust_remote_code, torch.float32)
         if outline is not None:  # says by name what is wrong, where that is names or shapes
             _check_files(name, outline, kind)
         texts = (_COLOUR.sub("", record.getMessage()) for record in logged)
@@ -209,25 +211,19 @@ def _read(
     return (ValueModel(model, read_head(name)) if kind in ("value", "score") else model), report
 
 
-def _from_config(name: str, auto: Any, kind: str, options: dict[str, Any], device: torch.device | str = "cpu") -> Any:
+def _from_config(
+    name: str, config: Any, kind: str, trust_remote_code: bool, dtype: Any, device: torch.device | str = "cpu"
+) -> Any:
     """The model without weights."""
-    changes = {key: value for key, value in options.items() if key not in ("dtype", "trust_remote_code")}
-    config = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"], **changes)
-    plain = {key: options[key] for key in ("dtype", "trust_remote_code")}
-    model = on_meta(partial(auto.from_config, config, **plain), device)
+    make = partial(_AUTO[kind].from_config, config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = on_meta(make, device)
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
-
-
-def _note_positions(name: str, model: Any, trust_remote_code: bool) -> None:
-    """What the files say of a model that is to have other positions: see `verl.models.rope.own_positions`."""
-    files = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    model.config.stored_max_position_embeddings = files.max_position_embeddings
 
 
 def _check_files(name: str, model: Any, kind: str, report: Fit | None = None) -> None:
     """Raises ModelError: the files are not those of the model, by their names, shapes and kinds of numbers or by
     transformers' report."""
-    for fit in (compare(model, stored_tensors(weight_files(name))), report):
+    for fit in (compare(model, weight_files(name)), report):
         if fit is not None:
             fit.without(partial(_spare_names, name, model, kind)).check(name, model)
 

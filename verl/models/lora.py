@@ -125,8 +125,10 @@ def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
     inner = _inner(model)
     try:
         insert_empty_int4(inner, saved["int4"])
-        if saved["adapters"] is not None:
-            _restore_adapters(inner, saved["adapters"])
+        if (adapters := saved["adapters"]) is not None:
+            with torch.random.fork_rng():
+                config = _peft().PeftConfig.from_peft_type(**adapters["config"])
+                _inject(inner, config, adapters["name"], getattr(torch, adapters["dtype"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"the layers cannot be made on this {type(inner).__name__}: {error}") from error
 
@@ -232,9 +234,8 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     weights = get_peft_model_state_dict(inner, adapter_name=name, save_embedding_layers=False)
     path.mkdir(parents=True, exist_ok=True)
     # Some forms have tensors in common, which a file has once each.
-    prefixed = {f"base_model.model.{key}": weight.detach().cpu().clone() for key, weight in weights.items()}
-    prefixed = {key: weight.contiguous() for key, weight in prefixed.items()}
-    save_file(prefixed, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    tensors = {f"base_model.model.{key}": w.detach().cpu().clone().contiguous() for key, w in weights.items()}
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(inner, "name_or_path", None)
     config.save_pretrained(path)
@@ -252,12 +253,6 @@ def _adapter_config(inner: Any) -> dict[str, Any]:
         values["feedforward_modules"] = [layer for layer, module in layers.items() if module.is_feedforward]
     values["peft_type"] = str(getattr(config.peft_type, "value", config.peft_type))
     return {"name": name, "dtype": str(dtype).removeprefix("torch."), "config": values}
-
-
-def _restore_adapters(inner: Any, saved: Mapping[str, Any]) -> None:
-    with torch.random.fork_rng():
-        config = _peft().PeftConfig.from_peft_type(**saved["config"])
-        _inject(inner, config, saved["name"], getattr(torch, saved["dtype"]))
 
 
 def _merged(module: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -17,6 +17,8 @@ def full_name(dtype: object) -> object:
 
 
 Dtype = Annotated[Literal["auto", "float64", "float32", "bfloat16", "float16", "int4"], BeforeValidator(full_name)]
+#: The full names of dtypes, as settings have them.
+DTYPES: tuple[str, ...] = get_args(get_args(Dtype)[0])
 
 
 class FusedKernelOptions(Record):

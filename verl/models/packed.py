@@ -33,7 +33,7 @@ from verl.errors import ModelError
 from verl.models.llama import AttentionRecorder, FusedLayers, is_close
 from verl.models.log_probs import token_log_probs
 from verl.weights.layout import count_of
-from verl.weights.meta import sample
+from verl.weights.meta import sample, stacks_of
 from verl.weights.shards import named_weights
 
 if TYPE_CHECKING:
@@ -172,8 +172,9 @@ class PackedModel:
         share their graphs. Attention is left out: it is a kernel already, and depends on the context."""
         AttentionInterface.register(_IMPLEMENTATION, torch.compiler.disable(_attention))
         self.use_own_code()
-        for layer in _layers(self.backbone, self.num_layers):
-            layer.compile(dynamic=True)
+        for stack in stacks_of(self.backbone, self.num_layers)[:1]:
+            for layer in stack:
+                layer.compile(dynamic=True)
 
     def use_own_code(self) -> None:
         """Leave fused layers out from now on: the model's modules compute something else than their class says."""
@@ -434,24 +435,13 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
 def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
     """A backbone as the parts that are called one after the other: its layers, and what stands beside them."""
     for child in module.children():
-        stacks = [
-            submodule
-            for submodule in child.modules()
-            if isinstance(submodule, torch.nn.ModuleList) and len(submodule) == layers
-        ]
+        stacks = stacks_of(child, layers)
         if child in stacks:
             yield from child.children()
         elif stacks:
             yield from _parts(child, layers)
         else:
             yield child
-
-
-def _layers(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
-    for submodule in module.modules():
-        if isinstance(submodule, torch.nn.ModuleList) and len(submodule) == layers:
-            yield from submodule.children()
-            return
 
 
 def head_of(model: Any) -> tuple[Tensor, Tensor | None]:

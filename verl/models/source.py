@@ -72,10 +72,7 @@ class ModelFiles:
             ModelError: see `load_model`.
             ConfigError: see `add_lora`.
         """
-        trust, positions = self.trust_remote_code, self.positions
-        return self._changed(
-            load_model(self.path, dtype=self.dtype, kind=self.kind, trust_remote_code=trust, positions=positions)
-        )
+        return self._changed(load_model(self.path, dtype=self.dtype, **self._options))
 
     def on_meta(self, device: torch.device | str = "cpu") -> Any:
         """The model without weights, see `verl.weights.meta`.
@@ -85,10 +82,11 @@ class ModelFiles:
             ConfigError: see `add_lora`.
         """
         dtype = resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) or "float32"
-        trust, positions = self.trust_remote_code, self.positions
-        return self._changed(
-            meta_model(self.path, device, dtype=dtype, kind=self.kind, trust_remote_code=trust, positions=positions)
-        )
+        return self._changed(meta_model(self.path, device, dtype=dtype, **self._options))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"kind": self.kind, "trust_remote_code": self.trust_remote_code, "positions": self.positions}
 
     def _changed(self, model: Any) -> Any:
         """The model with the head and the adapters that it is to have."""
@@ -144,7 +142,7 @@ class ModelFiles:
                 tensor = next(tensor for drawn, tensor in adapters if drawn == name)
                 yield Shard.whole(name, tensor.to(weight.dtype))
             for source in weight.sources:
-                path = files[source.key]
+                path = files[source.key].path
                 if path not in opened:
                     opened[path] = safe_open(path, framework="pt")
                 yield _shard(source, name, weight, opened[path].get_tensor(source.key).to(weight.dtype))
@@ -153,7 +151,7 @@ class ModelFiles:
     def digest(self) -> str | None:
         """SHA-256 over the files of the weights; None: they are no safetensors."""
         try:
-            paths = sorted({*weight_files(self.path).values()}, key=os.path.basename)
+            paths = sorted({file.path for file in weight_files(self.path).values()}, key=os.path.basename)
         except (OSError, SafetensorError):
             return None
         sha = hashlib.sha256()

@@ -91,7 +91,7 @@ def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> A
     """
     text = model.config.get_text_config()
     count = int(text.num_hidden_layers)
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    stacks = stacks_of(model, count)
     kinds = [_kind(layer) for layer in stacks[0]] if stacks else []
     depth = max(layers, max((kinds.index(kind) for kind in kinds), default=count) + 1)
     if depth > min(_MOST_LAYERS, count):
@@ -112,6 +112,11 @@ def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> A
             scale = 1.5 / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 0.1
             weight.add_(torch.randn_like(weight), alpha=scale)
     return small.to(device).eval()
+
+
+def stacks_of(model: nn.Module, layers: int) -> list[nn.ModuleList]:
+    """The lists of modules that may be the layers of a model: those that have so many."""
+    return [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

@@ -26,10 +26,8 @@ def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers by name, tied ones once."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        first.setdefault(id(weight), (name, weight))
-    return iter(first.values())
+    state = model.state_dict(keep_vars=True)
+    return ((first, state[first]) for first, *_ in tied(state))
 
 
 def outline(model: nn.Module) -> dict[str, Tensor]:

@@ -64,7 +64,9 @@ class HybridWeights:
         self.engine, self.group = engine, group
         self.rank = dist.get_rank()
         specs = engine.specs()
-        sharded_dims = None if targets is None else {name: sharded_dims_of(_given(targets, name)) for name in specs}
+        if targets is not None:
+            check_known("transition: the generation model has no weight", specs, targets)
+        sharded_dims = None if targets is None else {name: sharded_dims_of(targets[name]) for name in specs}
         self.plan = transition(engine.mesh, target, specs, sharded_dims, bucket_bytes)
         sources = (shard.tensor for shard in engine.shards()) if targets is None else map(local_part, targets.values())
         device = next((source.device for source in sources), torch.device("cpu"))
@@ -209,8 +211,3 @@ class HybridWeights:
             if region.source == self.rank:
                 sizes[region.name] += region.box.numel * self.plan.specs[region.name].dtype.itemsize
         return sizes
-
-
-def _given(targets: Mapping[str, Tensor], name: str) -> Tensor:
-    check_known("transition: the generation model has no weight", [name], targets)
-    return targets[name]
