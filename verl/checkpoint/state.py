@@ -38,7 +38,7 @@ from verl.models.lora import change_layers, layer_changes
 from verl.models.source import ModelFiles
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.roles.lora_base import check_base
+from verl.roles.handle import check_base
 from verl.training.optimizer import LIKE_THE_WEIGHT, MOMENTS, check_masters, check_optimizer, optimizer_name
 from verl.weights.meta import on_meta, take_weights
 from verl.weights.shard import names_digest
@@ -72,7 +72,7 @@ class _Saved(BaseModel, extra="forbid", allow_inf_nan=False):
 
 
 class SavedBase(_Saved):
-    """What adapters were added to, where a checkpoint does not hold it; see `LoraBase.saved`."""
+    """What adapters were added to, where a checkpoint does not hold it; see `ModelHandle.save`."""
 
     path: str
     sha256: str

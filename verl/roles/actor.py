@@ -155,7 +155,6 @@ class Actor(ModelHandle[ActorWorker]):
         self.policy_version = 0
         #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
         self.policy_id = self._first_id = uuid4().hex
-        self._exact_rollout: bool | None = None
         self._calls = 0
         registry.add(
             "Actor",
@@ -487,13 +486,12 @@ class Actor(ModelHandle[ActorWorker]):
             samples: of the whole update; None: those of the batch.
         """
         return algorithm.needs_log_probs or (
-            algorithm.needs_old_log_probs and not (self._is_one_step(batch, samples) and self._rolls_out_exactly())
+            algorithm.needs_old_log_probs and not (self._is_one_step(batch, samples) and self._rolls_out_exactly)
         )
 
+    @cached_property
     def _rolls_out_exactly(self) -> bool:
-        if self._exact_rollout is None:
-            self._exact_rollout = self.group.call(ActorWorker.exact_rollout)
-        return self._exact_rollout
+        return self.group.call(ActorWorker.exact_rollout)
 
     def _is_one_step(self, batch: Batch, samples: int | None = None) -> bool:
         is_own = "policy_id" in batch and set(batch["policy_id"]) == {self.policy_id}

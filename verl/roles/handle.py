@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from verl.cluster.controller import Controller
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.source import Kind, ModelFiles, ModelSource
 from verl.record import Record
-from verl.roles.settings import changed_options, engine_options, model_options, optimizer_settings, with_keywords
+from verl.roles.settings import engine_options, model_options, optimizer_settings, with_keywords
 from verl.training.options import EngineOptions, TrainOptions
 from verl.weights.shard import Shard
 from verl.weights.shards import outline
@@ -24,11 +24,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from verl.cluster.group import Workers
-    from verl.roles.lora_base import LoraBase
 
 P = ParamSpec("P")
 H = TypeVar("H", bound="ModelHandle[Any]")
 W_co = TypeVar("W_co", bound=TrainedWorker, covariant=True)
+
+
+class LoraBase(NamedTuple):
+    """The base of a role's adapters: read from files that stay where they are, so that checkpoints hold what is
+    trained.
+
+    Attributes:
+        trained: names of the weights beside it.
+    """
+
+    files: ModelFiles
+    trained: tuple[str, ...]
+
+    @classmethod
+    def of(cls, files: ModelFiles, model: Any) -> LoraBase:
+        """That of a model with adapters."""
+        return cls(files, tuple(name for name, weight in model.named_parameters() if weight.requires_grad))
+
+
+def check_base(saved: dict[str, str], base: LoraBase | None) -> None:
+    """Raises CheckpointError: the base that a checkpoint names is not this one."""
+    if base is None or base.files.digest != saved["sha256"]:
+        here = "a model that was not read from files" if base is None else base.files.path
+        raise CheckpointError(
+            f"the checkpoint holds adapters alone, of the base that was at {saved['path']}; here they would be added "
+            f"to {here}, whose files differ: give model.path the base of then"
+        )
 
 
 class ModelHandle(Generic[W_co]):
@@ -100,7 +126,13 @@ class ModelHandle(Generic[W_co]):
         Raises:
             ConfigError: the workers have been made already, with others.
         """
-        self.train_options = changed_options(self.train_options, options, self._group, self.role)
+        changed = self.train_options.replace(**options)
+        if self.has_workers and changed != self.train_options:
+            said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise ConfigError(
+                f"the {self.role}'s workers are in place: say how they train ({said}) before the first call"
+            )
+        self.train_options = changed
 
     def shards(self) -> Iterator[Shard]:
         """The weights, a value head included, as a stream of named shards."""
@@ -124,7 +156,7 @@ class ModelHandle(Generic[W_co]):
         if self.base is None or self.base.files.digest is None:
             return self.group.call(TrainedWorker.save, folder, background)
         meta = self.group.call(TrainedWorker.save, folder, background, self.base.trained)
-        return {**meta, "base": self.base.saved()}
+        return {**meta, "base": {"path": self.base.files.path, "sha256": self.base.files.digest}}
 
     def load(self, weights: Sequence[str], optimizer: Sequence[str], meta: Mapping[str, Any]) -> None:
         """Go on from what `save` wrote and returned, at any layout.
@@ -140,8 +172,6 @@ class ModelHandle(Generic[W_co]):
         if saved is None:
             self.base = None  # which the checkpoint replaces
         else:
-            from verl.roles.lora_base import check_base
-
             check_base(saved, self.base)
             assert self.base is not None
             names = self.base.trained
@@ -181,7 +211,5 @@ class ModelHandle(Generic[W_co]):
                 from verl.models.adapter_check import check_adapters
 
                 check_adapters(self.modules)
-        if loading.lora is not None:
-            from verl.roles.lora_base import LoraBase
-
+        if loading.lora is not None and files is not None:
             self.base = LoraBase.of(files, self.modules)

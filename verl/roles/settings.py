@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from verl.rollout.choice import choose_engine
 from verl.rollout.options import RolloutOptions, SamplerOptions
 from verl.training.options import EngineOptions, OptimConfig, TrainOptions
 from verl.workers.actor import load_episode
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +137,3 @@ def with_engine(options: SamplerOptions, model: Any, device: str) -> SamplerOpti
     on_gpu = device.startswith("cuda")  # elsewhere there is nothing to choose
     logger.log(logging.INFO if on_gpu else logging.DEBUG, "rollout.name=auto: %s, because %s", name, why)
     return options.replace(name=name)
-
-
-def changed_options(now: EngineOptions, changes: Mapping[str, Any], workers: object, role: str) -> EngineOptions:
-    """The options with these changes, unless there are workers that have others."""
-    options = now.replace(**changes)
-    if workers is not None and options != now:
-        said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        raise ConfigError(f"the {role}'s workers are in place: say how they train ({said}) before the first call")
-    return options

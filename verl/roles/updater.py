@@ -63,7 +63,10 @@ class Updater:
             )
         #: Role -> its value model, for the value models that the algorithm has.
         self.critics = {
-            role: handle or make_critic(actor) for role, handle in handles.items() if role in self.algorithm.roles
+            # a copy of the actor's backbone, as it is now, under a new value head
+            role: handle or critic_like(actor, actor.unchanged_files, actor.present_model)
+            for role, handle in handles.items()
+            if role in self.algorithm.roles
         }
         if not self.algorithm.online:  # what nobody sampled has no temperature
             actor.plan = replace(actor.plan, temperature=1.0)
@@ -109,8 +112,3 @@ def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:
         "update/tokens_left_out", "update/tokens_shared", "update/tokens_flat",
     )  # fmt: skip
     return {f"{name}/{role}" if name in of_role else name: value for name, value in metrics.items()}
-
-
-def make_critic(actor: Actor) -> Critic:
-    """A critic of the actor's own architecture: a copy of its backbone, as it is now, under a new value head."""
-    return critic_like(actor, actor.unchanged_files, actor.present_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,10 @@ def enable_checkpointing(model: Any) -> None:
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _Checkpoint(module)
+            # Nothing is random: there is no generator state to keep for the recomputation.
+            module._gradient_checkpointing_func = partial(
+                checkpoint, partial(_evaluated, module), use_reentrant=False, preserve_rng_state=False
+            )
 
 
 @contextmanager
@@ -37,20 +41,11 @@ def recomputing(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
-class _Checkpoint:
-    """The checkpointing function of a module. The module itself runs in evaluation mode, so that whatever noise it
-    would add in training stays off."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        # Nothing is random: there is no generator state to keep for the recomputation.
-        return checkpoint(self._evaluated, function, *args, use_reentrant=False, preserve_rng_state=False)
-
-    def _evaluated(self, function: Callable[..., Any], *args: Any) -> Any:
-        before, self.module.training = self.module.training, False
-        try:
-            return function(*args)
-        finally:
-            self.module.training = before
+def _evaluated(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """A function of a module, which is in evaluation mode meanwhile: whatever noise it would add in training stays
+    off."""
+    before, module.training = module.training, False
+    try:
+        return function(*args)
+    finally:
+        module.training = before

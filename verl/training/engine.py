@@ -23,7 +23,6 @@ from verl.training.local_weights import LocalWeights
 from verl.training.options import EngineOptions, Head, check_training
 from verl.training.ranks import Ranks
 from verl.training.runner import Metrics, MicroBatchRunner
-from verl.training.steps import Memory
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard, WeightSpec
 
@@ -184,7 +183,7 @@ class TrainEngine(ABC):
         self.weights.check_present()
         self.weights.load(shards)
         if self.steps is not None:
-            self.steps.optimizer.refresh_masters()
+            self.steps.refresh_masters()
 
     def release_weight(self, name: str) -> int:
         """Free the memory of this rank's piece of a weight, whose values the caller holds from now on; until
@@ -219,14 +218,10 @@ class TrainEngine(ABC):
         """
         self._trained().load_state(shards, meta)
 
-    def offload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
-        """Free the device of it until `onload` or the next `update`."""
+    def free_gradients(self) -> None:
+        """Free the memory of gradient sums until the next `update`."""
         if self.steps is not None:
-            self.steps.optimizer.offload(what)
-
-    def onload(self, what: Collection[Memory] = ("optimizer", "gradients")) -> None:
-        if self.steps is not None:
-            self.steps.optimizer.onload(what)
+            self.steps.free_gradients()
 
     def _trained(self) -> Steps:
         if self.steps is None:

@@ -6,7 +6,7 @@ bf16 weights are stepped by `SplitAdamW`, all others, and those of a caller's ow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -146,17 +146,10 @@ class MixedPrecisionOptimizer:
         self.completed_steps = int(meta["completed_steps"])
         self.gradients.load(meta)
 
-    def offload(self, what: Collection[str] = ("optimizer", "gradients")) -> None:
-        """Move masters and moments ("optimizer") to host memory, free the sums ("gradients"); live weights stay."""
-        if "gradients" in what:
-            self.gradients.free()
-        for rule in self._rules if "optimizer" in what else ():
-            rule.move(to_host=True)
-
-    def onload(self, what: Collection[str] = ("optimizer", "gradients")) -> None:
-        """Undo `offload`; gradient sums are allocated by the next backward pass."""
-        for rule in self._rules if "optimizer" in what else ():
-            rule.move(to_host=False)
+    def move(self, to_host: bool) -> None:
+        """Masters and moments to host memory, or back to where the weights are; live weights stay."""
+        for rule in self._rules:
+            rule.move(to_host)
 
     def _fill(self, shards: Iterable[Shard]) -> None:
         rules = {weight.name: (weight, rule) for rule in self._rules for weight in rule.weights}
@@ -425,12 +418,10 @@ def check_optimizer(name: str, meta: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: it is one.
     """
-    # Before optimizers were named there, only callers' own had groups.
-    saved = meta.get("optimizer", name if meta.get("groups") else "AdamW")
-    if saved != name:
+    if meta["optimizer"] != name:
         raise CheckpointError(
-            f"the optimizer's state was saved by {saved}, and {name} trains here: give the optimizer of then, or begin "
-            "from the weights alone (`verl export`)"
+            f"the optimizer's state was saved by {meta['optimizer']}, and {name} trains here: give the optimizer of "
+            "then, or begin from the weights alone (`verl export`)"
         )
 
 

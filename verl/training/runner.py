@@ -124,7 +124,9 @@ class MicroBatchRunner:
         batch = batch.drop(["response_mask"])  # all tokens are predicted
         (dealt,), tree = deal(batch, range(len(batch)), 1, self._limits())
         if self.parallel.in_step:
-            dealt += [[]] * (self._most(len(dealt)) - len(dealt))
+            most = torch.tensor(len(dealt))  # forwards that the rank with the most runs
+            self.ranks.all_reduce([most], dist.ReduceOp.MAX, *DATA_DIMS)
+            dealt += [[]] * (int(most) - len(dealt))
         micro_batches = (
             MicroBatch(_rows(batch, rows), names, temperature, _on_host, tree.take(rows) if rows else None)
             for rows in dealt
@@ -208,12 +210,6 @@ class MicroBatchRunner:
     def _limits(self) -> Limits:
         options, packed = self.options, not self.forward.is_padded
         return Limits(options.max_tokens_per_micro_batch, options.micro_batch_size, options.share_prompts, packed)
-
-    def _most(self, forwards: int) -> int:
-        """How many forwards the rank with the most runs."""
-        count = torch.tensor(forwards)
-        self.ranks.all_reduce([count], dist.ReduceOp.MAX, *DATA_DIMS)
-        return int(count)
 
 
 def _rows(batch: Batch, rows: Sequence[int]) -> Batch:

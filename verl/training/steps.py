@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,27 +17,16 @@ from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.runner import DEPENDS, NO_GRADIENT, Metrics, MicroBatchRunner
 from verl.weights.shard import Shard, Stream
 
-#: What can be moved out of the way: `optimizer` (masters and moments, to host memory) and `gradients` (their sums,
-#: freed).
-Memory: TypeAlias = Literal["optimizer", "gradients"]
-
-
-class Movable(Protocol):
-    """An optimizer, as far as every engine knows it; see `MixedPrecisionOptimizer`."""
-
-    def offload(self, what: Collection[Memory]) -> None: ...
-    def onload(self, what: Collection[Memory]) -> None: ...
-    def refresh_masters(self) -> None: ...
-
 
 class Steps(Protocol):
     """How an engine trains; the methods are those of `TrainEngine`."""
 
-    @property
-    def optimizer(self) -> Movable: ...
     def update(self, parts: Sequence[LossPart]) -> Metrics: ...
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]: ...
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None: ...
+    def free_gradients(self) -> None: ...
+    def refresh_masters(self) -> None:
+        """Masters anew from the live weights, after these have been replaced from outside."""
 
 
 def nothing_to_compute(parts: Sequence[LossPart]) -> bool:
@@ -50,18 +39,20 @@ class OptimizerSteps:
 
     def __init__(self, runner: MicroBatchRunner, optimizer: MixedPrecisionOptimizer, weights: LocalWeights) -> None:
         self.optimizer = optimizer
+        self.free_gradients, self.refresh_masters = optimizer.gradients.free, optimizer.refresh_masters
         self._runner, self._weights = runner, weights
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
         optimizer, on_cpu = self.optimizer, self._runner.forward.packed.device.type == "cpu"
         if not on_cpu:  # else all is there
-            optimizer.onload()
+            optimizer.move(to_host=False)
         try:
             return self._step(self._losses(parts))
         finally:
             optimizer.gradients.clear()
             if self._runner.options.fsdp_config.optimizer_offload:
-                optimizer.offload()
+                optimizer.move(to_host=True)
+                optimizer.gradients.free()
             if on_cpu:
                 return_free_memory()
 

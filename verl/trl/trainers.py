@@ -22,7 +22,7 @@ from verl.models.source import ModelFiles
 from verl.ranks import torchrun_ranks
 from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
-from verl.roles.lora_base import LoraBase
+from verl.roles.handle import LoraBase
 from verl.roles.reward import Reward
 from verl.trainer.evaluation import HeldOut
 from verl.training.options import OptimConfig

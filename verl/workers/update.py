@@ -16,9 +16,6 @@ from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
 from verl.training.left_out import left_out
 from verl.training.micro_batch import shared_tokens
-from verl.training.steps import Memory
-
-_SUMS: tuple[Memory, ...] = ("gradients",)
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         shared += sum(shared_tokens(loss.rows.take(loss.computed)) for loss in losses)
         tokens_left_out += sum(sum(loss.rows.take(loss.left_out).lengths("response_tokens")) for loss in losses)
     if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
-        engine.offload(_SUMS)
+        engine.free_gradients()
     skipped = [step for step in steps if step["update/skipped"]]
     counts = {
         "update/steps": float(len(steps)),

@@ -83,10 +83,13 @@ class ZeroSteps:
 
     def __init__(self, runner: MicroBatchRunner, engine: Any, adam: ZeroAdamW, weights: ZeroWeights) -> None:
         self._runner, self._engine, self.optimizer, self._weights = runner, engine, adam, weights
+        self.refresh_masters = adam.refresh_masters
+
+    def free_gradients(self) -> None:
+        """Nothing: DeepSpeed has its own sums, which it frees."""
 
     def update(self, parts: Sequence[LossPart]) -> Metrics:
         adam = self.optimizer
-        adam.onload()
         # DeepSpeed takes the mean over ranks, of what adds up.
         losses: list[Loss] = []
         if nothing_to_compute(parts):
@@ -124,7 +127,6 @@ class ZeroSteps:
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
         check_optimizer("AdamW", meta)
-        self.optimizer.onload()
         targets = {f"{p.name}.{key}": (p, tensor) for p in self.optimizer.ranges for key, tensor in self._state_of(p)}
         sizes = {part.name: part.size for part in self.optimizer.ranges}
 

@@ -14,7 +14,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,7 @@ class MegatronModel(nn.Module):
             nn.init.zeros_(weight)
         if checkpointing:
             for layer in self.gpt.decoder.layers:
-                layer.forward = partial(_recomputed, layer.forward)
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         self._shapes = {name: tuple(weight.shape) for name, weight in forward.model.state_dict(keep_vars=True).items()}
         self.blocks = {name: [*self._blocks(name, weight)] for name, weight in self.named_parameters()}
         known = {block.name for blocks in self.blocks.values() for block in blocks}
@@ -154,18 +154,9 @@ class MegatronModel(nn.Module):
             stage.outgoing = hidden.transpose(0, 1)
         return hidden[:, 0]
 
-    def log_probs(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        statistics: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`token_log_probs` of `targets` `[N]`, given hidden states `[N, d]`."""
-        head = self._head()
-        return token_log_probs(hidden, head, targets, temperature=temperature, entropy=entropy, statistics=statistics)
+    def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """`token_log_probs` of `targets` `[N]`, given hidden states `[N, d]`; options are those of that."""
+        return token_log_probs(hidden, self._head(), targets, **options)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """Values or scores `[N]` for hidden states `[N, d]`."""
@@ -322,7 +313,3 @@ def _megatron() -> tuple[Any, Any, Any, Any]:
     except ImportError as error:
         raise ConfigError("strategy 'megatron' needs Megatron-LM: pip install 'verl-hybrid[megatron]'") from error
     return GPTModel, get_gpt_layer_local_spec, TransformerConfig, ProcessGroupCollection
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

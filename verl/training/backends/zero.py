@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class ZeroAdamW(torch.optim.AdamW):
     def __init__(self, forward: Forward, config: OptimConfig, ranks: Ranks) -> None:
         trained = [weight for weight in forward.parameters() if weight.requires_grad]
         super().__init__(trained, **adamw_options(config), fused=True)
-        self._model, self._device, self._config, self._ranks = forward.model, forward.packed.device, config, ranks
+        self._model, self._config, self._ranks = forward.model, config, ranks
         self.ranges: list[MasterRange] = []
         self._flats: list[Tensor] = []
         self.completed_steps, self.may_step, self.grad_norm = 0, True, math.nan
@@ -124,19 +124,6 @@ class ZeroAdamW(torch.optim.AdamW):
             weight = live[part.name]
             whole = weight.numel() == math.prod(part.shape)
             part.of(part.flat.detach()).copy_(weight[part.start :][: part.size] if whole else weight[: part.size])
-
-    def offload(self, what: Collection[str] = ("optimizer",)) -> None:
-        """Move masters and moments ("optimizer") to host memory."""
-        self._move(what, torch.device("cpu"))
-
-    def onload(self, what: Collection[str] = ("optimizer",)) -> None:
-        """Undo `offload`."""
-        self._move(what, self._device)
-
-    def _move(self, what: Collection[str], device: torch.device) -> None:
-        for flat in self._flats if "optimizer" in what else ():
-            flat.data = flat.data.to(device)
-            self.state[flat] = {name: value.to(device) for name, value in self.state[flat].items()}
 
 
 def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks) -> tuple[Any, ZeroAdamW]:
