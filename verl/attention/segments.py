@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import and_, eq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,13 +33,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from verl.attention import flash
 from verl.attention.prefix_tree import Indices, PrefixTree, families, joined, prefix_tree
+from verl.attention.varlen import Ragged, varlen_attend
 from verl.autograd import add_rows
 from verl.device import is_host, to_device
 from verl.errors import DataError
 from verl.kernels.compiled import VECTOR, layer_kernels
-
-if TYPE_CHECKING:
-    from verl.attention.varlen import Ragged
 
 # A bucket may hold this many padded scores for each real one before a new bucket is opened.
 _WASTE = 1.5
@@ -200,15 +198,11 @@ class Segments:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`. The same for every layer."""
         if (kernel := flash.flash_attention(value)) is not None:
-            from verl.attention.varlen import varlen_attend
-
             return varlen_attend(kernel, query, key, value, self._ragged, scale, window)
         return attend(query, key, value, self.buckets, scale, window)
 
     @cached_property
     def _ragged(self) -> Ragged:
-        from verl.attention.varlen import Ragged
-
         return Ragged(self.rows, self.device)
 
     @cached_property

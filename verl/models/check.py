@@ -13,6 +13,7 @@ from rich.table import Table
 
 from verl.attention.segments import pack_rows
 from verl.models.loading import eos_token_ids
+from verl.models.outputs import outputs
 from verl.models.packed import PackedModel
 
 if TYPE_CHECKING:
@@ -143,7 +144,6 @@ def _difference(packed: PackedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     plain = []
     for response in responses:
         row = torch.tensor([prompt + response], device=packed.device)
-        logits = packed.model(input_ids=row, use_cache=False).logits[0, third - 1 : -1].to(log_probs.dtype)
-        plain.append(logits.log_softmax(-1).gather(1, row[0, third:, None])[:, 0])
+        plain.append(outputs(packed.model, row)[0, third - 1 : -1].gather(1, row[0, third:, None])[:, 0])
     difference = (log_probs - torch.cat(plain)).abs()
     return float(difference.mean()), float(difference.max())

@@ -14,8 +14,10 @@ from verl import device
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.int4 import Int4Linear, has_int4, weight_bytes
+from verl.models.loading import load_model
 from verl.models.lora import merged_shards
 from verl.models.outputs import outputs, probe_tokens
+from verl.models.source import ModelFiles
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,6 @@ def check_export(model: Any, path: Path, *, adapter: bool = False) -> None:
     Raises:
         ModelError: the directory is another model.
     """
-    from verl.models.loading import load_model
-
     # A second model with the probe's activations, and the copy of a layer.
     needed = 1.2 * (
         weight_bytes(model) + 4 * sum(m.codes.numel() for m in model.modules() if isinstance(m, Int4Linear))
@@ -54,8 +54,6 @@ def check_export(model: Any, path: Path, *, adapter: bool = False) -> None:
 def _check_adapter(model: Any, path: Path, fits: bool) -> None:
     """Raises ModelError: over the base that it names it is not the live model."""
     from peft import PeftConfig, PeftModel
-
-    from verl.models.loading import load_model
 
     base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
     try:
@@ -115,8 +113,6 @@ def _gap(model: Any, again: Any) -> Tensor:
 
 def _check_tensors(model: Any, path: Path) -> None:
     """Raises ModelError: a tensor of the directory is not that of the merged model."""
-    from verl.models.source import ModelFiles
-
     stored = ModelFiles(str(path), **_form(model)).stream()
     for live, there in zip_longest(merged_shards(model), stored):
         if live is None or there is None or live.name != there.name or not torch.equal(live.tensor.cpu(), there.tensor):

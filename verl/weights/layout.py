@@ -149,6 +149,13 @@ class Layout:
         """Parts that the rows of a batch are split into."""
         return math.prod(getattr(self, dim) for dim in DATA_DIMS)
 
+    def index(self, coordinate: Mapping[str, int], dims: Sequence[str] = DIMS) -> int:
+        """The number of a place among those that differ along `dims`, row-major."""
+        index = 0
+        for dim in dims:
+            index = index * getattr(self, dim) + coordinate[dim]
+        return index
+
     def asked(self, strategy: str = "") -> dict[str, str]:
         """What the layout is, and which back end trains in it under a strategy, as `verl.combinations` names them."""
         is_zero, name = strategy == "deepspeed" and self.size > 1, f"strategy '{strategy}'"
@@ -245,11 +252,7 @@ class Mesh:
         """Data-parallel index of a rank, and how many there are; None for a rank outside of the mesh."""
         if rank not in self.ranks:
             return None
-        coordinate, index, count = self.coordinate(rank), 0, 1
-        for dim in DATA_DIMS:
-            size = getattr(self.layout, dim)
-            index, count = index * size + coordinate[dim], count * size
-        return index, count
+        return self.layout.index(self.coordinate(rank), DATA_DIMS), self.layout.data_size
 
     def answers(self, rank: int) -> bool:
         """Whether a rank's answer counts: of those with the same rows, the first of the last pipeline stage."""
@@ -279,8 +282,7 @@ class Mesh:
         Raises:
             ConfigError: there is no such dimension.
         """
-        for dim in dims:
-            check_known("layout: there is no dimension", [dim], DIMS)
+        check_known("layout: there is no dimension", dims, DIMS)
         here = self.coordinate(rank)
         fixed = [dim for dim in DIMS if dim not in dims]
         return tuple(r for r in self.ranks if all(self.coordinate(r)[dim] == here[dim] for dim in fixed))

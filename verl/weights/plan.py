@@ -132,7 +132,7 @@ class ReshardPlan:
         dims = [cut.dim for cut in spec.sharded_dims]
         for index in product(*(range(getattr(layout, dim)) for dim in dims)):
             coordinate = {**near, **dict(zip(dims, index, strict=True))}
-            holder = self.source.ranks[_index(coordinate, layout.sizes)]
+            holder = self.source.ranks[layout.index(coordinate)]
             for block in _blocks(spec, spec.sharded_dims, self.source, coordinate):
                 yield holder, block
 
@@ -195,10 +195,3 @@ def _blocks(
 
 def _holds(spec: WeightSpec, stage: int) -> bool:
     return not spec.stages or stage in spec.stages
-
-
-def _index(coordinate: Mapping[str, int], sizes: Sequence[int]) -> int:
-    index = 0
-    for dim, size in zip(DIMS, sizes, strict=True):
-        index = index * size + coordinate[dim]
-    return index
