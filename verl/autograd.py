@@ -43,8 +43,7 @@ def add_rows(total: Tensor, index: Tensor, values: Tensor, scale: float = 1.0) -
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:
     """`[M, ...]` -> `[N, ...]`: the rows at `index` `[N]` (int64), with repetitions. Differentiable once."""
-    taken: Tensor = _Rows.apply(values, index)  # type: ignore[no-untyped-call]
-    return taken
+    return _Rows.apply(values, index)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Rows(torch.autograd.Function):
@@ -63,8 +62,7 @@ class _Rows(torch.autograd.Function):
 
 def bounded(x: Tensor, low: float, high: float) -> Tensor:
     """`x` kept within [low, high], against overflow; its gradient beyond them stays 1, where that of `clamp` is 0."""
-    result: Tensor = _Bounded.apply(x, low, high)  # type: ignore[no-untyped-call]
-    return result
+    return _Bounded.apply(x, low, high)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Bounded(torch.autograd.Function):
@@ -125,34 +123,29 @@ class Embedding(torch.autograd.Function):
 
 def summed(x: Tensor, group: Any) -> Tensor:
     """The sum over ranks of what each of them computed. Every rank uses it alike, so its gradient is each one's own."""
-    result: Tensor = _Reduce.apply(x, group, True)  # type: ignore[no-untyped-call]
-    return result
+    return _Reduce.apply(x, group, True)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def shared(x: Tensor, group: Any) -> Tensor:
     """`x`, which is equal on all ranks, for ranks that use it differently: its gradient is the sum of theirs."""
-    result: Tensor = _Reduce.apply(x, group, False)  # type: ignore[no-untyped-call]
-    return result
+    return _Reduce.apply(x, group, False)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def joined(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The last dimension of all ranks' `x` as one, `sizes` of it from each. Every rank uses it alike, so each takes its
     own part of the gradient."""
-    result: Tensor = _Join.apply(x, sizes, group)  # type: ignore[no-untyped-call]
-    return result
+    return _Join.apply(x, sizes, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def split(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """This rank's part of the last dimension of `x`, which is equal on all ranks."""
-    result: Tensor = _Split.apply(x, sizes, group)  # type: ignore[no-untyped-call]
-    return result
+    return _Split.apply(x, sizes, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def exchange(x: Tensor, group: Any, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """All-to-all along the first dimension: the first `sent[0]` rows of `x` go to the group's first rank, and so on;
     `received[i]` rows of the result come from rank i."""
-    result: Tensor = _Exchange.apply(x, group, list(sent), list(received))  # type: ignore[no-untyped-call]
-    return result
+    return _Exchange.apply(x, group, list(sent), list(received))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Reduce(torch.autograd.Function):
@@ -183,8 +176,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        parts: tuple[Tensor, ...] = x.split(sizes, -1)
-        return parts[dist.get_rank(group)].contiguous()
+        return x.split(sizes, -1)[dist.get_rank(group)].contiguous()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -174,9 +174,6 @@ class Batch:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self.rows()
-
     def __getitem__(self, name: str) -> list[Any]:
         """The column as plain Python values; a ragged column as a list of lists."""
         return self.arrow(name).to_pylist()  # type: ignore[no-any-return]
@@ -213,6 +210,8 @@ class Batch:
         """Rows as dictionaries, in order."""
         for chunk in self.table.to_batches(max_chunksize=256):
             yield from chunk.to_pylist()
+
+    __iter__ = rows
 
     @checked
     def row(self, index: Natural) -> dict[str, Any]:
@@ -308,26 +307,23 @@ class Batch:
         """Items of a ragged column, by row (null counts 0)."""
         return pc.fill_null(pc.list_value_length(self.arrow(name)), 0).to_pylist()  # type: ignore[no-any-return]
 
-    def group_indices(self) -> list[list[int]]:
+    def group_indices(self, column: str = "group") -> list[list[int]]:
         """Row numbers of each group, groups in order of appearance; without a column `group` each row is one."""
-        return self._alike("group")
-
-    def episode_indices(self) -> list[list[int]]:
-        """The same of each episode, by the column `episode`."""
-        return self._alike("episode")
-
-    @property
-    def samples(self) -> int:
-        """Episodes; without a column `episode`, rows."""
-        return len(self.episode_indices()) if "episode" in self else len(self)
-
-    def _alike(self, column: str) -> list[list[int]]:
         if column not in self:
             return [[row] for row in range(len(self))]
         rows: dict[Any, list[int]] = {}
         for index, value in enumerate(self[column]):
             rows.setdefault(("null", index) if value is None else value, []).append(index)
         return list(rows.values())
+
+    def episode_indices(self) -> list[list[int]]:
+        """The same of each episode, by the column `episode`."""
+        return self.group_indices("episode")
+
+    @property
+    def samples(self) -> int:
+        """Episodes; without a column `episode`, rows."""
+        return len(self.episode_indices()) if "episode" in self else len(self)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
         """A copy of a column as a tensor: `[N]` for a plain column, the flat values `[T]` of a ragged one.

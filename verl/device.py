@@ -185,8 +185,7 @@ class HostCopy:
         """The columns as lists."""
         if self._done is not None:
             self._done.synchronize()
-        numbers: list[list[float]] = self._values.tolist()
-        return numbers
+        return self._values.tolist()
 
 
 def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -223,8 +222,7 @@ def recorded(function: Callable[[], None], device: torch.device) -> Callable[[],
         except RuntimeError as error:
             logger.warning("no CUDA graph of a decode step, whose kernels are launched one by one: %s", error)
             return None
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return graph.replay
 
 
 @cache
@@ -314,20 +312,20 @@ def limit_library_memory() -> None:
     """
     for name in _PRODUCT_CACHES:
         os.environ.setdefault(name, _CACHE_ENTRIES)
-    if sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_M_ARENA_MAX, 1)
+    _glibc("mallopt", _M_ARENA_MAX, 1)
 
 
 def return_free_memory() -> None:
     """Give the free pages of glibc's heap back to the system. Called after every update, whose tensors have sizes of
     their own: freed memory in pieces between others would let the heap grow for dozens of steps.
     """
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(name: str, *arguments: int) -> None:
+    """Call a function of glibc, where the system has that library."""
+    if sys.platform.startswith("linux") and (function := getattr(ctypes.CDLL(None), name, None)):
+        function(*arguments)
 
 
 def _free_on_host() -> int:

@@ -80,7 +80,8 @@ def connect() -> Any:
         if not ray.is_initialized() and address == "local":
             _start(ray)
             _sessions.append(Path(ray._private.worker.global_worker.node.get_session_dir_path()))
-            atexit.register(_end, ray)
+            atexit.register(remove_sessions)
+            atexit.register(ray.shutdown)  # before it: the latest comes first
             _own = ray.get_runtime_context().gcs_address
         elif not ray.is_initialized():
             _join(ray, address)
@@ -103,11 +104,6 @@ def check_count(count: int, what: str) -> None:
             f"{count} {what} are more than this machine of {cpus} CPUs bears, at most {most}: ask for fewer, or set "
             "RAY_ADDRESS to a cluster"
         )
-
-
-def _end(ray: Any) -> None:
-    ray.shutdown()
-    remove_sessions()
 
 
 def remove_sessions() -> None:

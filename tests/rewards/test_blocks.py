@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl.rewards.blocks import code_blocks, extract_code
+from verl.rewards.code import code_blocks, extract_code
 
 
 def test_the_last_block_is_the_program() -> None:

@@ -53,8 +53,7 @@ def _apply(rule: Rule, value: Any, get: Get) -> Mapping[str, Any]:
     if isinstance(rule, Mapping):
         return rule
     translate, *arguments = rule if isinstance(rule, tuple) else (rule,)
-    settings: Mapping[str, Any] = translate(value, get, *arguments)
-    return settings
+    return translate(value, get, *arguments)  # type: ignore[no-any-return]
 
 
 def _value_of(condition: Condition, get: Get) -> Any:
@@ -282,10 +281,6 @@ def _adapts(get: Get) -> bool:
 def _corrects(get: Get) -> bool:
     """Whether the correction that `rollout_is` turns on is read."""
     return get(f"{_CORRECTION}.rollout_is") is not None and not _by_engine(get)
-
-
-def _rejects(get: Get) -> bool:
-    return get(f"{_CORRECTION}.rollout_rs") is not None
 
 
 def _rejection(value: Any, get: Get) -> Mapping[str, Any]:
@@ -546,8 +541,8 @@ NAMES: dict[str, Rule] = {
     f"{_CORRECTION}.rollout_is_threshold": (_if, _corrects, "algorithm.rollout_is_threshold"),
     f"{_CORRECTION}.rollout_is_batch_normalize": (_if, _corrects, "algorithm.rollout_is_normalize"),
     f"{_CORRECTION}.rollout_rs": "algorithm.rollout_rs",
-    f"{_CORRECTION}.rollout_rs_threshold": (_if, _rejects, _rejection),
-    f"{_CORRECTION}.rollout_rs_threshold_lower": (_if, _rejects, "algorithm.rollout_rs_lower"),
+    f"{_CORRECTION}.rollout_rs_threshold": (_if, f"{_CORRECTION}.rollout_rs", _rejection),
+    f"{_CORRECTION}.rollout_rs_threshold_lower": (_if, f"{_CORRECTION}.rollout_rs", "algorithm.rollout_rs_lower"),
     f"{_CORRECTION}.loss_type": (_only, "write algorithm.name of such a loss, or leave it out", "ppo_clip"),
     f"{_CORRECTION}.bypass_mode": {},
     "custom_reward_function.path": _reward,

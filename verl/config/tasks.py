@@ -19,11 +19,7 @@ def _name(value: str) -> str:
 TaskName = Annotated[str, AfterValidator(_name)]
 
 
-def _algorithm(value: str) -> str:
-    return function_path(value) if ":" in value else value
-
-
-AlgorithmName = Annotated[str, AfterValidator(_algorithm)]
+AlgorithmName = Annotated[str, AfterValidator(lambda value: function_path(value) if ":" in value else value)]
 
 
 class TaskConfig(Record):

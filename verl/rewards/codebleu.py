@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Unpack
 from verl.checked import checked
 from verl.errors import ConfigError, shown
 from verl.record import Seconds
-from verl.rewards.blocks import extract_code
+from verl.rewards.code import extract_code
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.syntax import syntax_tree
 
@@ -122,8 +122,7 @@ def _bleu(words: Sequence[str], wanted: Sequence[str], weights: dict[str, float]
 
 def _parsed(program: str) -> ast.Module | None:
     try:
-        tree: ast.Module = syntax_tree(program)
-        return tree
+        return syntax_tree(program)  # type: ignore[no-any-return]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

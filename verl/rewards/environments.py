@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
@@ -21,34 +21,20 @@ from verl.user_calls import is_async
 PARAMETER = "environments"
 
 
-class Environments(Protocol):
-    """Episodes in environments, see `EnvironmentEpisode`."""
-
-    is_read: bool
-
-    @property
-    def rewards(self) -> Mapping[str, Sequence[str | None]]: ...
-
-    def check_values(self, where: str, rows: Batch) -> None: ...
-
-    def of_row(self, row_id: str) -> Any: ...
-
-    def release(self, row_ids: Iterable[str]) -> None: ...
-
-
 class EnvironmentReward:
     """`get_reward()` of the environments of one class, called when their episodes ended.
 
     Args:
         name: of the class.
         chosen_by: values of the column `environment` that stand for it; None: there is no other class.
+        missing: why a sample abstains whose episode says nothing; None: it is another class's.
     """
 
     whole_batch = False
     columns = ("episode_reward?", "environment?")
 
-    def __init__(self, name: str, chosen_by: Sequence[str] | None = None) -> None:
-        self.name, self._chosen_by = name, chosen_by
+    def __init__(self, name: str, chosen_by: Sequence[str] | None = None, missing: str | None = None) -> None:
+        self.name, self._chosen_by, self._missing = name, chosen_by, missing
 
     async def score(self, batch: Batch) -> RewardResult:
         rewards = batch["episode_reward"] if "episode_reward" in batch else [None] * len(batch)
@@ -57,21 +43,11 @@ class EnvironmentReward:
         scores = [None if reward is None else read_score(reward) for reward in rewards]
         return RewardResult(
             [None if score is None else score.value for score in scores],
-            reasons=[f"{self.name}.get_reward() {s.reason}" if s and s.reason else None for s in scores],
+            reasons=[
+                self._missing if score is None else score.reason and f"{self.name}.get_reward() {score.reason}"
+                for score in scores
+            ],
         )
-
-
-class EpisodeReward(EnvironmentReward):
-    """What agents say of their episodes, where the trainer has no reward for those of which they say nothing."""
-
-    def __init__(self) -> None:
-        super().__init__("episode")
-
-    async def score(self, batch: Batch) -> RewardResult:
-        result = await super().score(batch)
-        missing = "the agent returned no reward, and the trainer has none: return one, or give it reward=..."
-        pairs = zip(result.reward, result.reasons, strict=True)
-        return RewardResult(result.reward, reasons=[r or (missing if n is None else None) for n, r in pairs])
 
 
 class EnvironmentSum(CompositeReward):
@@ -81,20 +57,20 @@ class EnvironmentSum(CompositeReward):
 
     Args:
         reward: of the trainer: anything that `make_reward` takes; None: the environments' alone.
+        episode: their `EnvironmentEpisode`.
 
     Raises:
         ConfigError: neither has a reward; or a function that is called in workers reads environments.
     """
 
-    def __init__(self, reward: Any, episode: Environments) -> None:
+    def __init__(self, reward: Any, episode: Any) -> None:
         parts: list[Any] = []
         if reward is not None:
             source = make_reward(reward)
             parts = [source]
             if isinstance(source, CompositeReward):
                 parts = [(part, source.weights[name]) for name, part in source.parts.items()]
-        names = episode.rewards
-        parts += [EnvironmentReward(name, None if None in by else by) for name, by in names.items()]  # type: ignore[arg-type]
+        parts += [EnvironmentReward(name, None if None in by else by) for name, by in episode.rewards.items()]
         if not parts:
             raise ConfigError(
                 "nothing rewards the episodes: give the trainer a reward, or the environment get_reward()"
@@ -126,10 +102,11 @@ def with_episodes(reward: Any, episode: Any) -> Any:
     """
     if hasattr(episode, "rewards"):  # environments, whose rewards are summed with it
         return EnvironmentSum(reward, episode)
-    return EpisodeReward() if reward is None else reward
+    missing = "the agent returned no reward, and the trainer has none: return one, or give it reward=..."
+    return EnvironmentReward("episode", missing=missing) if reward is None else reward
 
 
-def _bind(source: FunctionReward, episode: Environments) -> None:
+def _bind(source: FunctionReward, episode: Any) -> None:
     """Have a function called in this process, on environments in the place of the ids of their rows."""
     if not isinstance(source.group, ProcessCaller | ThreadCaller):
         raise ConfigError(f"reward '{source.name}' reads environments, which are in this process: leave workers out")
@@ -141,7 +118,7 @@ def _bind(source: FunctionReward, episode: Environments) -> None:
     episode.is_read = True
 
 
-def _with_environments(function: Callable[..., Any], episode: Environments) -> Callable[..., Any]:
+def _with_environments(function: Callable[..., Any], episode: Any) -> Callable[..., Any]:
     def instead(columns: Mapping[str, Any]) -> dict[str, Any]:
         instances = [episode.of_row(row_id) for row_id in columns[PARAMETER]]
         if any(instance is None for instance in instances):

@@ -115,6 +115,7 @@ class FunctionReward:
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
+        self._is_by_group = self._rows is None and not self.whole_batch
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
         process = process and getattr(function, "process", True) and can_travel(function)
         if workers:
@@ -181,10 +182,6 @@ class FunctionReward:
         await asyncio.gather(*(self._serve(calls, scores, counts) for _ in range(width)))
         by_row = dict(zip(chain.from_iterable(cuts), chain.from_iterable(scores), strict=True))
         return self._result([by_row[row] for row in range(len(rows))], counts)
-
-    @property
-    def _is_by_group(self) -> bool:
-        return self._rows is None and not self.whole_batch
 
     def _cuts(self, batch: Batch) -> Sequence[Sequence[int]]:
         """The numbers of the rows of each call. They are the same whether a step is scored at once or as it comes."""

@@ -20,10 +20,6 @@ from verl.rewards.registry import REWARDS, registered
 from verl.rewards.source import RewardSource, source_of
 from verl.user_functions import split_spec
 
-_TASK = ("reasoning_gym", "TaskReward")
-#: Module and class of rewards that take no more than their options.
-_BY_NAME = {"task": _TASK, "reasoning_gym": _TASK, "math": ("maths", "MathReward")}
-
 #: Options of a reward in workers that are not passed on to the reward within each of them.
 _OURS = ("default_reward", "max_failure_rate", "name")
 
@@ -74,20 +70,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build("functions", "FunctionReward", options, str(source))
     if isinstance(source, str) and (reward := registered(source)) is not None:
         return _make(_called(reward, source, options), options)
-    if isinstance(source, str) and source in _BY_NAME:
-        return _build(*_BY_NAME[source], options)
-    if isinstance(source, str) and source == "data_source":
-        from verl.rewards.by_source import score_by_source
-
-        return _build("functions", "FunctionReward", options, score_by_source)
-    if isinstance(source, str) and source == "rm_hf":
-        if "model_name" not in options:
-            raise ConfigError(
-                "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
-            )
-        return _build("model", "RewardModel", options, options.pop("model_name"))
     if isinstance(source, str) and source in REWARDS:
-        return _code(options)
+        return _by_name(source, options)
     if isinstance(source, str) and (name := misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if is_path or hasattr(source, "forward"):
@@ -114,11 +98,26 @@ def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
     return reward
 
 
-def _code(options: dict[str, Any]) -> RewardSource:
-    evaluator = options.pop("evaluator", "tests")
-    if evaluator not in ("tests", "codebleu"):
+def _by_name(name: str, options: dict[str, Any]) -> RewardSource:
+    if name == "math":
+        return _build("maths", "MathReward", options)
+    if name in ("task", "reasoning_gym"):
+        return _build("reasoning_gym", "TaskReward", options)
+    if name == "data_source":
+        from verl.rewards.by_source import score_by_source
+
+        return _build("functions", "FunctionReward", options, score_by_source)
+    if name == "rm_hf":
+        if "model_name" not in options:
+            raise ConfigError(
+                "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
+            )
+        return _build("model", "RewardModel", options, options.pop("model_name"))
+    if (evaluator := options.pop("evaluator", "tests")) == "codebleu":
+        return _build("codebleu", "CodeBleuReward", options)
+    if evaluator != "tests":
         raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
-    return _build(*{"tests": ("code", "CodeReward"), "codebleu": ("codebleu", "CodeBleuReward")}[evaluator], options)
+    return _build("code", "CodeReward", options)
 
 
 def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> RewardSource:

@@ -14,8 +14,7 @@ from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
-from verl.run.check import roles_of
-from verl.run.rewards import rewarding_episode, source_of
+from verl.run.check import rewarding_episode, roles_of, source_of
 from verl.tasks.file import make_tasks
 from verl.tasks.task import Task
 from verl.trainer.trainer import Trainer

@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.config import Config, CostConfig, differences
+from verl.batch import Batch
+from verl.config import Config, CostConfig, RewardPart, differences
 from verl.config.schema import KL
 from verl.data.by_task import by_task
 from verl.data.prompts import PromptDataset
@@ -17,15 +18,19 @@ from verl.errors import ConfigError
 from verl.names import check_known
 from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
-from verl.rewards.source import RewardSource
+from verl.rewards.forms import recognise
+from verl.rewards.make import make_reward, misspelt
+from verl.rewards.registry import REWARDS
+from verl.rewards.source import RewardResult, RewardSource
 from verl.run.data import ReadData, is_offline, read_data, step_rows
-from verl.run.rewards import rewarding_episode, sources_of
 from verl.tasks.file import algorithm_of, check_sampling, samples_of
 from verl.tasks.task import MAIN, check_heads
 from verl.trainer.reads import check_reads
 from verl.trainer.requirements import check_asynchronous, check_corrected, check_permuted
 from verl.user_functions import load_function
 
+#: Options of a task's reward that are of how it is called.
+_OF_THE_CALLS = ("workers", "max_workers")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SAMPLING = ("episode", "environment", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
 _EVALUATION = (
@@ -111,16 +116,15 @@ def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> 
         if not is_read and (key := next((key for key in changed if f"{key}.".startswith(f"{name}.")), None)):
             raise ConfigError(f"{key} would not be read: {reason}; leave it out")
     data, offline = config.data, [is_offline(config, each) for each in algorithms.values()]
-    if all(offline):
-        for key in ("prompt_column", "prompt_template"):
-            if getattr(data, key) is not None:
-                raise ConfigError(f"data.{key} is for prompts; recorded responses are read by their own columns")
-    if not any(offline) and data.columns:
-        raise ConfigError("data.columns is for recorded responses: set data.prompt_column")
-    if not any(offline) and data.max_response_length is not None:
-        raise ConfigError(
-            "data.max_response_length is for recorded responses: set actor_rollout_ref.rollout.max_new_tokens"
-        )
+    of_prompts = "prompts; recorded responses are read by their own columns"
+    for key, is_read, purpose in (
+        ("prompt_column", not all(offline), of_prompts),
+        ("prompt_template", not all(offline), of_prompts),
+        ("columns", any(offline), "recorded responses: set data.prompt_column"),
+        ("max_response_length", any(offline), "recorded responses: set actor_rollout_ref.rollout.max_new_tokens"),
+    ):
+        if not is_read and getattr(data, key) not in (None, {}):
+            raise ConfigError(f"data.{key} is for {purpose}")
     if config.trainer.eval_metrics and not any(each.online for each in algorithms.values()):
         raise ConfigError(f"trainer.eval_metrics are for sampled responses; '{algorithm.name}' samples none")
 
@@ -197,3 +201,82 @@ def _check_reads(
         held_out = by_task(data.held_out.batch, [*rewards]) if config.tasks else {MAIN: data.held_out.batch}
         for name, batch in held_out.items():
             check_reads({f"data.eval ({data.held_out.name})": batch}, rewards[name], metrics)
+
+
+class UnreadModel:
+    """Stands for a reward model, whose weights are not read."""
+
+    name = "model"
+    whole_batch = True
+    columns = recognise(lambda responses, prompts: []).columns
+
+    async def score(self, batch: Batch) -> RewardResult:
+        raise NotImplementedError("a stand-in computes nothing")
+
+
+def source_of(part: RewardPart) -> dict[str, Any]:
+    """What `make_reward` takes for a reward: its one origin as `source` with its own options, or several by name."""
+    if isinstance(part, CostConfig) and part.components:
+        return {name: {**source_of(each), "weight": each.weight} for name, each in part.components.items()}
+    (origin,) = part.origins()
+    if origin == "name":
+        return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
+    if origin == "model":
+        return {"source": part.model, "dtype": part.dtype}
+    judge = {"template": part.template, "scale": part.scale}
+    return {"source": getattr(part, origin), **{name: value for name, value in judge.items() if value is not None}}
+
+
+def rewarding_episode(config: Config) -> Any:
+    """The episode of the settings, if it says its rewards itself, as environments and agents do; else None."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.environment is not None:
+        from verl.rollout.environments import as_environments
+
+        return as_environments(rollout.environment)
+    episode = None if rollout.episode is None else load_function(rollout.episode)
+    return episode if getattr(episode, "gives_reward", False) else None
+
+
+def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
+    """The rewards of each task by role, with a stand-in for each model in them. Imports the user's functions.
+
+    Raises:
+        ConfigError, RewardError: one is none, or has no such option.
+    """
+    if not config.tasks:
+        sections = {"reward": config.reward, "cost": config.cost}
+        sources = {role: _made(source_of(section), {}) for role, section in sections.items() if section.is_given}
+        if (episode := rewarding_episode(config)) is not None:
+            from verl.rewards.environments import with_episodes
+
+            sources["reward"] = with_episodes(sources.get("reward"), episode)
+        return {MAIN: sources}
+    by_task: dict[str, dict[str, RewardSource]] = {}
+    for task in config.tasks:
+        options = {name: value for name, value in task.reward_config.items() if name not in _OF_THE_CALLS}
+        try:
+            by_task[task.name] = {} if task.reward_model is None else {"reward": _made(task.reward_model, options)}
+        except ConfigError as error:
+            raise ConfigError(f"task '{task.name}': {error}") from error
+    return by_task
+
+
+def _made(source: Any, options: Mapping[str, Any]) -> RewardSource:
+    unread = _unread(source)
+    return unread if isinstance(unread, UnreadModel) else make_reward(unread, **options)
+
+
+def _unread(source: Any) -> Any:
+    """A source with the stand-in in the place of every model in it."""
+    if isinstance(source, Mapping):
+        if "source" not in source:
+            return {name: _unread(part) for name, part in source.items()}
+        inner = _unread(source["source"])
+        return inner if isinstance(inner, UnreadModel) else {**source, "source": inner}
+    if isinstance(source, list | tuple):
+        return type(source)(_unread(part) for part in source)
+    if not isinstance(source, str):
+        return source
+    is_other = source in REWARDS or ".py:" in source or "://" in source or misspelt(source)
+    return source if is_other and source != "rm_hf" else UnreadModel()

@@ -20,9 +20,9 @@ from verl.dataflow.graph import Node
 from verl.errors import ConfigError
 from verl.report.sinks import open_logger
 from verl.run import build
+from verl.run.check import rewarding_episode, sources_of
 from verl.run.data import prompts_of
 from verl.run.export import export
-from verl.run.rewards import rewarding_episode, sources_of
 from verl.tasks.task import MAIN, Task
 from verl.trainer.evaluation import Evaluation, Interval, accuracy, binomial_interval, paired_bootstrap
 from verl.trainer.reads import check_reads

@@ -70,10 +70,6 @@ class Run(AbstractContextManager["Run"]):
         #: The log of this attempt.
         self.log = self.path / "logs" / f"{self.attempt:03d}.log"
 
-    def log_of(self, rank: int) -> Path:
-        """The log of this attempt on one of several ranks."""
-        return self.log if rank == 0 else self.log.with_suffix(f".rank{rank}.log")
-
     def rewind(self, step: int) -> None:
         """Remove what was recorded after `step`, the last committed one, so that no row is there twice, and the mark
         that the run is finished, since it goes on.
@@ -241,7 +237,8 @@ def open_run(
         if path.exists():
             status = "anew" if fresh or is_finished(path, total_steps) else "resumed"
         if status == "anew":
-            aside = _aside(path)
+            names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+            aside = next(name for name in names if not name.exists())
             os.rename(path, aside)
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
@@ -295,9 +292,3 @@ def is_finished(path: Path, total_steps: int | None) -> bool:
     return summary.get("state") == "finished" and (
         total_steps is None or (isinstance(steps, int) and steps >= total_steps)
     )
-
-
-def _aside(path: Path) -> Path:
-    """The first free name for a run that makes room."""
-    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())

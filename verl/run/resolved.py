@@ -40,13 +40,11 @@ class Resolved:
         for section in _SECTIONS:
             part, dtype = getattr(config, section), self.dtypes.get(section)
             if part.model.dtype == "auto" and dtype is not None:
-                model = part.model.model_copy(update={"dtype": dtype})
-                config = config.model_copy(update={section: part.model_copy(update={"model": model})})
+                config = config.replace(**{section: part.replace(model=part.model.replace(dtype=dtype))})
         policy = config.actor_rollout_ref
         if policy.rollout.name != "auto" or self.engine is None:
             return config
-        rollout = policy.rollout.replace(name=self.engine)
-        return config.model_copy(update={"actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})
+        return config.replace(actor_rollout_ref=policy.replace(rollout=policy.rollout.replace(name=self.engine)))
 
 
 def resolve(config: Config, directory: Path) -> Config:

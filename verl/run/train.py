@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import platform
-import random
 import shlex
 import time
 from collections.abc import Mapping
@@ -13,10 +12,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import set_seed
 
 from verl.batch import Batch
 from verl.cluster.controller import Controller
@@ -65,7 +64,7 @@ def train(
         SystemExit: by a signal, after a checkpoint.
     """
     clock = _Clock(began)
-    _seed(config.trainer.seed)
+    set_seed(config.trainer.seed)  # of the process: for user code that draws; the system's own numbers do not
     checked = check_settings(config)
     epochs, config = config.trainer.total_epochs, in_steps(config, checked.data)
     settings = config.trainer
@@ -85,7 +84,7 @@ def train(
         setup_logging(run.log)
         if not controller.is_local:
             first = run.log if controller.executor == "torchrun" else run.log.with_suffix(".rank0.log")
-            others = [run.log_of(rank) for rank in range(1, controller.size)]
+            others = [run.log.with_suffix(f".rank{rank}.log") for rank in range(1, controller.size)]
             controller.everywhere(setup_logging, each=[(log,) for log in (first, *others)])
         logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
         if epochs is not None:
@@ -122,13 +121,6 @@ def train(
             if run.path.exists() and not report.is_last:
                 report.write()
             controller.close()
-
-
-def _seed(seed: int) -> None:
-    """Seed the process-wide generators, for user code that draws from them; the system's own numbers do not."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _open_trainer(

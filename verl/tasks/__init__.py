@@ -1,4 +1,4 @@
 """Several tasks on one actor: shares, weights, constraints, files.
 
-Reading order: `task`, `weights`, `constraints`, `file`.
+Reading order: `task`, `weights`, `file`.
 """

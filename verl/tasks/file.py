@@ -1,19 +1,26 @@
-"""From the tasks of a YAML file to what a trainer takes."""
+"""From the tasks of a YAML file to what a trainer takes, and what their responses are sampled under."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
 from verl.rollout.base import as_sampling
+from verl.rollout.constrained import ConstrainedEpisode
+from verl.rollout.grammar import Grammar
+from verl.rollout.guards import make_guard
 from verl.tasks.task import Task, check_sources
+from verl.user_functions import load_function
 
-if TYPE_CHECKING:
-    from verl.rollout.episode import Episode
+#: As the constructors of `Grammar` are called.
+_GRAMMARS = ("regex", "json_schema", "ebnf")
+#: Options of `constraint_config` that are the episode's.
+_OF_THE_EPISODE = ("max_resamples", "deadline")
 
 
 def read_tasks(path: str | Path) -> list[Task]:
@@ -85,9 +92,40 @@ def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
         raise ConfigError(f"task '{config.name}': {error}") from error
 
 
-def _episode(config: TaskConfig) -> Episode | None:
+def _episode(config: TaskConfig) -> ConstrainedEpisode | None:
     if config.constraint_model is None:
         return None
-    from verl.tasks.constraints import make_constraint
-
     return make_constraint(config.constraint_model, **config.constraint_config)
+
+
+def make_constraint(model: str, **config: Any) -> ConstrainedEpisode:
+    """The episode of a constraint.
+
+    Args:
+        model: "regex", "json_schema" or "ebnf", a grammar whose text or schema is the option `grammar`; a registered
+            guard, such as "fact_checker" (`GuardModel`); or FILE.py:NAME of `accept(text, row)`, plain or async, or of
+            a class whose objects are a `Guard` or such a function.
+        **config: `max_resamples` and `deadline` of `ConstrainedEpisode`; the others are the grammar's or guard's.
+
+    Raises:
+        ConfigError: there is no such guard, or it does not take these options.
+    """
+    limits = {name: config.pop(name) for name in _OF_THE_EPISODE if name in config}
+    if model in _GRAMMARS:
+        if config.keys() != {"grammar"}:
+            raise ConfigError(f"constraint '{model}' takes grammar, max_resamples and deadline, not {sorted(config)}")
+        return ConstrainedEpisode(grammar=getattr(Grammar, model)(config["grammar"]), **limits)
+    check = _from_file(model, config) if ":" in model else make_guard(model, **config)
+    return ConstrainedEpisode(**({"guard": check} if hasattr(check, "every") else {"accept": check}), **limits)
+
+
+def _from_file(spec: str, options: dict[str, Any]) -> Any:
+    constraint = load_function(spec)
+    if not inspect.isclass(constraint):
+        if options:
+            raise ConfigError(f"{spec} is a function, which takes no options: not {sorted(options)}")
+        return constraint
+    try:
+        return constraint(**options)
+    except TypeError as error:
+        raise ConfigError(f"{spec}: {error}") from error
