@@ -86,47 +86,13 @@ class GrammarMask:
         self._accepted = 0
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        return logits.masked_fill_(to_device(~self._allowed(tokens, len(logits)), logits.device), -torch.inf)
+        return logits.masked_fill_(to_device(~self.allowed(tokens, len(logits)), logits.device), -torch.inf)
 
-    def choose(
-        self, tokens: Sequence[int], first: int, logits: Tensor, temperature: float, uniform: float
-    ) -> int | None:
-        """A token from the masked and renormalised distribution, given one from the unmasked; None: none is allowed.
-
-        `first` is kept if it is allowed, which needs no mask. Otherwise one is drawn among the allowed tokens. Together
-        the probability is p + (1 - A) p / A = p / A, where A is the mass of the allowed tokens.
-
-        Args:
-            tokens: the response so far.
-            first: sampled from `logits` `[V]` at this temperature (0: the most likely).
-            uniform: in [0, 1), independent of the one behind `first`.
-        """
-        self._advance(tokens)
-        if self._matcher.accept_token(first):
-            self._accepted += 1
-            return first
-        allowed = self._allowed(tokens, len(logits)).nonzero()[:, 0].to(logits.device)
-        if not len(allowed):
-            return None
-        values = logits[allowed].double()
-        if not temperature:
-            return int(allowed[values.argmax()])
-        cumulative = ((values - values.max()) / temperature).exp().cumsum(0)
-        index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True).clamp(max=len(allowed) - 1)
-        return int(allowed[index])
-
-    def count_allowed(self, tokens: Sequence[int], vocab_size: int) -> int:
-        """How many tokens may follow these, which have to grow from call to call."""
-        return int(self._allowed(tokens, vocab_size).sum())
-
-    def _advance(self, tokens: Sequence[int]) -> None:
+    def allowed(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
+        """Which tokens may follow these, which have to grow from call to call; `[V]` bool."""
         for token in tokens[self._accepted :]:
             self._matcher.accept_token(token)
         self._accepted = len(tokens)
-
-    def _allowed(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
-        """`[V]` bool."""
-        self._advance(tokens)
         self._matcher.fill_next_token_bitmask(self._bits)
         bits = np.unpackbits(self._bits[0].numpy().view(np.uint8), count=vocab_size, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))

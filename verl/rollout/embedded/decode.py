@@ -49,7 +49,7 @@ class Decoder:
         responses = [state.response for state, _ in batch.samples]
         # Edits are the caller's code, so what they change is sampled outside of the recorded step; so is what keeps its
         # logits.
-        is_edited = any(response.edited or response.mask is not None or response.top for response in responses)
+        is_edited = any(response.edited or response.top for response in responses)
         params, uniforms = draws_of(responses, rows)
         flags = None if is_edited else SamplingFlags.of(params)
         step = self._steps.get((rows, flags))

@@ -162,7 +162,8 @@ class EmbeddedEngine:
         # edit of the logits, is made of these tokens: where a response has one, they are read first, and nothing
         # overlaps.
         try:
-            if any(state.response.reads_tokens for state in self.scheduler.running):
+            running = [state.response for state in self.scheduler.running]
+            if any(response.processors or response.mask is not None for response in running):
                 self._take(self._drawn)
             batch = self.scheduler.schedule(self.stats)
             before, self._drawn = self._drawn, self.runner.run(batch, self.policy_version, self.stats)

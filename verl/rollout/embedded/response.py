@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from verl.data.text import ResponseText
-from verl.device import HostCopy, is_host, to_device
+from verl.device import HostCopy, to_device
 from verl.errors import RolloutError, shown
 from verl.kernels.compiled import Kernels
 from verl.rollout.base import Finish, LongPromptError, Request, Sample, SamplingParams
 from verl.rollout.embedded.sampler import SamplingTable, sample, stream_key, uniforms
+from verl.rollout.stop_strings import StopWatch, special_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.rollout.grammar import GrammarMask
     from verl.rollout.hooks import Guard
-    from verl.rollout.stop_strings import StopWatch
-
-#: From this position on, a sample's random numbers are for draws among the tokens that a grammar allows.
-_SECOND_DRAWS = 1 << 32
 
 
 class Response:
@@ -58,8 +55,6 @@ class Response:
         ends = () if self.params.ignore_eos else eos_token_ids
         stops = [*self.params.stop_token_ids]
         if tokenizer is not None and self.params.stop:
-            from verl.rollout.stop_strings import special_token
-
             written = (special_token(tokenizer, stop) for stop in self.params.stop)
             stops += [token for token in written if token is not None]
         self.end_tokens = frozenset(t for t in (*ends, *stops) if 0 <= t < vocab_size)
@@ -74,8 +69,6 @@ class Response:
                 f"request '{request.id}' has stop strings, a guard or a grammar; the engine was given no tokenizer"
             )
         if tokenizer is not None and (self.params.stop or request.guard is not None):
-            from verl.rollout.stop_strings import StopWatch
-
             self.watch = StopWatch(ResponseText(tokenizer, eos_token_ids), self.params.stop)
         if request.guard is not None and request.guard.every < 1:
             raise RolloutError(
@@ -99,16 +92,6 @@ class Response:
     def drawn(self) -> int:
         """Tokens that are drawn, those in flight included."""
         return len(self.tokens) + self.in_flight
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further token will be drawn."""
-        return self.drawn >= self.max_new_tokens
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether what comes next depends on the host's reading of the tokens so far."""
-        return bool(self.processors) or self.mask is not None
 
     def append(self, token: int, log_prob: float, policy_version: int) -> None:
         """Add the next token; sets `finish` if it is the last."""
@@ -144,9 +127,8 @@ class Response:
     @property
     def edited(self) -> bool:
         """Whether the logits must be edited before its next token is sampled."""
-        filters = self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
         bans = bool(self.end_tokens) and self.drawn < self.params.min_new_tokens
-        return bool(self.processors) or bans or (self.mask is not None and filters)
+        return bool(self.processors) or self.mask is not None or bans
 
     def edit(self, logits: Tensor) -> Tensor:
         """The logits `[V]` to sample the next token from; the given ones are overwritten.
@@ -167,27 +149,11 @@ class Response:
             logits.index_fill_(0, ends, -torch.inf)
         return logits
 
-    def keep_to_grammar(self, token: int, log_prob: float, logits: Tensor) -> tuple[int, float] | None:
-        """A token that the grammar allows, and its log-prob, given one that was sampled from these logits `[V]`."""
-        assert self.mask is not None
-        temperature = self.params.temperature
-        (uniform,) = uniforms([self.stream], [_SECOND_DRAWS + len(self.tokens)]).tolist()
-        chosen = self.mask.choose(self.tokens, token, logits, temperature, uniform)
-        if chosen is None:
-            return None
-        difference = float(logits[chosen].double() - logits[token].double())
-        return chosen, log_prob + difference / (temperature or 1.0)
-
     def likeliest(self, token: int, log_prob: float, logits: Tensor) -> list[tuple[int, float]]:
         """The `top` likeliest tokens of these logits `[V]` and their log-probs, given a token and its log-prob."""
         values, tokens = logits.double().topk(min(self.top, len(logits)))
         log_probs = log_prob + (values - logits[token].double()) / (self.params.temperature or 1.0)
         return list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
-
-    @property
-    def guard_due(self) -> bool:
-        """Whether its guard checks it now."""
-        return self.guard is not None and (self.finish is not None or len(self.tokens) % self.guard.every == 0)
 
     def text(self) -> str | None:
         """The text so far, for stop strings or a guard."""
@@ -218,19 +184,13 @@ def draw(
         RolloutError: a processor returns something invalid.
     """
     edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
-    masks = [row for row, response in enumerate(responses) if response.mask is not None and row not in edits]
-    if masks and not is_host(logits.device):
-        # Asking whether a token is allowed would wait for the device, so the grammar's mask comes before the draw.
-        edits |= {row: responses[row].edit for row in masks}
-        masks = []
-    kept = {row: logits[row].clone() for row in masks}
     tops = {row: logits[row].clone() for row, response in enumerate(responses) if response.top}
     params, numbers = draws_of(responses, len(logits))
     table, uniforms_ = SamplingTable.of(params, edits, logits.device), torch.from_numpy(numbers)
     if not logits.is_cpu:
         uniforms_ = to_device(uniforms_, logits.device)
     drawn = sample(logits, uniforms_, table, kernels)
-    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, kept, is_read_later, tops)
+    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, is_read_later, tops)
 
 
 def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
@@ -260,14 +220,13 @@ class PendingTokens:
         policy_version: int,
         dtype: torch.dtype,
         edited: Container[int] = (),
-        kept: Mapping[int, Tensor] | None = None,
         is_read_later: bool = True,
         tops: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.responses, self.tokens, self.log_probs = responses, tokens, log_probs
         self._copy = HostCopy(tokens, log_probs) if is_read_later else None
         self._version, self._dtype = policy_version, dtype
-        self._edited, self._kept, self._tops = edited, kept or {}, tops or {}
+        self._edited, self._tops = edited, tops or {}
         for response in responses:
             response.in_flight += 1
 
@@ -287,16 +246,13 @@ class PendingTokens:
             if not (math.isfinite(log_prob) or (log_prob == -math.inf and row in self._edited)):
                 raise self._not_finite(response)
         for row, response, token, log_prob in going_on:
-            kept = self._kept.get(row)
-            chosen = (token, log_prob) if kept is None else response.keep_to_grammar(token, log_prob, kept)
-            if chosen is None or log_prob == -math.inf:
+            if log_prob == -math.inf:
                 response.finish = "reject"
-            else:
-                if row in self._tops:
-                    response.top_log_probs.append(response.likeliest(*chosen, self._tops[row]))
-                response.append(*chosen, self._version)
-        if guarded := [response for _, response, *_ in going_on if response.guard is not None]:
-            _check_guards(guarded)
+                continue
+            if row in self._tops:
+                response.top_log_probs.append(response.likeliest(token, log_prob, self._tops[row]))
+            response.append(token, log_prob, self._version)
+        _check_guards([response for _, response, *_ in going_on])
 
     def _not_finite(self, response: Response) -> RolloutError:
         return RolloutError(
@@ -314,8 +270,9 @@ def _check_guards(responses: Sequence[Response]) -> None:
     """
     due: dict[int, tuple[Guard, list[Response]]] = {}
     for response in responses:
-        if response.guard is not None and response.guard_due:
-            due.setdefault(id(response.guard), (response.guard, []))[1].append(response)
+        guard = response.guard
+        if guard is not None and (response.finish is not None or len(response.tokens) % guard.every == 0):
+            due.setdefault(id(guard), (guard, []))[1].append(response)
     for guard, asked in due.values():
         verdicts = list(guard([response.text() or "" for response in asked]))
         if len(verdicts) != len(asked) or not set(verdicts) <= {None, "stop", "reject"}:

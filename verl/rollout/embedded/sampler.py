@@ -87,10 +87,6 @@ class SamplingFlags(NamedTuple):
             has_min_p=any(p.min_p > 0 for p in sampled),
         )
 
-    @property
-    def is_filtered(self) -> bool:
-        return self.top_k > 0 or self.has_top_p or self.has_min_p
-
 
 def numbers_of(params: Sequence[SamplingParams]) -> list[list[float]]:
     """Inverse temperatures (0: greedy), top-k, top-p and min-p, a list each."""
@@ -185,7 +181,7 @@ def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tup
     greedy = table.inverse_temperature == 0
     weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.flags)
     log_total = sums.double().sum(-1).log()
-    if table.flags.is_filtered:
+    if table.flags.top_k or table.flags.has_top_p or table.flags.has_min_p:
         # The log-prob below is of a kept token, whose weight stays as it is.
         _filter(weights, sums, table)
     tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))

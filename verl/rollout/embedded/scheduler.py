@@ -342,7 +342,7 @@ class Scheduler:
             if prompt.computed < len(prompt.tokens):
                 continue
             for state in prompt.running:
-                if state.response.is_full:  # its last token is in flight: nothing more is drawn
+                if state.response.drawn >= state.response.max_new_tokens:  # its last token is in flight
                     continue
                 chunk, draw_row = state.chunk(max(1, budget))
                 index = -1

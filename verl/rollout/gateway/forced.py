@@ -115,4 +115,4 @@ def only_choices(
     """Of each token of a reply, whether the grammar left no other one."""
     size = max(len(tokenizer), *tokens, 0) + 1
     mask = grammar.mask(tokenizer, size, ends)
-    return [mask.count_allowed(tokens[:index], size) == 1 for index in range(len(tokens))]
+    return [int(mask.allowed(tokens[:index], size).sum()) == 1 for index in range(len(tokens))]
