@@ -129,9 +129,8 @@ class Both:
             trained = [p for p, m in zip(one.rollout_log_probs, one.response_mask, strict=True) if m]
             assert not seen & set(trained)  # each sampled token is trained once
             seen |= set(trained)
-            for start, end, version in one.versions:
-                assert one.response_mask[start:end] == [1] * (end - start)
-                assert {int(-p) - 1 for p in one.rollout_log_probs[start:end]} <= {version}
+            for version, mask, p in zip(one.token_versions, one.response_mask, one.rollout_log_probs, strict=True):
+                assert version == (int(-p) - 1 if mask else -1)
         counted = [call for call in self.ours.calls if not call.left_out]
         assert seen == {p for call in counted for p in call.sample.log_probs}
         # What the policy wrote was never tokenised; all else once.

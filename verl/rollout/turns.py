@@ -47,13 +47,18 @@ class Turns:
     other_calls: Mapping[str, int] = field(default_factory=dict)
     token_versions: list[int] = field(default_factory=list)
 
-    def wrote(self, sample: Sample, reward: float | None = None) -> Turns:
-        """Append what the policy sampled, and its own reward; `policy_version` is the oldest of all turns."""
-        first = not any(self.response_mask)
+    def wrote(self, sample: Sample, reward: float | None = None, forced: Sequence[bool] = ()) -> Turns:
+        """Append what the policy sampled, and its own reward; `policy_version` is the oldest of all turns.
+
+        Args:
+            forced: of each token, whether a grammar left no other one, so that it is not trained; empty: of none.
+        """
+        first = max(self.token_versions, default=-1) < 0
         self.policy_version = sample.policy_version if first else min(self.policy_version, sample.policy_version)
+        mask = [int(not only) for only in forced] or [1] * len(sample.tokens)
         self.response_tokens += sample.tokens
-        self.response_mask += [1] * len(sample.tokens)
-        self.rollout_log_probs += sample.log_probs
+        self.response_mask += mask
+        self.rollout_log_probs += [p if m else 0.0 for p, m in zip(sample.log_probs, mask, strict=True)]
         self.token_versions += [sample.policy_version] * len(sample.tokens)
         if reward is not None and sample.tokens:
             self.call_rewards[len(self.response_tokens) - 1] = reward

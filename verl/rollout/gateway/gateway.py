@@ -156,8 +156,7 @@ class Gateway:
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         record = await self.run(client, row)
         # The last one has the last call, and so what the episode came to: it is the one that rewards read.
-        ended = sorted(record.trajectories, key=lambda trajectory: trajectory.calls[-1].id)
-        turns = [_turns(trajectory, record.verdict) for trajectory in ended]
+        turns: list[Turns] = [*sorted(record.trajectories, key=lambda trajectory: trajectory.calls[-1].id)]
         turns = turns or [Turns(policy_version=record.calls[-1].sample.policy_version)]  # nothing of it is trained
         turns[-1].reward, turns[-1].truncated = record.verdict.reward, record.truncated
         turns[-1].calls_left_out, turns[-1].other_calls = record.left_out, record.others
@@ -224,8 +223,11 @@ class Gateway:
                     call.left_out = "" if train(call) else "excluded"
         reasons = Counter(call.left_out for call in session.calls if call.left_out)
         reasons += session.lost
-        kept: Sequence[Trajectory] = trajectories(session.calls)
-        return EpisodeRecord(list(kept), verdict, session.calls, +reasons, session.truncated, +session.others)
+        rewards = {_call_id(response): reward for response, reward in verdict.calls.items()}
+        kept = trajectories(session.calls, rewards)
+        for trajectory in kept:
+            trajectory.own_reward = verdict.trajectories.get(trajectory.name)
+        return EpisodeRecord(kept, verdict, session.calls, +reasons, session.truncated, +session.others)
 
 
 def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> None:
@@ -259,27 +261,3 @@ def _check_names(calls: Sequence[Call], verdict: Verdict) -> None:
 def _call_id(response: str) -> str:
     """Of a call, from the id that its response has in a dialect."""
     return response.rpartition("_")[2].rpartition("-")[2]
-
-
-def _turns(trajectory: Trajectory, verdict: Verdict) -> Turns:
-    """A trajectory as one response to a prompt of its own."""
-    samples = [call.sample for call in trajectory.calls]
-    rewards = {_call_id(response): reward for response, reward in verdict.calls.items()}
-    versions = [-1] * len(trajectory.response_tokens)
-    for start, end, version in trajectory.versions:
-        versions[start:end] = [version] * (end - start)
-    ends = {call.id: end - 1 for call, (_, end, _) in zip(trajectory.calls, trajectory.versions, strict=True)}
-    return Turns(
-        trajectory.response_tokens,
-        trajectory.response_mask,
-        trajectory.rollout_log_probs,
-        trajectory.finish,
-        min(sample.policy_version for sample in samples),
-        temperatures={sample.temperature for sample in samples if sample.temperature is not None},
-        prompt_tokens=trajectory.prompt_tokens,
-        name=trajectory.name,
-        own_reward=verdict.trajectories.get(trajectory.name),
-        call_rewards={end: rewards[call] for call, end in ends.items() if call in rewards},
-        messages=[message.for_template("reasoning") for message in trajectory.messages],
-        token_versions=versions,
-    )

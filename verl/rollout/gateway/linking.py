@@ -14,13 +14,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-from verl.rollout.base import Finish, Sample
+from verl.rollout.base import Sample
 from verl.rollout.gateway.messages import Message, longer, prefix_digests
 from verl.rollout.gateway.replies import Tools
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.gateway.tokens import Piece, PieceReader
+from verl.rollout.turns import Turns
 
 
 @dataclass(eq=False)
@@ -183,58 +185,29 @@ def _is_begun(before: Sequence[Message], messages: Sequence[Message]) -> bool:
 
 
 @dataclass
-class Trajectory:
-    """One conversation of an episode as tokens.
+class Trajectory(Turns):
+    """One conversation of an episode as one response to a prompt of its own.
 
     Attributes:
         prompt_tokens: what stands before the first token that is trained here. Of a fork, that is all of the calls that
             another trajectory trains.
-        response_tokens, response_mask, rollout_log_probs: from there on, aligned; mask 1 for tokens that are trained.
-        versions: of the weights that sampled, as (start, end, version) of tokens of the response.
         calls: those whose tokens are trained here.
         parent: the trajectory that this one forks from, and how many of the tokens, prompt and response, they share.
     """
 
-    prompt_tokens: list[int]
-    calls: list[Call]
+    prompt_tokens: list[int] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     parent: tuple[int, int] | None = None
-    response_tokens: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    rollout_log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int, int]] = field(default_factory=list)
-
-    @property
-    def finish(self) -> Finish:
-        return self.calls[-1].sample.finish
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return self.calls[-1].messages
-
-    @property
-    def name(self) -> str:
-        return next((call.name for call in self.calls if call.name), "")
-
-    def read(self, tokens: Sequence[int]) -> None:
-        self._add(tokens, [0] * len(tokens), [0.0] * len(tokens))
-
-    def wrote(self, sample: Sample, forced: Sequence[bool] = ()) -> None:
-        start = len(self.response_tokens)
-        mask = [int(not only) for only in forced] or [1] * len(sample.tokens)
-        self._add(sample.tokens, mask, [p if m else 0.0 for p, m in zip(sample.log_probs, mask, strict=True)])
-        self.versions.append((start, len(self.response_tokens), sample.policy_version))
-
-    def _add(self, tokens: Sequence[int], mask: Sequence[int], log_probs: Sequence[float]) -> None:
-        self.response_tokens += tokens
-        self.response_mask += mask
-        self.rollout_log_probs += log_probs
 
 
-def trajectories(calls: Sequence[Call]) -> list[Trajectory]:
+def trajectories(calls: Sequence[Call], rewards: Mapping[str, float] = MappingProxyType({})) -> list[Trajectory]:
     """The trajectories of an episode's calls. Each call that is not left out is trained in exactly one.
 
     Of the calls that continue one, the first goes on in its trajectory, and each other begins a trajectory of its own,
     a fork. A call that is left out, and that nothing goes on from that is not, is in none.
+
+    Args:
+        rewards: of single calls, by their ids.
     """
     kept = {id(each) for call in calls if not call.left_out for each in lineage(call)}
     position: dict[int, int] = {}  # of each call, its trajectory
@@ -251,20 +224,24 @@ def trajectories(calls: Sequence[Call]) -> list[Trajectory]:
             position[id(call)] = index
             lines[index].append(call)
     return [
-        _trajectory(line, None if fork is None else (position[id(fork)], fork))
+        _trajectory(line, None if fork is None else (position[id(fork)], fork), rewards)
         for line, fork in zip(lines, forks, strict=True)
     ]
 
 
-def _trajectory(line: Sequence[Call], fork: tuple[int, Call] | None) -> Trajectory:
+def _trajectory(line: Sequence[Call], fork: tuple[int, Call] | None, rewards: Mapping[str, float]) -> Trajectory:
     first = next(index for index, call in enumerate(line) if not call.left_out)
     trained = [call for call in line if not call.left_out]
-    parent = None
+    whole = Trajectory(prompt_tokens=line[first].prompt.tokens, calls=trained)
+    whole.name = next((call.name for call in trained if call.name), "")
+    whole.messages = [message.for_template("reasoning") for message in trained[-1].messages]
     if fork is not None:
-        parent = (fork[0], len(fork[1].prompt.tokens) + len(fork[1].sample.tokens))
-    whole = Trajectory(line[first].prompt.tokens, trained, parent)
+        whole.parent = (fork[0], len(fork[1].prompt.tokens) + len(fork[1].sample.tokens))
     for call in line[first:]:
         if call is not line[first]:
             whole.read(call.prompt.read)
-        whole.read(call.sample.tokens) if call.left_out else whole.wrote(call.sample, call.forced)
+        if call.left_out:
+            whole.read(call.sample.tokens)
+        else:
+            whole.wrote(call.sample, rewards.get(call.id), call.forced)
     return whole

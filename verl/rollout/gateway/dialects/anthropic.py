@@ -6,34 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from verl.rollout.gateway.dialects.form import (
-    Body,
-    ChatAnswer,
-    ChatRequest,
-    Defaults,
-    Dialect,
-    Part,
-    Reply,
-    RequestError,
-    check_fields,
-    chosen,
-    chunks,
-    event,
-    function_tool,
-    hosted,
-    joined,
-    limit_of,
-    mappings,
-    sampling_of,
-    stop_strings,
-    typed,
-)
+from verl.rollout.gateway.dialects import form
+from verl.rollout.gateway.dialects.form import Body, ChatAnswer, ChatRequest, Dialect, Part, Reply, RequestError
 from verl.rollout.gateway.messages import Message, ToolCall
 
 _READ = frozenset((
     "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "output_config",
 ))  # fmt: skip
-_DEFAULTS: Defaults = {
+_DEFAULTS: form.Defaults = {
     "thinking": ({"type": "disabled"},),
     "metadata": ({},),
     "service_tier": ("auto", "standard_only"),
@@ -51,26 +31,20 @@ _KINDS = {
 
 
 def read(body: Body) -> ChatRequest:
-    check_fields(body, _READ, _DEFAULTS, _REFUSED)
-    tools = tuple(map(_tool, mappings(body.get("tools") or [], "tools")))
+    form.check_fields(body, _READ, _DEFAULTS, _REFUSED)
+    tools, strict = form.tools_of(body, [None, "custom"], parameters="input_schema")
     return ChatRequest(
-        typed(body, "model", str, ""),
+        form.typed(body, "model", str, ""),
         tuple(_conversation(body)),
         tools,
-        frozenset(tool["name"] for tool in body.get("tools") or [] if tool.get("strict")),
-        chosen(_choice(typed(body, "tool_choice", dict, {})), tools),
-        _schema(typed(body, "output_config", dict, {})),
-        limit_of(body, "max_tokens"),
-        stop_strings(body.get("stop_sequences"), "stop_sequences"),
-        stream=typed(body, "stream", bool, False),
-        sampling=sampling_of(body),
+        strict,
+        form.chosen(_choice(form.typed(body, "tool_choice", dict, {})), tools),
+        _schema(form.typed(body, "output_config", dict, {})),
+        form.limit_of(body, "max_tokens"),
+        form.stop_strings(body.get("stop_sequences"), "stop_sequences"),
+        stream=form.typed(body, "stream", bool, False),
+        sampling=form.sampling_of(body),
     )
-
-
-def _tool(tool: Body) -> Body:
-    if tool.get("type") not in (None, "custom"):
-        raise hosted(tool["type"])
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _choice(choice: Body) -> str:
@@ -83,19 +57,19 @@ def _choice(choice: Body) -> str:
 def _schema(config: Body) -> Body | None:
     if unknown := [name for name, value in config.items() if name != "format" and value is not None]:
         raise RequestError(400, f"'output_config.{unknown[0]}' is not supported here: leave it out", "output_config")
-    form = typed(config, "format", dict, {})
-    return typed(form, "schema", dict, {}) if form else None
+    wanted = form.typed(config, "format", dict, {})
+    return form.typed(wanted, "schema", dict, {}) if wanted else None
 
 
 def _conversation(body: Body) -> Iterator[Message]:
-    if system := joined(body.get("system"), "system", _TEXT):
+    if system := form.joined(body.get("system"), "system", _TEXT):
         yield Message("system", system)
-    turns = mappings(body.get("messages"), "messages")
+    turns = form.mappings(body.get("messages"), "messages")
     if not turns or turns[-1].get("role") != "user":
         raise RequestError(400, "the conversation must end with a user message: replies are not begun", "messages")
     for index, turn in enumerate(turns):
         where, content = f"messages[{index}].content", turn.get("content")
-        blocks = mappings([{"type": "text", "text": content}] if isinstance(content, str) else content, where)
+        blocks = form.mappings([{"type": "text", "text": content}] if isinstance(content, str) else content, where)
         if turn.get("role") == "assistant":
             yield _assistant(blocks, where)
         elif turn.get("role") == "user":
@@ -105,14 +79,13 @@ def _conversation(body: Body) -> Iterator[Message]:
 
 
 def _assistant(blocks: list[Body], where: str) -> Message:
-    calls = tuple(
-        ToolCall(typed(block, "name", str, ""), json.dumps(block.get("input") or {}), typed(block, "id", str, ""))
-        for block in blocks
-        if block.get("type") == "tool_use"
-    )
-    thoughts = [typed(block, "thinking", str, "") for block in blocks if block.get("type") == "thinking"]
+    calls = []
+    for call in (block for block in blocks if block.get("type") == "tool_use"):
+        name, id = form.typed(call, "name", str, ""), form.typed(call, "id", str, "")
+        calls.append(ToolCall(name, json.dumps(call.get("input") or {}), id))
+    thoughts = [form.typed(block, "thinking", str, "") for block in blocks if block.get("type") == "thinking"]
     others = {"tool_use": "", "thinking": "", "redacted_thinking": ""}
-    return Message("assistant", joined(blocks, where, {**_TEXT, **others}), calls, "\n".join(thoughts))
+    return Message("assistant", form.joined(blocks, where, {**_TEXT, **others}), tuple(calls), "\n".join(thoughts))
 
 
 def _user(blocks: list[Body], where: str) -> Iterator[Message]:
@@ -123,11 +96,11 @@ def _user(blocks: list[Body], where: str) -> Iterator[Message]:
             text.append(block)
             continue
         if text:
-            yield Message("user", joined(text, where, _TEXT))
+            yield Message("user", form.joined(text, where, _TEXT))
         text = []
         if block is not None:
-            result = joined(block.get("content"), f"{where}.content", _TEXT)
-            yield Message("tool", result, call_id=typed(block, "tool_use_id", str, ""))
+            result = form.joined(block.get("content"), f"{where}.content", _TEXT)
+            yield Message("tool", result, call_id=form.typed(block, "tool_use_id", str, ""))
 
 
 def answer(request: ChatRequest, result: ChatAnswer) -> Body:
@@ -187,7 +160,7 @@ class AnthropicEvents:
         for block in list(_blocks(reply))[self._index + 1 :]:
             yield from self._enter(block["type"], block)
             if block["type"] == "tool_use":
-                for part in chunks(json.dumps(block["input"], ensure_ascii=False)):
+                for part in form.chunks(json.dumps(block["input"], ensure_ascii=False)):
                     yield self._delta("input_json_delta", partial_json=part)
             yield from self._leave()
         yield _typed("message_delta", delta=_end(reply), usage={"output_tokens": answer.usage.sampled})
@@ -217,7 +190,7 @@ class AnthropicEvents:
 
 
 def _typed(name: str, **data: Any) -> str:
-    return event({"type": name, **data}, name)
+    return form.event({"type": name, **data}, name)
 
 
 def error(fault: RequestError) -> Body:
@@ -225,4 +198,4 @@ def error(fault: RequestError) -> Body:
     return {"type": "error", "error": {"type": kind, "message": str(fault)}}
 
 
-ANTHROPIC = Dialect(read, answer, AnthropicEvents, error, lambda fault: event(error(fault), "error"))
+ANTHROPIC = Dialect(read, answer, AnthropicEvents, error, lambda fault: form.event(error(fault), "error"))

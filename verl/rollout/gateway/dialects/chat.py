@@ -6,31 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verl.rollout.gateway.dialects.form import (
-    Body,
-    ChatAnswer,
-    ChatRequest,
-    Defaults,
-    Dialect,
-    Part,
-    Reply,
-    RequestError,
-    Usage,
-    check_fields,
-    chosen,
-    chunks,
-    event,
-    function_tool,
-    hosted,
-    joined,
-    limit_of,
-    mappings,
-    sampling_of,
-    shown_tokens,
-    stop_strings,
-    top_log_probs,
-    typed,
-)
+from verl.rollout.gateway.dialects import form
+from verl.rollout.gateway.dialects.form import Body, ChatAnswer, ChatRequest, Dialect, Part, Reply, RequestError, Usage
 from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.replies import THOUGHTS
 
@@ -38,7 +15,7 @@ _READ = frozenset((
     "model", "messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens", "stop", "n",
     "logprobs", "top_logprobs", "stream", "stream_options",
 ))  # fmt: skip
-_DEFAULTS: Defaults = {
+_DEFAULTS: form.Defaults = {
     "parallel_tool_calls": (True,),
     "store": (False,),
     "modalities": (["text"],),
@@ -57,29 +34,29 @@ _PARTS = {"text": "text", "refusal": "refusal"}
 
 
 def read(body: Body) -> ChatRequest:
-    check_fields(body, _READ, _DEFAULTS, _REFUSED)
-    tools = tuple(map(_tool, mappings(body.get("tools") or [], "tools")))
-    options = typed(body, "stream_options", dict, {})
-    n = typed(body, "n", int, 1)
+    form.check_fields(body, _READ, _DEFAULTS, _REFUSED)
+    tools, strict = form.tools_of(body, ["function"], inside="function")
+    options = form.typed(body, "stream_options", dict, {})
+    n = form.typed(body, "n", int, 1)
     if n < 1:
         raise RequestError(400, "'n' must be at least 1", "n", "invalid_value")
-    log_probs, top = typed(body, "logprobs", bool, False), top_log_probs(body)
+    log_probs, top = form.typed(body, "logprobs", bool, False), form.top_log_probs(body)
     if top and not log_probs:
         raise RequestError(400, "'top_logprobs' needs logprobs: true", "top_logprobs", "invalid_value")
     return ChatRequest(
-        typed(body, "model", str, ""),
-        conversation(mappings(body.get("messages"), "messages")),
+        form.typed(body, "model", str, ""),
+        conversation(form.mappings(body.get("messages"), "messages")),
         tools,
-        frozenset(tool["function"]["name"] for tool in body.get("tools") or [] if tool["function"].get("strict")),
-        chosen(_choice(body.get("tool_choice")), tools),
-        _schema(typed(body, "response_format", dict, {})),
-        limit_of(body, "max_tokens", "max_completion_tokens"),
-        stop_strings(body.get("stop"), "stop"),
+        strict,
+        form.chosen(_choice(body.get("tool_choice")), tools),
+        _schema(form.typed(body, "response_format", dict, {})),
+        form.limit_of(body, "max_tokens", "max_completion_tokens"),
+        form.stop_strings(body.get("stop"), "stop"),
         n,
         log_probs,
-        typed(body, "stream", bool, False),
+        form.typed(body, "stream", bool, False),
         bool(options.get("include_usage")),
-        sampling_of(body),
+        form.sampling_of(body),
         top,
     )
 
@@ -97,40 +74,33 @@ def _message(message: Body, where: str) -> Message:
         known = ", ".join(_ROLES)
         raise RequestError(400, f"'{where}.role' is one of {known}, not {message.get('role')!r:.40}", where)
     called, content = message.get("tool_calls") or (), message.get("content")
-    calls = tuple(_call(call, where) for call in mappings(called, f"{where}.tool_calls")) if called else ()
+    calls = tuple(_call(call, where) for call in form.mappings(called, f"{where}.tool_calls")) if called else ()
     thought = next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), "")
-    content = content if isinstance(content, str) else joined(content, f"{where}.content", _PARTS)
-    return Message(role, content, calls, thought, typed(message, "tool_call_id", str, ""))
+    content = content if isinstance(content, str) else form.joined(content, f"{where}.content", _PARTS)
+    return Message(role, content, calls, thought, form.typed(message, "tool_call_id", str, ""))
 
 
 def _call(call: Body, where: str) -> ToolCall:
-    function = typed(call, "function", dict, {})
+    function = form.typed(call, "function", dict, {})
     if not isinstance(function.get("name"), str):
         raise RequestError(400, f"'{where}' has a call without a function's name", where, "invalid_value")
-    return ToolCall(function["name"], typed(function, "arguments", str, "{}"), typed(call, "id", str, ""))
-
-
-def _tool(tool: Body) -> Body:
-    if tool.get("type", "function") != "function":
-        raise hosted(tool.get("type"))
-    function = typed(tool, "function", dict, {})
-    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
+    return ToolCall(function["name"], form.typed(function, "arguments", str, "{}"), form.typed(call, "id", str, ""))
 
 
 def _choice(value: Any) -> str:
     if isinstance(value, dict):
-        return str(typed(value, "function", dict, {}).get("name", ""))
+        return str(form.typed(value, "function", dict, {}).get("name", ""))
     return "auto" if value is None else str(value)
 
 
-def _schema(form: Body) -> Body | None:
-    if form.get("type", "text") == "text":
+def _schema(wanted: Body) -> Body | None:
+    if wanted.get("type", "text") == "text":
         return None
-    if form["type"] == "json_object":
+    if wanted["type"] == "json_object":
         return {"type": "object"}
-    schema = typed(form, "json_schema", dict, {}).get("schema")
-    if form["type"] != "json_schema" or not isinstance(schema, dict):
-        raise RequestError(400, f"'response_format' is no JSON schema: {form!r:.80}", "response_format")
+    schema = form.typed(wanted, "json_schema", dict, {}).get("schema")
+    if wanted["type"] != "json_schema" or not isinstance(schema, dict):
+        raise RequestError(400, f"'response_format' is no JSON schema: {wanted!r:.80}", "response_format")
     return schema
 
 
@@ -161,7 +131,7 @@ def _written(call: ToolCall) -> dict[str, Any]:
 def _log_probs(request: ChatRequest, reply: Reply) -> Body | None:
     if not request.log_probs:
         return None
-    return {"content": shown_tokens(reply.tokens), "refusal": None}
+    return {"content": form.shown_tokens(reply.tokens), "refusal": None}
 
 
 def _usage(usage: Usage) -> Body:
@@ -199,19 +169,19 @@ class ChatEvents:
             # With the log-probs of all tokens: which of them a text is of is known at its end.
             yield self._chunk(index, {}, reply.finish, _log_probs(self._request, reply))
         if self._request.stream_usage:
-            yield event({**self._head, "choices": [], "usage": _usage(answer.usage)})
-        yield event("[DONE]")
+            yield form.event({**self._head, "choices": [], "usage": _usage(answer.usage)})
+        yield form.event("[DONE]")
 
     def _chunk(self, index: int, delta: Body, finish: str | None = None, log_probs: Body | None = None) -> str:
         choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": finish}
-        return event({**self._head, "choices": [choice]})
+        return form.event({**self._head, "choices": [choice]})
 
 
 def _call_deltas(reply: Reply) -> Iterator[Body]:
     for index, call in enumerate(reply.message.calls):
         begun = _written(call)
         yield {"tool_calls": [{"index": index, **begun, "function": {**begun["function"], "arguments": ""}}]}
-        for text in chunks(call.arguments):
+        for text in form.chunks(call.arguments):
             yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
@@ -222,4 +192,4 @@ def error(fault: RequestError) -> Body:
     return {"error": {"message": str(fault), "type": kind, "param": fault.param, "code": fault.code}}
 
 
-CHAT = Dialect(read, answer, ChatEvents, error, lambda fault: event(error(fault)))
+CHAT = Dialect(read, answer, ChatEvents, error, lambda fault: form.event(error(fault)))

@@ -261,19 +261,33 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Body:
     """A tool as chat templates take it."""
     if not isinstance(name, str) or not name:
         raise RequestError(400, "a tool has a name", "tools", "invalid_value")
-    schema = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": str(description or ""), "parameters": dict(schema)},
-    }
+    schema = dict(parameters) if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": str(description or ""), "parameters": schema}}
 
 
-def hosted(kind: Any) -> RequestError:
-    """A tool that the endpoint itself would run."""
-    return RequestError(
-        400, f"a tool of type '{kind}' is run by no one here: give functions, which the agent runs", "tools",
-        "unsupported_parameter",
-    )  # fmt: skip
+def tools_of(
+    body: Body, kinds: Sequence[str | None], inside: str = "", parameters: str = "parameters"
+) -> tuple[tuple[Body, ...], frozenset[str]]:
+    """The tools of a body as chat templates take them, and the names of those whose calls must match their schema.
+
+    Args:
+        kinds: types of tools that the agent runs, first that of one without a type.
+        inside: the field that has the rest of a tool; "": the tool itself.
+        parameters: the field with its schema.
+
+    Raises:
+        RequestError: a tool has no name, or is one that the endpoint itself would run.
+    """
+    tools, strict = list[Body](), set[str]()
+    for tool in mappings(body.get("tools") or [], "tools"):
+        if (kind := tool.get("type", kinds[0])) not in kinds:
+            refusal = f"a tool of type '{kind}' is run by no one here: give functions, which the agent runs"
+            raise RequestError(400, refusal, "tools", "unsupported_parameter")
+        function = typed(tool, inside, dict, {}) if inside else tool
+        tools.append(function_tool(function.get("name"), function.get("description"), function.get(parameters)))
+        if function.get("strict"):
+            strict.add(function["name"])
+    return tuple(tools), frozenset(strict)
 
 
 def top_log_probs(body: Body) -> int:

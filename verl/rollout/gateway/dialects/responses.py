@@ -6,29 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from verl.rollout.gateway.dialects import form
 from verl.rollout.gateway.dialects.chat import error
-from verl.rollout.gateway.dialects.form import (
-    Body,
-    ChatAnswer,
-    ChatRequest,
-    Defaults,
-    Dialect,
-    Part,
-    RequestError,
-    check_fields,
-    chosen,
-    chunks,
-    event,
-    function_tool,
-    hosted,
-    joined,
-    limit_of,
-    mappings,
-    sampling_of,
-    shown_tokens,
-    top_log_probs,
-    typed,
-)
+from verl.rollout.gateway.dialects.form import Body, ChatAnswer, ChatRequest, Defaults, Dialect, Part, RequestError
 from verl.rollout.gateway.messages import Message, ToolCall
 
 _READ = frozenset((
@@ -59,35 +39,29 @@ _THOUGHTS = {"reasoning_text": "text", "summary_text": "text"}
 
 
 def read(body: Body) -> ChatRequest:
-    check_fields(body, _READ, _DEFAULTS, _REFUSED)
-    tools = tuple(map(_tool, mappings(body.get("tools") or [], "tools")))
-    choice, top = body.get("tool_choice") or "auto", top_log_probs(body)
+    form.check_fields(body, _READ, _DEFAULTS, _REFUSED)
+    tools, strict = form.tools_of(body, ["function"])
+    choice, top = body.get("tool_choice") or "auto", form.top_log_probs(body)
     return ChatRequest(
-        typed(body, "model", str, ""),
+        form.typed(body, "model", str, ""),
         _conversation(body),
         tools,
-        frozenset(tool["name"] for tool in body.get("tools") or [] if tool.get("strict")),
-        chosen(str(choice.get("name", "")) if isinstance(choice, dict) else str(choice), tools),
-        _schema(typed(body, "text", dict, {})),
-        limit_of(body, "max_output_tokens"),
+        strict,
+        form.chosen(str(choice.get("name", "")) if isinstance(choice, dict) else str(choice), tools),
+        _schema(form.typed(body, "text", dict, {})),
+        form.limit_of(body, "max_output_tokens"),
         log_probs=top > 0 or bool(body.get("include")),
-        stream=typed(body, "stream", bool, False),
-        sampling=sampling_of(body),
+        stream=form.typed(body, "stream", bool, False),
+        sampling=form.sampling_of(body),
         top_log_probs=top,
     )
 
 
-def _tool(tool: Body) -> Body:
-    if tool.get("type", "function") != "function":
-        raise hosted(tool.get("type"))
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-
-
 def _schema(text: Body) -> Body | None:
-    form = typed(text, "format", dict, {})
-    kind = form.get("type", "text")
+    wanted = form.typed(text, "format", dict, {})
+    kind = wanted.get("type", "text")
     if kind == "json_schema":
-        return typed(form, "schema", dict, {})
+        return form.typed(wanted, "schema", dict, {})
     if kind not in ("text", "json_object"):
         raise RequestError(400, f"'text.format' is of no known type: {kind!r:.40}", "text.format")
     return {"type": "object"} if kind == "json_object" else None
@@ -95,8 +69,8 @@ def _schema(text: Body) -> Body | None:
 
 def _conversation(body: Body) -> tuple[Message, ...]:
     value = body.get("input")
-    items = [{"role": "user", "content": value}] if isinstance(value, str) else mappings(value, "input")
-    start = typed(body, "instructions", str, "")
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else form.mappings(value, "input")
+    start = form.typed(body, "instructions", str, "")
     messages = [Message("system", start)] if start else []
     is_open = False  # whether items may still be of the assistant's last message
     for index, item in enumerate(items):
@@ -128,20 +102,20 @@ def _merged(before: Message, item: Message) -> Message:
 
 def _item(item: Body, where: str) -> Message:
     kind = item.get("type") or "message"
-    call_id = typed(item, "call_id", str, "")
+    call_id = form.typed(item, "call_id", str, "")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), str(item.get("role")))
         if role not in ("system", "user", "assistant"):
             raise RequestError(400, f"'{where}.role' is none: {role!r:.40}", where, "invalid_value")
-        return Message(role, joined(item.get("content"), f"{where}.content", _TEXTS))
+        return Message(role, form.joined(item.get("content"), f"{where}.content", _TEXTS))
     if kind == "function_call":
-        call = ToolCall(typed(item, "name", str, ""), typed(item, "arguments", str, "{}"), call_id)
+        call = ToolCall(form.typed(item, "name", str, ""), form.typed(item, "arguments", str, "{}"), call_id)
         return Message("assistant", calls=(call,))
     if kind == "function_call_output":
-        return Message("tool", joined(item.get("output"), f"{where}.output", _TEXTS), call_id=call_id)
+        return Message("tool", form.joined(item.get("output"), f"{where}.output", _TEXTS), call_id=call_id)
     if kind == "reasoning":
         name = "content" if item.get("content") else "summary"
-        return Message("assistant", reasoning=joined(item.get(name), f"{where}.{name}", _THOUGHTS))
+        return Message("assistant", reasoning=form.joined(item.get(name), f"{where}.{name}", _THOUGHTS))
     raise RequestError(400, f"'{where}' is of type '{kind}': {_WHOLE}, as messages and calls", where, "invalid_value")
 
 
@@ -194,7 +168,7 @@ def _output(result: ChatAnswer) -> list[dict[str, Any]]:
     if message.reasoning:
         items.append(_text_item("reasoning", reply.id, message.reasoning))
     if message.content or not (message.calls or message.reasoning):
-        items.append(_text_item("message", reply.id, message.content, shown_tokens(reply.tokens)))
+        items.append(_text_item("message", reply.id, message.content, form.shown_tokens(reply.tokens)))
     for call in message.calls:
         named = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
         items.append({**named, "arguments": call.arguments, "status": "completed"})
@@ -233,7 +207,7 @@ class ResponsesEvents:
                 yield self._text_event("delta", delta=text)
 
     def end(self, result: ChatAnswer) -> Iterator[str]:
-        whole, self._log_probs = answer(self._request, result), shown_tokens(result.replies[0].tokens)
+        whole, self._log_probs = answer(self._request, result), form.shown_tokens(result.replies[0].tokens)
         yield from self._leave()
         for item in whole["output"][self._index + 1 :]:
             if item["type"] == "function_call":
@@ -248,7 +222,7 @@ class ResponsesEvents:
         where = {"output_index": self._index, "item_id": item["id"]}
         begun = {**item, "arguments": "", "status": "in_progress"}
         yield self._event("output_item.added", output_index=self._index, item=begun)
-        for text in chunks(item["arguments"]):
+        for text in form.chunks(item["arguments"]):
             yield self._event("function_call_arguments.delta", **where, delta=text)
         done = {"name": item["name"], "arguments": item["arguments"]}
         yield self._event("function_call_arguments.done", **where, **done)
@@ -284,12 +258,12 @@ class ResponsesEvents:
     def _event(self, name: str, /, **data: Any) -> str:
         name, number = f"response.{name}", self._number
         self._number += 1
-        return event({"type": name, "sequence_number": number, **data}, name)
+        return form.event({"type": name, "sequence_number": number, **data}, name)
 
 
 def _failure(fault: RequestError) -> str:
     code = fault.code or "server_error"
-    return event(
+    return form.event(
         {"type": "error", "code": code, "message": str(fault), "param": fault.param, "sequence_number": 0}, "error"
     )
 
