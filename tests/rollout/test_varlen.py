@@ -21,7 +21,7 @@ from verl.attention import flash
 from verl.device import HostCopy
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
-from verl.rollout.embedded import attention, kv_cache, response, runner, sampler
+from verl.rollout.embedded import attention, kv_cache, sampler
 from verl.rollout.embedded import engine as embedded
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
@@ -53,7 +53,7 @@ def as_device(monkeypatch: pytest.MonkeyPatch, page: int = 16) -> list[dict[str,
 
     take(monkeypatch, noted)
     monkeypatch.setattr(device, "recorded", recording.recorded)
-    for module in (attention, embedded, response, runner, sampler):
+    for module in (attention, embedded, sampler):
         monkeypatch.setattr(module, "is_host", lambda device: False)
     monkeypatch.setattr(embedded, "block_tokens", lambda device: page)
     return calls
@@ -260,7 +260,7 @@ def test_single_rows_with_edits_wait_for_nothing_either(
     packed = PackedModel(make_model("llama"))
     as_device(monkeypatch)
     take(monkeypatch, unwatched(partial(varlen_attn, page=16)))
-    monkeypatch.setattr(GrammarMask, "_allowed", unwatched(GrammarMask._allowed))  # on the host alone
+    monkeypatch.setattr(GrammarMask, "allowed", unwatched(GrammarMask.allowed))  # on the host alone
     engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=3, tokenizer=tokenizer, kv_memory=64 << 20, compiled=False)
     ways = [*WAYS, {"min_new_tokens": 8}]
     for i, way in enumerate(ways):

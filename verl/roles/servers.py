@@ -21,8 +21,9 @@ from verl.record import Retries, Seconds, Seed
 from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.columns import expand
-from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate, sampled_columns
+from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
+from verl.rollout.turns import sampled_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

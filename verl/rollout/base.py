@@ -13,8 +13,6 @@ from collections.abc import Callable, Container, Generator, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-import pyarrow as pa
-
 from verl.checked import checked
 from verl.errors import ConfigError, RolloutError, nearest, shown
 from verl.record import AsTuple, Natural, Portion, Share, Strings
@@ -145,22 +143,6 @@ class Sample:
     text: str | None = None
     temperature: float | None = None
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
-
-
-def sampled_columns(samples: Sequence[Sample], is_double: bool = False) -> dict[str, Any]:
-    """The columns of finished responses of one turn each."""
-    return {
-        "response_tokens": [sample.tokens for sample in samples],
-        "response_mask": [[1] * len(sample.tokens) for sample in samples],
-        "rollout_log_probs": log_prob_column([sample.log_probs for sample in samples], is_double),
-        "finish": [sample.finish for sample in samples],
-        "policy_version": [sample.policy_version for sample in samples],
-    }
-
-
-def log_prob_column(values: Sequence[Sequence[float]], is_double: bool) -> Any:
-    """Log-probs that stay in fp64 if `is_double`; else they become fp32, as lists of a batch do."""
-    return pa.array(values, pa.large_list(pa.float64())) if is_double else values
 
 
 class RolloutEngine(Protocol):

@@ -43,12 +43,7 @@ def choose_engine(
     """
     if options.url:
         return Choice("vllm", "rollout.url names servers")
-    if device.partition(":")[0] != "cuda":
-        return Choice("embedded", f"the actor is on {device}")
-    if (lack := _lacking()) is not None:
-        return Choice("embedded", lack)
-    reason = next(_only_embedded(options, dtype, adapters, episodes), None)
-    if reason is not None:
+    if (reason := next(_only_embedded(options, device, dtype, adapters, episodes), None)) is not None:
         return Choice("embedded", reason)
     return Choice("vllm", f"the actor is on {device}, and vLLM is installed")
 
@@ -82,8 +77,14 @@ def planned_engine(rollout: RolloutOptions, model: ModelOptions) -> Choice:
     return choose_engine(rollout, "cuda", dtype=dtype, adapters=model.lora is not None)
 
 
-def _only_embedded(options: RolloutOptions, dtype: str, adapters: bool, episodes: Iterable[object]) -> Iterator[str]:
+def _only_embedded(
+    options: RolloutOptions, device: str, dtype: str, adapters: bool, episodes: Iterable[object]
+) -> Iterator[str]:
     """Reasons against vLLM."""
+    if device.partition(":")[0] != "cuda":
+        yield f"the actor is on {device}"
+    if (lack := _lacking()) is not None:
+        yield lack
     for name, why in conflicts(options.asked() | {"vllm": "vllm", dtype: dtype}):
         yield why if name == "vllm" else f"{name} {why}"
     if options.tensor_model_parallel_size > 1:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.batch import WRITTEN, Batch
 from verl.checked import checked
-from verl.data.chat import ChatTokenizer, template_inputs
+from verl.data.chat import template_inputs
 from verl.data.prompts import USER_PREFIX
 from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, RolloutError, shown
@@ -185,9 +185,9 @@ class EnvironmentEpisode(ToolEpisode):
         if self.tools or any(kind.methods for kind in self.kinds.values()):
             template = self._template(tokenizer)
             template.check()
-            form = _TemplateForm(template, [], {}, "")
+            form = _TemplateForm(template, [], {}, {}, "")
             form.said = Message("assistant", "", (ToolCall("tool", "{}", "call00000"),))
-            form.reply(template.chat, {}, Sample("", [0], [0.0], "stop", 0), ["?"])
+            form.reply(Sample("", [0], [0.0], "stop", 0), ["?"])
 
     async def __call__(self, client: Client, row: Row) -> list[Turns]:
         for _ in range(2):
@@ -215,8 +215,8 @@ class EnvironmentEpisode(ToolEpisode):
         inputs = template_inputs({**row, "tools": None}, schemas)
         text = template.chat.render(chat, inputs)
         prompt = list(client.tokenizer([text], add_special_tokens=False)["input_ids"][0])
-        form = _TemplateForm(template, schemas, tools, text)
-        turns = await self._play(client, prompt, tools, form, inputs, [])
+        form = _TemplateForm(template, schemas, inputs, tools, text)
+        turns = await self._play(client, prompt, tools, form, [])
         turns.prompt_tokens, turns.messages = prompt, [*chat, *form.whole(turns)]
         if kind is not None:
             if kind.has_reward:
@@ -303,14 +303,15 @@ class _TemplateForm:
     stop: tuple[str, ...] = ()
 
     def __init__(
-        self, template: ChatTemplate, schemas: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], prompt: str
+        self, template: ChatTemplate, schemas: Sequence[Row], inputs: Row, tools: Mapping[str, Tool], prompt: str
     ) -> None:
-        self._template, self._schemas, self._tools, self._prompt = template, schemas, tools, prompt
+        self._template, self._schemas, self._inputs = template, schemas, inputs
+        self._tools, self._prompt = tools, prompt
         self.said = Message("assistant")
         self.messages: list[dict[str, Any]] = []
         self._read = 0  # tokens of the response that `messages` has
 
-    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
+    def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         self._say(sample.tokens)
         return [
             (call.name, json.loads(call.arguments or "{}"))
@@ -319,14 +320,12 @@ class _TemplateForm:
             for call in self.said.calls
         ]
 
-    def reply(
-        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
-    ) -> list[int]:
+    def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
         """Rendered in a chat of the calls and their results alone, so that nothing earlier is written again."""
         asked, said = Message("user", "?"), Message("assistant", "", self.said.calls)
         answers = [Message("tool", result, call_id=call.id) for call, result in zip(said.calls, results, strict=True)]
-        before = self._template.write([asked], self._schemas, inputs, reply=True)
-        text = self._template.write([asked, said, *answers], self._schemas, inputs, reply=True)
+        before = self._template.write([asked], self._schemas, self._inputs, reply=True)
+        text = self._template.write([asked, said, *answers], self._schemas, self._inputs, reply=True)
         ended = self._template.behind(text, before, said, bool(self._schemas))
         if ended is None:
             raise ConfigError(
@@ -339,7 +338,7 @@ class _TemplateForm:
         ]
         end, rest = ended
         last = sample.tokens[-1:]
-        return encode_behind(chat, last, rest if self._template.spelled(last) == end else end + rest)
+        return encode_behind(self._template.chat, last, rest if self._template.spelled(last) == end else end + rest)
 
     def whole(self, turns: Turns) -> list[dict[str, Any]]:
         """All messages of an episode that has ended, the turn that was cut off too."""
@@ -362,6 +361,9 @@ class _TemplateForm:
         self.messages.append({"role": "assistant", "content": said.content, **kept})
 
 
+_of_factory = cache(EnvironmentEpisode)
+
+
 def as_episode(source: Any) -> Any:
     """An episode; of a class or function that makes environments, theirs, always the same."""
     return _of_factory(source) if _makes_environments(source) else source
@@ -379,11 +381,6 @@ def as_environments(source: Any) -> EnvironmentEpisode:
     if not isinstance(episode, EnvironmentEpisode):
         raise ConfigError(f"environment: must be a class with a method reset(self, **row), not {shown(source)}")
     return episode
-
-
-@cache
-def _of_factory(factory: Any) -> EnvironmentEpisode:
-    return EnvironmentEpisode(factory)
 
 
 def _makes_environments(source: Any) -> bool:

@@ -74,6 +74,8 @@ class Client:
         tokenizer: the policy's.
         text: tokens of a response -> their text, as rewards read it; None where there is no tokenizer.
         start: a client of the weights that training began with; None: the run keeps none.
+        max_length: how many tokens prompt and response may have together; None: the engine does not say.
+        tells_top: whether the engine gives log-probs of other tokens than the sampled ones.
     """
 
     def __init__(
@@ -88,19 +90,10 @@ class Client:
         self.tokenizer: PreTrainedTokenizerBase | None = None if text is None else text.tokenizer
         self.text = text
         self.start = None if start is None else Client(start, f"{row_id}@start", params, text)
+        self.max_length, self.tells_top = pump.max_length, pump.tells_top
         self._pump = pump
         self._row_id = row_id
         self._asked = 0
-
-    @property
-    def max_length(self) -> int | None:
-        """How many tokens prompt and response may have together; None: the engine does not say."""
-        return self._pump.max_length
-
-    @property
-    def tells_top(self) -> bool:
-        """Whether the engine gives log-probs of other tokens than the sampled ones."""
-        return self._pump.tells_top
 
     async def generate(
         self,
@@ -142,6 +135,8 @@ class _Pump:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
+        self.max_length: int | None = getattr(engine, "max_length", None)
+        self.tells_top: bool = getattr(engine, "tells_top", False)
         self._has_warned = False
         self._waiting: dict[str, asyncio.Future[Sample]] = {}
         self._new: list[Request] = []
@@ -150,15 +145,6 @@ class _Pump:
         self._asked = asyncio.Event()
         self._failure = ""
         self._loop = asyncio.get_running_loop()
-
-    @property
-    def max_length(self) -> int | None:
-        limit: int | None = getattr(self._engine, "max_length", None)
-        return limit
-
-    @property
-    def tells_top(self) -> bool:
-        return bool(getattr(self._engine, "tells_top", False))
 
     def name_limit(self, prompt: int, wanted: int) -> None:
         """Say, before the first response that it cuts short, how many tokens the engine takes."""

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from verl import device
@@ -107,14 +107,10 @@ class GuardModel:
         self.minimum, self.device, self.dtype = minimum, device, dtype
         self._one_at_a_time = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The settings alone: the model is loaded in the process that uses it."""
-        kept = ("model_name", "max_new_tokens", "template", "refuses", "minimum", "device", "dtype")
-        return {name: getattr(self, name) for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._one_at_a_time = threading.Lock()
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """By the settings alone: the model is loaded in the process that uses it."""
+        kept = ("max_new_tokens", "template", "refuses", "minimum", "device", "dtype")
+        return partial(type(self), **{name: getattr(self, name) for name in kept}), (self.model_name,)
 
     async def __call__(self, text: str, row: Mapping[str, Any]) -> bool:
         """Whether the response may stay."""

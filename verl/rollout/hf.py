@@ -283,13 +283,10 @@ class HFEngine:
             *([*row, self._next(0)] for row in rows),
             *([*row, *map(self._next, (0, 1))] for row in rows[1:]),
         ]
+        ids = (torch.tensor([row], device=self.model.device) for row in every)
         with evaluating(self.model):
-            logits = torch.stack([self._plain(row) for row in every])
+            logits = torch.stack([self.model(input_ids=row, use_cache=False).logits[0, -1] for row in ids])
         return logits if logits.dtype == torch.float64 else logits.float()
-
-    def _plain(self, row: list[int]) -> Tensor:
-        ids = torch.tensor([row], device=self.model.device)
-        return cast(Tensor, self.model(input_ids=ids, use_cache=False).logits[0, -1])
 
     def _next(self, step: int) -> int:
         return _NEXT[step] % self._vocab_size

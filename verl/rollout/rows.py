@@ -64,17 +64,13 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
 
 
 def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
-    columns = {}
-    if any(turn.name for turn in turns):
-        columns["trajectory"] = pa.array([turn.name or None for turn in turns], pa.string())
-    if any(turn.own_reward is not None for turn in turns):
-        columns["trajectory_reward"] = pa.array([turn.own_reward for turn in turns], pa.float64())
-    if any(turn.messages for turn in turns):
-        chats = [json.dumps(turn.messages) if turn.messages else None for turn in turns]
-        columns["conversation"] = pa.array(chats, pa.string())
-    if any(turn.other_calls for turn in turns):
-        counts = [json.dumps(turn.other_calls) if turn.other_calls else None for turn in turns]
-        columns["other_calls"] = pa.array(counts, pa.string())
+    maybe: dict[str, tuple[Sequence[Any], pa.DataType]] = {
+        "trajectory": ([turn.name or None for turn in turns], pa.string()),
+        "trajectory_reward": ([turn.own_reward for turn in turns], pa.float64()),
+        "conversation": ([json.dumps(turn.messages) if turn.messages else None for turn in turns], pa.string()),
+        "other_calls": ([json.dumps(turn.other_calls) if turn.other_calls else None for turn in turns], pa.string()),
+    }
+    columns = {name: pa.array(*column) for name, column in maybe.items() if _first(column[0]) is not None}
     if any(turn.call_rewards for turn in turns):
         at_calls = [[turn.call_rewards.get(i, 0.0) for i in range(len(turn.response_tokens))] for turn in turns]
         columns["call_rewards"] = pa.array(at_calls, pa.large_list(pa.float64() if is_double else pa.float32()))

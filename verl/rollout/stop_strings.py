@@ -22,11 +22,11 @@ class StopWatch:
     are no whole character yet are held back.
     """
 
-    def __init__(self, decode: ResponseText, stops: Sequence[str]) -> None:
+    def __init__(self, decode: ResponseText, stops: Sequence[str], min_tokens: int = 0) -> None:
         self.text = ""
         self._whole = ""  # of tokens that need not be decoded again
         self._decode = decode
-        self._stops = tuple(stops)
+        self._stops, self._min_tokens = tuple(stops), min_tokens
         self._before: list[int] = []  # the newest tokens that wrote something of it
         self._read = self._seen = 0
         self._cut = False
@@ -52,24 +52,22 @@ class StopWatch:
         return self.text
 
     def saw_stop(self, tokens: Sequence[int], final: bool = False) -> bool:
-        """Whether a stop string ends in what is new of `tokens`; `text` is then cut before the first one."""
+        """Whether a stop string ends in what is new of `tokens`; `text` is then cut before the first one. One that has
+        ended before there are `min_tokens` does not count."""
         text = self.read(tokens, final)
-        begins = ((stop, max(0, self._seen + 1 - len(stop))) for stop in self._stops)
+        counting = self._stops if len(tokens) >= self._min_tokens else ()
+        begins = ((stop, max(0, self._seen + 1 - len(stop))) for stop in counting)
         starts = [start for stop, begin in begins if (start := text.find(stop, begin)) >= 0]
         self._seen = len(text)
         if starts:
             self.text, self._cut = text[: min(starts)], True
         return bool(starts)
 
-    def pass_over(self, tokens: Sequence[int]) -> None:
-        """Read on; a stop string that has ended by now does not count."""
-        self._seen = len(self.read(tokens))
-
 
 def cut_text(decode: ResponseText, tokens: Sequence[int], params: SamplingParams) -> str:
     """The text of a finished response, up to the stop string that ended it."""
-    watch = StopWatch(decode, params.stop)
-    watch.pass_over(tokens[: max(params.min_new_tokens - 1, 0)])
+    watch = StopWatch(decode, params.stop, params.min_new_tokens)
+    watch.saw_stop(tokens[: max(params.min_new_tokens - 1, 0)])
     watch.saw_stop(tokens, final=True)
     return watch.text
 

@@ -204,7 +204,8 @@ class ToolEpisode:
         self.tools = {one.name: one for one in all_tools}
         if not all_tools or len(self.tools) < len(all_tools):
             raise ConfigError("ToolEpisode.tools: must be one tool or more, of different names")
-        self.form: _ChatForm | _PlainForm = _PlainForm(self.tools) if form == "plain" else _ChatForm()
+        #: Of the plain form: the only argument of each tool.
+        self._arguments = _only_arguments(self.tools) if form == "plain" else None
         self.schemas = [] if form == "plain" else [one.schema for one in all_tools]
         self.max_turns: int | None = max_turns
         self.max_result_tokens: int | None = max_result_tokens
@@ -212,11 +213,15 @@ class ToolEpisode:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises DataError if this tokenizer's chat template cannot express a tool's result."""
-        self.form.check(tokenizer)
+        if self._arguments is None:
+            _ChatForm(ChatTokenizer(tokenizer), {}).behind([_RESULT])
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
-        inputs, answers = template_inputs(row, self.schemas), list[list[str]]()
-        turns = await self._play(client, row["prompt_tokens"], self.tools, self.form, inputs, answers)
+        assert client.tokenizer is not None
+        chat, answers = ChatTokenizer(client.tokenizer), list[list[str]]()
+        chat_form = _ChatForm(chat, template_inputs(row, self.schemas))
+        form = chat_form if self._arguments is None else _PlainForm(chat, self._arguments)
+        turns = await self._play(client, row["prompt_tokens"], self.tools, form, answers)
         turns.messages = _conversation(client, row, turns, answers)
         return [turns]
 
@@ -226,18 +231,14 @@ class ToolEpisode:
         prompt: Sequence[int],
         tools: Mapping[str, Tool],
         form: Form,
-        inputs: Mapping[str, Any],
         answers: list[list[str]],
     ) -> Turns:
         """The turns of the policy behind a prompt, and the results of the tools that it calls.
 
         Args:
-            inputs: of the chat template, see `template_inputs`.
             answers: gets the results that each turn is answered with.
         """
-        assert client.tokenizer is not None
         turns, limit, turn = Turns(), client.params.max_new_tokens, 0
-        chat = ChatTokenizer(client.tokenizer)
         reply: list[int] = []
         while True:
             written = len(turns.response_tokens) + len(reply)
@@ -256,7 +257,7 @@ class ToolEpisode:
                     raise
                 break
             turns.read(reply).wrote(sample)
-            calls = form.calls(client.tokenizer, sample, client.params.stop) if sample.finish == "stop" else []
+            calls = form.calls(sample, client.params.stop) if sample.finish == "stop" else []
             if calls is None:  # the policy continues
                 reply = []
                 continue
@@ -268,7 +269,7 @@ class ToolEpisode:
             called = (_result(call, tools) for call in calls)
             results = [self._cut(result, client) for result in await asyncio.gather(*called)]
             answers.append(results)
-            reply = form.reply(chat, inputs, sample, results)
+            reply = form.reply(sample, results)
         turns.finish = "length"  # cut before a result
         return turns
 
@@ -310,7 +311,7 @@ async def _result(call: Call, tools: Mapping[str, Tool]) -> str:
 
 
 class Form(Protocol):
-    """A syntax of calls.
+    """The syntax of calls in one episode.
 
     Attributes:
         stop: strings that end a turn.
@@ -318,24 +319,27 @@ class Form(Protocol):
 
     stop: tuple[str, ...]
 
-    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
+    def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         """The calls of a turn; None: the policy is not done with it.
 
         Args:
             stop: further strings that end a response.
         """
 
-    def reply(
-        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
-    ) -> list[int]:
+    def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
         """Tokens between a turn and the next one: the results of its calls, and what stands around them."""
 
 
 class _ChatForm:
+    """That of chat templates; `inputs`: of the template, see `template_inputs`."""
+
     stop: tuple[str, ...] = ()
 
-    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
-        return [self._read(call) for call in _CALL.findall(spelled(tokenizer, sample.tokens))]
+    def __init__(self, chat: ChatTokenizer, inputs: Mapping[str, Any]) -> None:
+        self._chat, self._inputs = chat, inputs
+
+    def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
+        return [self._read(call) for call in _CALL.findall(spelled(self._chat.tokenizer, sample.tokens))]
 
     def _read(self, text: str) -> Call:
         try:
@@ -347,22 +351,17 @@ class _ChatForm:
             return "error: name must be text, arguments a mapping"
         return name, arguments
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._behind(ChatTokenizer(tokenizer), {}, [_RESULT])
-
-    def reply(
-        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
-    ) -> list[int]:
+    def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
         """What the template writes after the policy's message: the rest of its end, the results, a new turn."""
-        text, last = self._behind(chat, inputs, results), sample.tokens[-1]
-        if last in chat.added:
+        text, last = self.behind(results), sample.tokens[-1]
+        if last in self._chat.added:
             # A template ends a message by the token that ends a response, then continues: do not repeat that token.
             # Look for it before the results only, as each of them may end with it, too.
-            before, end = self._behind(chat, inputs, [_RESULT]).partition(_RESULT)[0], chat.added[last]
+            before, end = self.behind([_RESULT]).partition(_RESULT)[0], self._chat.added[last]
             text = text[before.index(end) + len(end) :] if end in before else text
-        return encode_behind(chat, [last], text)
+        return encode_behind(self._chat, [last], text)
 
-    def _behind(self, chat: ChatTokenizer, inputs: Mapping[str, Any], results: Sequence[str]) -> str:
+    def behind(self, results: Sequence[str]) -> str:
         """What the template writes after a message that these results answer.
 
         Rendered as one chat, since a template may write the last message differently from earlier ones.
@@ -373,7 +372,7 @@ class _ChatForm:
         spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SPOKEN}]
         messages = [*spoken, *({"role": "tool", "content": result} for result in results)]
         try:
-            text = chat.render(messages, inputs).partition(_SPOKEN)[2]
+            text = self._chat.render(messages, self._inputs).partition(_SPOKEN)[2]
         except DataError as error:
             raise DataError(f"{error}; or use form='plain'") from error
         if not text:
@@ -381,23 +380,28 @@ class _ChatForm:
         return text
 
 
+def _only_arguments(tools: Mapping[str, Tool]) -> dict[str, str]:
+    arguments = {name: list(inspect.signature(one.function).parameters) for name, one in tools.items()}
+    if wrong := next((name for name, names in arguments.items() if len(names) != 1), None):
+        raise ConfigError(f"tool {wrong} takes {len(arguments[wrong])} arguments: the plain form passes one")
+    return {name: names[0] for name, names in arguments.items()}
+
+
 class _PlainForm:
+    """`<<...>>`; `arguments`: the only argument of each tool."""
+
     stop: tuple[str, ...] = (">>",)
 
-    def __init__(self, tools: Mapping[str, Tool]) -> None:
-        self.arguments = {name: list(inspect.signature(one.function).parameters) for name, one in tools.items()}
-        if wrong := next((name for name, names in self.arguments.items() if len(names) != 1), None):
-            raise ConfigError(f"tool {wrong} takes {len(self.arguments[wrong])} arguments: the plain form passes one")
+    def __init__(self, chat: ChatTokenizer, arguments: Mapping[str, str]) -> None:
+        self._chat, self._arguments = chat, arguments
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None: ...
-
-    def calls(self, tokenizer: PreTrainedTokenizerBase, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
+    def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         """The call that ends these tokens; None if they end with a `>>` outside a call, which ends nothing.
 
         Args:
             stop: further strings that end a response.
         """
-        text, before = (spelled(tokenizer, tokens) for tokens in (sample.tokens, sample.tokens[:-1]))
+        text, before = (spelled(self._chat.tokenizer, tokens) for tokens in (sample.tokens, sample.tokens[:-1]))
         ends = [end for end in (*stop, *self.stop) if text.rfind(end) > before.rfind(end)]
         if ">>" not in ends:  # a call before `min_new_tokens` was ignored
             return []
@@ -407,15 +411,12 @@ class _PlainForm:
             return [] if len(ends) > 1 else None
         inside = text[opened + 2 : closed]
         name, colon, argument = inside.partition(":")
-        if len(self.arguments) == 1:
-            (only,) = self.arguments
+        if len(self._arguments) == 1:
+            (only,) = self._arguments
             name, argument = (only, argument) if colon and name.strip() == only else (only, inside)
         elif not colon:
             return ["error: a call is <<name: argument>>"]
-        names = self.arguments.get(name.strip(), [""])
-        return [(name.strip(), {names[0]: argument.strip()})]
+        return [(name.strip(), {self._arguments.get(name.strip(), ""): argument.strip()})]
 
-    def reply(
-        self, chat: ChatTokenizer, inputs: Mapping[str, Any], sample: Sample, results: Sequence[str]
-    ) -> list[int]:
-        return encode_behind(chat, sample.tokens[-1:], f" [{results[0]}]")
+    def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
+        return encode_behind(self._chat, sample.tokens[-1:], f" [{results[0]}]")

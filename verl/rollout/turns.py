@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.rollout.base import Finish, Sample, log_prob_column
+import pyarrow as pa
+
+from verl.rollout.base import Finish, Sample
 
 
 @dataclass
@@ -80,8 +82,14 @@ def response_columns(turns: Sequence[Turns], is_double: bool = False) -> dict[st
     """The columns of finished responses. Their log-probs stay in fp64 if `is_double`; else they become fp32."""
     names = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version")
     columns: dict[str, Any] = {name: [getattr(turn, name) for turn in turns] for name in names}
-    columns["rollout_log_probs"] = log_prob_column(columns["rollout_log_probs"], is_double)
+    if is_double:  # lists of a batch are fp32
+        columns["rollout_log_probs"] = pa.array(columns["rollout_log_probs"], pa.large_list(pa.float64()))
     return columns
+
+
+def sampled_columns(samples: Sequence[Sample], is_double: bool = False) -> dict[str, Any]:
+    """The columns of finished responses of one turn each."""
+    return response_columns([Turns().wrote(sample) for sample in samples], is_double)
 
 
 @dataclass(frozen=True)

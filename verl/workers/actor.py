@@ -19,9 +19,10 @@ from verl.models.packed import PackedModel
 from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
 from verl.names import check_known
-from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate, sampled_columns
+from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
+from verl.rollout.turns import Outcome, sampled_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.rollout.episode import Episode
-    from verl.rollout.turns import Outcome
     from verl.workers.generation import GenerationModel
     from verl.workers.sync import SyncCheck
 

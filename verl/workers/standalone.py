@@ -151,7 +151,7 @@ class StandaloneWorker(PooledWorker):
             engine.add(Request(id_, tokens, greedy if is_greedy else params))
 
     def _step(self, engine: RolloutEngine, index: int) -> Iterator[Finished]:
-        from verl.rollout.base import sampled_columns
+        from verl.rollout.turns import sampled_columns
 
         began = time.time()
         ended = engine.step()

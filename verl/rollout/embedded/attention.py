@@ -59,12 +59,10 @@ class BatchTensors(NamedTuple):
         ends_q[1:], ends_k[1:], used[:], shared[:] = batch.ends, np.cumsum(batch.used), batch.used, batch.shared
         for row, blocks in zip(table.reshape(sequences, longest), batch.blocks, strict=True):
             row[: len(blocks)] = blocks
-        tokens_, sequences_ = torch.from_numpy(per_token), torch.from_numpy(per_sequence)
-        if device.type != "cpu":
-            tokens_, sequences_ = to_device(tokens_, device), to_device(sequences_, device)
-        tokens, positions, draw_rows, slots = tokens_
+        tokens, positions, draw_rows, slots = to_device(torch.from_numpy(per_token), device)
         max_q = max(end - begin for begin, end in zip([0, *batch.ends], batch.ends, strict=False))
-        cu_seq_q, cu_seq_k, seqused_k, shared_, block_table = sequences_.split(sizes)
+        of_sequences = to_device(torch.from_numpy(per_sequence), device)
+        cu_seq_q, cu_seq_k, seqused_k, shared_, block_table = of_sequences.split(sizes)
         lists = (cu_seq_q, cu_seq_k, seqused_k, shared_, block_table.view(sequences, longest))
         return cls(tokens, positions, draw_rows, slots[:count], *lists, max_q=max_q, max_k=max(batch.used))
 
@@ -76,8 +74,7 @@ class BatchTensors(NamedTuple):
 
 def copy_blocks(cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy the contents of blocks, (from, to) each, of all layers."""
-    blocks = torch.tensor(pairs).T.contiguous()
-    source, to = blocks if cache.device.type == "cpu" else to_device(blocks, cache.device)
+    source, to = to_device(torch.tensor(pairs).T.contiguous(), cache.device)
     for pool in (cache.keys, cache.values):
         for layer in pool:
             layer.index_copy_(0, to, layer.index_select(0, source))

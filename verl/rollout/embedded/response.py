@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +70,8 @@ class Response:
                 f"request '{request.id}' has stop strings, a guard or a grammar; the engine was given no tokenizer"
             )
         if tokenizer is not None and (self.params.stop or request.guard is not None):
-            self.watch = StopWatch(ResponseText(tokenizer, eos_token_ids), self.params.stop)
+            decode = ResponseText(tokenizer, eos_token_ids)
+            self.watch = StopWatch(decode, self.params.stop, self.params.min_new_tokens)
         if request.guard is not None and request.guard.every < 1:
             raise RolloutError(
                 f"request '{request.id}': its guard checks every {request.guard.every} tokens, it must be at least 1"
@@ -103,21 +105,13 @@ class Response:
             self.on_token(token)
         ended = token in self.end_tokens
         last = ended or len(self.tokens) >= self.max_new_tokens
-        stopped = self.watch is not None and self._saw_stop(self.watch, last)
+        stopped = self.watch is not None and bool(self.params.stop) and self.watch.saw_stop(self.tokens, final=last)
         if ended:
             self.finish = "stop"
         elif stopped:
             self.finish = self.cut
         elif last:
             self.finish = "length"
-
-    def _saw_stop(self, watch: StopWatch, last: bool) -> bool:
-        if not self.params.stop:
-            return False
-        if len(self.tokens) < self.params.min_new_tokens:
-            watch.pass_over(self.tokens)
-            return False
-        return watch.saw_stop(self.tokens, final=last)
 
     @property
     def cut(self) -> Finish:
@@ -167,18 +161,13 @@ class Response:
 
 
 def draw(
-    responses: Sequence[Response],
-    logits: Tensor,
-    policy_version: int,
-    kernels: Kernels | None = None,
-    is_read_later: bool = True,
+    responses: Sequence[Response], logits: Tensor, policy_version: int, kernels: Kernels | None = None
 ) -> PendingTokens:
     """Sample the next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Rows beyond
     the responses are padding.
 
     Args:
         kernels: those for the dtype of the logits; None: the torch code samples.
-        is_read_later: see `PendingTokens`.
 
     Raises:
         RolloutError: a processor returns something invalid.
@@ -186,11 +175,9 @@ def draw(
     edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
     tops = {row: logits[row].clone() for row, response in enumerate(responses) if response.top}
     params, numbers = draws_of(responses, len(logits))
-    table, uniforms_ = SamplingTable.of(params, edits, logits.device), torch.from_numpy(numbers)
-    if not logits.is_cpu:
-        uniforms_ = to_device(uniforms_, logits.device)
-    drawn = sample(logits, uniforms_, table, kernels)
-    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, is_read_later, tops)
+    table = SamplingTable.of(params, edits, logits.device)
+    drawn = sample(logits, to_device(torch.from_numpy(numbers), logits.device), table, kernels)
+    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, tops)
 
 
 def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
@@ -203,9 +190,6 @@ def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingPar
 
 class PendingTokens:
     """Tokens that were drawn for responses and that the host has not read: tokens in flight.
-
-    Args:
-        is_read_later: the host may go on before it reads them, so they come to it by a copy that it does not wait for.
 
     Attributes:
         responses: those that they are for.
@@ -220,13 +204,12 @@ class PendingTokens:
         policy_version: int,
         dtype: torch.dtype,
         edited: Container[int] = (),
-        is_read_later: bool = True,
-        tops: Mapping[int, Tensor] | None = None,
+        tops: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         self.responses, self.tokens, self.log_probs = responses, tokens, log_probs
-        self._copy = HostCopy(tokens, log_probs) if is_read_later else None
+        self._copy = HostCopy(tokens, log_probs)
         self._version, self._dtype = policy_version, dtype
-        self._edited, self._tops = edited, tops or {}
+        self._edited, self._tops = edited, tops
         for response in responses:
             response.in_flight += 1
 
@@ -236,9 +219,8 @@ class PendingTokens:
         Raises:
             RolloutError: logits were not finite, or a processor or guard returned something invalid.
         """
-        columns = [self.tokens.tolist(), self.log_probs.tolist()] if self._copy is None else self._copy.read()
         going_on = []
-        for row, (response, token, log_prob) in enumerate(zip(self.responses, *columns, strict=False)):
+        for row, (response, token, log_prob) in enumerate(zip(self.responses, *self._copy.read(), strict=False)):
             response.in_flight -= 1
             if response.finish is None:
                 going_on.append((row, response, int(token), log_prob))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.device import is_host, to_device
+from verl.device import to_device
 from verl.errors import RolloutError
 from verl.kernels.compiled import kernels
 from verl.models.packed import PackedModel, evaluating
@@ -87,8 +87,6 @@ class ModelRunner:
                 from verl.rollout.embedded.decode import Decoder
 
                 self.decoder = Decoder(packed, cache, self.last_draw, max_length=max_length)
-        # Tokens that lie on the host and are read at once need no asynchronous copy.
-        self._is_read_later = look_ahead or not is_host(cache.device)
         has_kernels = compiled and self.group is None and kernels(packed.dtype, cache.device) is not None
         self._plain_head = has_kernels and _head_is_plain(packed)
         precise = torch.promote_types(packed.dtype, torch.float32)
@@ -219,10 +217,9 @@ class ModelRunner:
             # Padded by copies of a row that is there, so that no row's numbers depend on how many there are; what is
             # drawn for a copy has no response, and is dropped.
             some += some[:1] * (self.filled(len(some)) - len(some))
-            index = torch.tensor(some)
-            logits = self.logits(states.index_select(0, index if states.is_cpu else to_device(index, states.device)))
+            logits = self.logits(states.index_select(0, to_device(torch.tensor(some), states.device)))
             responses = [state.response for state, _ in samples[start : start + size]]
-            drawn.append(draw(responses, logits, policy_version, self._kernels, self._is_read_later))
+            drawn.append(draw(responses, logits, policy_version, self._kernels))
         if self.last_draw is not None:  # where the next step, scheduled before these are read, finds them
             tokens = torch.cat([pending.tokens[: len(pending.responses)] for pending in drawn])
             self.last_draw[: len(tokens)].copy_(tokens)

@@ -112,9 +112,7 @@ class SamplingTable(NamedTuple):
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
         """`edits[row]` returns the logits `[V]` to sample the row from, given its own, which it may overwrite."""
-        numbers = torch.tensor(numbers_of(params), dtype=torch.float64)
-        if str(device) != "cpu":
-            numbers = to_device(numbers, torch.device(device))
+        numbers = to_device(torch.tensor(numbers_of(params), dtype=torch.float64), torch.device(device))
         return cls(SamplingFlags.of(params), numbers[0], numbers[1].long(), numbers[2], numbers[3], edits or {})
 
     def rows(self, index: Tensor) -> SamplingTable:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -48,14 +48,9 @@ class KilledError(Exception):
     """The agent was killed, or cannot be reached."""
 
 
-class Agent(Protocol):
-    async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
-        """What the agent returns.
-
-        Raises:
-            AgentError: it raised.
-            KilledError: it was killed.
-        """
+#: Called with the gateway's address, a key and a row, it gives what the agent returns; it raises AgentError if the
+#: agent raised, and KilledError if it was killed.
+Agent = Callable[[str, str, Row], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -273,7 +268,7 @@ async def _talked(process: asyncio.subprocess.Process, row: bytes) -> tuple[str,
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     said, faults = bytearray(), bytearray()
     parts = _keep(process.stdout, said), _keep(process.stderr, faults), _write(process.stdin, row)
-    talk = asyncio.create_task(_all(*parts))
+    talk = asyncio.gather(*parts)
     try:
         while not (await asyncio.wait([talk], timeout=_LOOK))[0]:
             if process.returncode is not None:
@@ -286,10 +281,6 @@ async def _talked(process: asyncio.subprocess.Process, row: bytes) -> tuple[str,
         talk.cancel()
     lines = [kept.decode(errors="replace").strip().splitlines() or [""] for kept in (said, faults)]
     return lines[0][-1], lines[1][-1]
-
-
-async def _all(*parts: Awaitable[None]) -> None:
-    await asyncio.gather(*parts)
 
 
 async def _keep(stream: asyncio.StreamReader, kept: bytearray) -> None:

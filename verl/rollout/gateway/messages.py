@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 
@@ -77,11 +78,7 @@ def _number(text: str) -> float | int:
 
 def prefix_digests(messages: Iterable[Message]) -> Iterator[int]:
     """A hash of each beginning of a conversation, from that of no message on; equal for equal beginnings."""
-    digest = 0
-    yield digest
-    for message in messages:
-        digest = longer(digest, message)
-        yield digest
+    return accumulate(messages, longer, initial=0)
 
 
 def longer(digest: int, message: Message) -> int:

@@ -177,8 +177,6 @@ class Listener:
             raise
         except Exception as error:
             fault = _fault(session, request.path, error)
-        if session is not None:
-            session.refused[fault.status] += 1
         headers = {} if fault.retry else {"x-should-retry": "false"}
         return await self._sent(request, self._json(dialect.error(fault), fault.status, headers))
 
@@ -310,7 +308,6 @@ class Listener:
             if not response.prepared:
                 raise
             fault = error if isinstance(error, RequestError) else _fault(session, request.path, error)
-            session.refused[fault.status] += 1
             with _taking(request):
                 await response.write(dialect.failure(fault).encode())
         with _taking(request):

@@ -100,7 +100,6 @@ class Headers:
 class Delivery:
     """An answer, and the calls that it consists of."""
 
-    request: ChatRequest
     answer: ChatAnswer
     calls: list[Call]
     is_delivered: bool = False
@@ -126,7 +125,6 @@ class Session:
         start: the requests that go to the weights that training began with: as they are the policy's, but in no
             trajectory, and within bounds of their own. None: there are no such weights.
         others: how many requests other models have answered, by the name of the model.
-        refused: how many requests were refused, by status.
         lost: how many requests ended without a sample: "aborted", as their connection closed, or "late".
         truncated: whether a bound, or the model's context, was used up.
         fault: why the gateway itself failed.
@@ -149,7 +147,6 @@ class Session:
         if client.start is not None:
             self.start = Session(key, client.start, template, inputs, rules, is_policy=False)
         self.conversations = Conversations(template, inputs)
-        self.refused: Counter[int] = Counter()
         self.lost: Counter[str] = Counter()
         self.truncated = False
         self.fault: Exception | None = None
@@ -262,8 +259,7 @@ class Session:
             call.forced = only
         replies = tuple(self._reply(request, call, params) for call in calls)
         usage = Usage(len(tokens), prompt.cached, sum(len(sample.tokens) for sample in samples))
-        delivery = Delivery(request, ChatAnswer(request.model, int(time.time()), replies, usage), calls)
-        self._sent[digest] = delivery
+        delivery = self._sent[digest] = Delivery(ChatAnswer(request.model, int(time.time()), replies, usage), calls)
         return delivery
 
     async def count(self, request: ChatRequest) -> int:

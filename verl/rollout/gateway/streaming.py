@@ -29,7 +29,7 @@ class ReplyStream:
         tell: Callable[[str, str], None],
     ) -> None:
         self._template, self._params, self._prompt, self._tools, self._tell = template, params, prompt, tools, tell
-        self._watch = StopWatch(template.text, params.stop)
+        self._watch = StopWatch(template.text, params.stop, params.min_new_tokens)
         self._count = 0
         self._shown = ("", "")
 
@@ -52,8 +52,7 @@ class ReplyStream:
     def _advance(self, tokens: Sequence[int]) -> None:
         """Each token by itself, as the engine looks for stop strings."""
         for count in range(self._count + 1, len(tokens) + 1):
-            look = self._watch.pass_over if count < self._params.min_new_tokens else self._watch.saw_stop
-            look(tokens[:count])
+            self._watch.saw_stop(tokens[:count])
         self._count = len(tokens)
 
     def _tell_all(self, *parts: str) -> None:

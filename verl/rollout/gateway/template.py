@@ -158,9 +158,14 @@ _REMEDY = "name another one: chat_template='hermes', or a file"
 
 def with_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer with another chat template, see `ChatTemplate`; None: as it is."""
-    if chat_template is not None:
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = _source(chat_template)
+    if chat_template is None:
+        return tokenizer
+    tokenizer = copy.copy(tokenizer)
+    try:
+        tokenizer.chat_template = OURS.get(chat_template) or Path(chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        known = f"'{chat_template}' is neither one of ours ({', '.join(OURS)}) nor a file"
+        raise ConfigError(f"chat_template: {known}: {error}") from error
     return tokenizer
 
 
@@ -168,13 +173,3 @@ def _shows(text: str, reply: Message) -> bool:
     """Whether a text has all of a reply."""
     parts = (reply.content, reply.reasoning, *(call.name for call in reply.calls))
     return all(part.strip() in text for part in parts)
-
-
-def _source(name: str) -> str:
-    if name in OURS:
-        return OURS[name]
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        known = ", ".join(OURS)
-        raise ConfigError(f"chat_template: '{name}' is neither one of ours ({known}) nor a file: {error}") from error

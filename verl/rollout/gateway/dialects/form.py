@@ -311,9 +311,9 @@ def sampling_of(body: Body) -> dict[str, Any]:
     return {name: body[name] for name in sorted(SAMPLING) if body.get(name) is not None}
 
 
-def chosen(choice: str, tools: Sequence[Body], param: str = "tool_choice") -> str:
+def chosen(choice: str, tools: Sequence[Body]) -> str:
     """Raises RequestError if a tool must be called that is not there."""
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", "required", *names) or (choice == "required" and not names):
-        raise RequestError(400, f"'{param}': there is no tool to call ({choice})", param, "invalid_value")
+        raise RequestError(400, f"'tool_choice': there is no tool to call ({choice})", "tool_choice", "invalid_value")
     return choice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from verl.rollout.gateway.dialects import form
@@ -76,9 +75,10 @@ def _conversation(body: Body) -> tuple[Message, ...]:
     for index, item in enumerate(items):
         message = _item(item, f"input[{index}]")
         if is_open and message.role == "assistant" and _fits(messages[-1], message):
-            messages[-1] = _merged(messages[-1], message)
-        else:
-            messages.append(message)
+            before = messages.pop()
+            content, reasoning = before.content + message.content, before.reasoning + message.reasoning
+            message = Message("assistant", content, before.calls + message.calls, reasoning)
+        messages.append(message)
         is_open = message.role == "assistant"
     if not messages:
         raise RequestError(400, "'input' is empty", "input", "invalid_value")
@@ -89,15 +89,6 @@ def _fits(before: Message, item: Message) -> bool:
     """Whether an item of the assistant continues its message: a thought, then a text, then calls."""
     has_text = bool(before.content or before.calls)
     return not has_text if item.content or item.reasoning else True
-
-
-def _merged(before: Message, item: Message) -> Message:
-    return replace(
-        before,
-        content=before.content + item.content,
-        calls=before.calls + item.calls,
-        reasoning=before.reasoning + item.reasoning,
-    )
 
 
 def _item(item: Body, where: str) -> Message:
