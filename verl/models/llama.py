@@ -13,6 +13,7 @@ Shapes: T flat tokens, d hidden size, I intermediate size, H query heads, K key/
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -211,14 +212,10 @@ def _layer_calls(
         calls.append((index, args[0][0], options))
 
     layers: Any = packed.backbone.layers
-    hooks = [
-        layer.register_forward_pre_hook(partial(note, index), with_kwargs=True) for index, layer in enumerate(layers)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(partial(note, index), with_kwargs=True))
         packed.packed_hidden(tokens, positions, context)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return calls
 
 

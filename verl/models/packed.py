@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -235,12 +235,10 @@ class PackedModel:
                 if id(weight) in names:
                     ready(names[id(weight)])
 
-        hooks = [part.register_forward_pre_hook(wait) for part in _parts(self.backbone, self.num_layers)]
-        try:
+        with ExitStack() as hooks:
+            for part in _parts(self.backbone, self.num_layers):
+                hooks.enter_context(part.register_forward_pre_hook(wait))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         wait(self.model)
 
     def padded_hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
