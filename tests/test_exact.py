@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 
 from verl.batch import Batch
-from verl.data.buffers import MemoryBuffer
-from verl.data.disk_buffer import DiskBuffer
+from verl.data.buffers import DiskBuffer, MemoryBuffer
 from verl.data.prompts import load_prompts
 from verl.errors import DataError
 

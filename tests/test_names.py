@@ -18,8 +18,8 @@ from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.cluster.placement import DeviceMesh
 from verl.config import load_config
-from verl.data.by_task import by_task
 from verl.data.chat import template_inputs
+from verl.data.task_loader import by_task
 from verl.data.tasks import make_task
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.stages import make_stage

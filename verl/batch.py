@@ -28,7 +28,7 @@ Columns the system knows (others are the user's and travel along untouched):
     policy_version     int64    version of the weights that wrote the response
     token_versions     [int64]  of several turns: that of each token; -1: no policy wrote it
     policy_id          str      `Actor.policy_id` of these weights; null: they were older than the actor's then
-    tokenizer          str      id of the vocabulary of the tokens, see `verl.data.vocabulary`
+    tokenizer          str      id of the vocabulary of the tokens, see `verl.data.text`
 
 House rules: columns are added, never overwritten; nulls stand at row level only; exactly one function,
 `Batch.tensor`, turns a column into a tensor, and it copies (Arrow memory is read-only).

@@ -210,19 +210,22 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_leave_locks)
 
 
-def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file for this process until it is closed; False: another one has it. Windows has no such lock.
+def lock_file(path: Path) -> IO[bytes] | None:
+    """A file that is locked for this process until it is closed, which the system does however the process ends; None:
+    another one has it. Windows has no such lock.
 
     Raises:
-        OSError: the file system has none.
+        OSError: the file cannot be made, or the file system has no locks.
     """
+    file = path.open("ab")
     if sys.platform != "win32":
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
+            file.close()
+            return None
         _locked.add(file)
-    return True
+    return file
 
 
 def link_atomic(link: Path, target: str) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import ranks
 from tests.ranks import job, torchrun
-from verl.data.disk_buffer import DiskBuffer
+from verl.data.buffers import DiskBuffer
 
 SCRIPT = Path(__file__).with_name("three_steps.py")
 CLOCK = ("busy/",)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests import forked
 from tests.properties import examples
 from verl.batch import Batch
-from verl.data.buffers import Buffer, MemoryBuffer, make_buffer
-from verl.data.disk_buffer import DiskBuffer
+from verl.data.buffers import Buffer, DiskBuffer, MemoryBuffer, make_buffer
 from verl.durable import staging_of
 from verl.errors import ConfigError, DataError
 
@@ -206,7 +205,7 @@ def test_a_write_that_fails_leaves_the_buffer_as_it_was(tmp_path: Path, monkeypa
 WRITER = """
 import sys
 from verl.batch import Batch
-from verl.data.disk_buffer import DiskBuffer
+from verl.data.buffers import DiskBuffer
 
 buffer, number = DiskBuffer(sys.argv[1], 10**6), 0
 while True:

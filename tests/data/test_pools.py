@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.properties import examples
 from verl.data.loader import PromptLoader, note_scores
-from verl.data.pool_options import PoolOptions
-from verl.data.pools import Pools
+from verl.data.pools import PoolOptions, Pools
 from verl.data.prompts import load_prompts, stream_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.errors import ConfigError, DamagedCheckpointError, DataError

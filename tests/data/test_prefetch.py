@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.properties import examples
 from verl.batch import Batch
 from verl.data.loader import PromptLoader
-from verl.data.prefetch import Prefetch
+from verl.data.prefetch import Prefetch, RowsAhead
 from verl.data.prompts import load_prompts
-from verl.data.rows_ahead import RowsAhead
 from verl.errors import DataError
 
 

@@ -292,7 +292,7 @@ def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
 def test_limit_and_streams() -> None:
     assert len(rows_of(["a", "b", "c"], limit=2)) == 2
     stream = stream_prompts(text for text in "ab")
-    assert [row["prompt"] for _, row in stream.rows(0)] == ["a", "b"]
+    assert [row["prompt"] for _, row, _ in stream.rows(0)] == ["a", "b"]
     with pytest.raises(DataError, match="a generator has no length: read it with stream_prompts"):
         load_prompts(text for text in "ab")
 

@@ -84,5 +84,8 @@ def test_streams_are_tokenised_as_they_are_read(tokenizer: Any) -> None:
     stream, counts = tokenize_prompts(
         stream_prompts(text for text in ["ab", "abcdefgh", "c"]), tokenizer, max_prompt_length=4, truncation="drop"
     )
-    assert [(number, tokenizer.decode(row["prompt_tokens"])) for number, row in stream.rows(0)] == [(0, "ab"), (2, "c")]
+    assert [(number, tokenizer.decode(row["prompt_tokens"])) for number, row, _ in stream.rows(0)] == [
+        (0, "ab"),
+        (2, "c"),
+    ]
     assert counts["dropped"] == 1

@@ -18,10 +18,9 @@ import verl
 from tests.exact import norm_in_fp64
 from tests.trainer.cases import PROMPTS, SHORT, low_bytes
 from verl.batch import Batch
-from verl.data.by_task import by_task
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
-from verl.data.task_loader import TaskLoader
+from verl.data.task_loader import TaskLoader, by_task
 from verl.dataflow.graph import Node
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.tasks.task import Task

@@ -12,8 +12,7 @@ import pytest
 
 import verl
 from tests.trainer.timeline_file import gaps, read_timeline
-from verl.report.timeline import Span, busy_shares
-from verl.report.trace_file import TraceFile
+from verl.report.timeline import Span, TraceFile, busy_shares
 
 PAUSE = 0.6
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import verl
 import verl.tasks.task
 from tests.trainer.cases import PROMPTS, SHORT, collected, low_bytes, make
-from verl.data.disk_buffer import DiskBuffer
+from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.report.samples import permuted
 from verl.roles.layouts import by_workers, lay_out

@@ -20,9 +20,8 @@ from verl.config import load_config, to_yaml
 from verl.durable import alive
 from verl.errors import ConfigError, VerlError
 from verl.tune import study as studies
-from verl.tune.report import rows, write_results
 from verl.tune.space import parse
-from verl.tune.study import Search, ended, tune
+from verl.tune.study import Search, ended, rows, tune, write_results
 from verl.tune.trial import TrialFailedError, UnknownMetricError, value_of
 
 LR = "actor_rollout_ref.actor.optim.lr"

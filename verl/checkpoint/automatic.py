@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checkpoint import state
 from verl.checkpoint.directory import CheckpointStore
+from verl.checkpoint.store import Checkpoint, load_checkpoint
 from verl.cluster.controller import start
 from verl.errors import CheckpointError, ConfigError, VerlError
 
 if TYPE_CHECKING:
     from verl.checkpoint.saving import Saving
-    from verl.checkpoint.store import Checkpoint
     from verl.data.prefetch import Loader
     from verl.trainer.options import CheckpointOptions
     from verl.trainer.trainer import Trainer
@@ -69,8 +70,6 @@ class AutomaticCheckpoints:
         Returns:
             Why the disk did not take it, which is also logged.
         """
-        from verl.checkpoint import state
-
         with trainer.models_idle():
             if trainer.steps not in (self.saved, self._pending and self._pending.step):
                 self.finish()
@@ -106,8 +105,6 @@ class AutomaticCheckpoints:
         start()
         if not self.store.steps():
             return None
-        from verl.checkpoint import state
-
         checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer, data=data))
         if checkpoint is None:
             return None
@@ -116,9 +113,6 @@ class AutomaticCheckpoints:
 
     def rollback(self, trainer: Trainer, step: int) -> None:
         """See `Trainer.rollback`."""
-        from verl.checkpoint import state
-        from verl.checkpoint.store import load_checkpoint
-
         self.finish()
         start()
         checkpoint = load_checkpoint(self.store.path(step), state.identity(trainer))
@@ -139,9 +133,6 @@ class AutomaticCheckpoints:
 
     def last_good(self, trainer: Trainer) -> int | None:
         """The step of the newest checkpoint that did not come right after a skipped update."""
-        from verl.checkpoint import state
-        from verl.checkpoint.store import load_checkpoint
-
         self.finish()
         for step in reversed(self.store.steps()):
             try:
@@ -152,8 +143,6 @@ class AutomaticCheckpoints:
         return None
 
     def _restore(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
-        from verl.checkpoint import state
-
         state.restore(trainer, checkpoint)
         self.store.rollback(checkpoint.step)
         self.saved = checkpoint.step

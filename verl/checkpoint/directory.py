@@ -1,6 +1,4 @@
-"""The checkpoints of a run: which are kept, and which is the one to go on from.
-
-A directory without checkpoints is opened without what reads and writes them."""
+"""The checkpoints of a run: which are kept, and which is the one to go on from."""
 
 from __future__ import annotations
 
@@ -9,17 +7,15 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from verl.checked import checked
+from verl.checkpoint.saving import MANIFEST, SaveResult, Saving, Writer, reason
+from verl.checkpoint.store import Checkpoint, load_checkpoint
 from verl.durable import clear_staging, link_atomic, remove, staging_of
 from verl.errors import CheckpointError, DamagedCheckpointError
-
-if TYPE_CHECKING:
-    from verl.checkpoint.saving import SaveResult, Saving, Writer
-    from verl.checkpoint.store import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +71,6 @@ class CheckpointStore:
         writers: Sequence[Writer] = (),
     ) -> Saving:
         """Begin `save`."""
-        from verl.checkpoint.saving import Saving
 
         def end(result: SaveResult) -> None:
             if not result:
@@ -127,9 +122,6 @@ class CheckpointStore:
         return None
 
     def _open(self, step: int, identity: Mapping[str, str] | None) -> Checkpoint:
-        from verl.checkpoint.saving import MANIFEST
-        from verl.checkpoint.store import load_checkpoint
-
         path = self.path(step)
         if path.is_symlink():
             raise DamagedCheckpointError(f"checkpoint {path} is damaged: it is a symbolic link")
@@ -146,8 +138,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is no checkpoint of `step` (nothing is removed then), or the disk refuses.
         """
-        from verl.checkpoint.saving import reason
-
         steps = self.steps()
         if step not in steps:
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step} to go back to; it has {steps}")

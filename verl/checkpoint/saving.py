@@ -18,8 +18,11 @@ from verl.durable import clear_staging, parse_json, publish, seal, seal_all, sta
 from verl.errors import CheckpointError
 from verl.schemas import CHECKPOINT
 from verl.weights.shard import Shard, Stream
+from verl.weights.tensor_files import write_shards
 
 MANIFEST = "manifest.json"
+#: Directory of the tokenizer.
+TOKENIZER = "actor/tokenizer"
 #: Names of contents, and of files.
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)
 
@@ -52,6 +55,23 @@ class Writer(Protocol):
             OSError: the disk did not take it.
             CheckpointError: a content that a checkpoint cannot hold.
         """
+
+
+class TokenizerWriter:
+    """Writes a tokenizer's own files, as the policy was trained with it: templates and tokens set in Python are in no
+    other file."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._files: Mapping[str, Mapping[str, Any]] = {}
+
+    def begin(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder / TOKENIZER)
+        files = sorted(file for file in (folder / TOKENIZER).rglob("*") if file.is_file())
+        self._files = seal_all(files, folder)
+
+    def end(self, wait: bool) -> Mapping[str, Mapping[str, Any]]:
+        return self._files
 
 
 class Saving:
@@ -162,8 +182,6 @@ def _write_all(staging: Path, files: Mapping[str, Any]) -> Iterator[Path]:
 
 def _write_content(target: Path, content: Any) -> Iterable[Path]:
     if not target.suffix:
-        from verl.weights.tensor_files import write_shards
-
         if isinstance(content, Mapping):
             content = [Shard.whole(*item) for item in content.items()]
         return write_shards(target, Stream(content) if callable(content) else content)

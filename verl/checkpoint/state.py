@@ -26,10 +26,9 @@ from pydantic import AfterValidator, BaseModel, Field, JsonValue, PositiveFloat,
 
 from verl.batch import Batch
 from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
-from verl.checkpoint.saving import SaveResult, Writer
+from verl.checkpoint.saving import SaveResult, TokenizerWriter, Writer
 from verl.checkpoint.store import Checkpoint, VerifyReport, load_checkpoint, model_identity, save_checkpoint
 from verl.checkpoint.store import verify as verify_files
-from verl.checkpoint.tokenizer import TokenizerWriter
 from verl.cluster.controller import start
 from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError

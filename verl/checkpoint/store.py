@@ -21,10 +21,11 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from pydantic import BaseModel, NonNegativeInt
+from torch import Tensor
 
 from verl.batch import Batch
 from verl.checked import checked
@@ -34,10 +35,7 @@ from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.record import Natural
 from verl.schemas import CHECKPOINT
 from verl.weights.shard import Shard
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from verl.weights.tensor_files import files_of, is_finite, read_shards
 
 
 class _File(BaseModel):
@@ -67,7 +65,7 @@ class Checkpoint:
     files: tuple[str, ...]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.files or bool(self._tensor_files(str(name)))
+        return name in self.files or bool(files_of(str(name), self.files))
 
     def json(self, name: str, schema: Any = Any) -> Any:
         """The value stored under `name` (which ends in ".json"), checked by a pydantic schema in strict mode."""
@@ -86,29 +84,21 @@ class Checkpoint:
     def shards(self, name: str) -> Iterator[Shard]:
         """The tensors stored under `name` as a stream, cut as the ranks had them; views of the files, to be copied
         from."""
-        from verl.weights.tensor_files import read_shards
-
         return read_shards(self.paths(name))
 
     def paths(self, name: str) -> list[Path]:
         """The files of the tensors stored under `name`."""
-        files = self._tensor_files(name)
-        if not files:
+        if not (files := files_of(name, self.files)):
             raise self._absent(name)
         return [self.path / file for file in files]
 
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+    def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors stored under `name`, all at once; copies."""
         return {shard.name: shard.tensor.clone() for shard in self.shards(name)}
 
     def damaged(self, fault: str) -> DamagedCheckpointError:
         """The error that says what is wrong with the content."""
         return DamagedCheckpointError(f"checkpoint {self.path} is damaged: {fault}")
-
-    def _tensor_files(self, name: str) -> list[str]:
-        from verl.weights.tensor_files import files_of
-
-        return files_of(name, self.files)
 
     def _file(self, name: str) -> Path:
         if name not in self.files:
@@ -207,8 +197,6 @@ class VerifyReport:
 
 def verify(path: str | Path) -> VerifyReport:
     """Check a checkpoint through: digests, every tensor loaded and finite, JSON and tables readable."""
-    from verl.weights.tensor_files import is_finite
-
     report = VerifyReport(Path(path))
     try:
         checkpoint = load_checkpoint(path)

@@ -1,4 +1,4 @@
 """The command line.
 
-Reading order: `main`, `init`, `plan`, `generate`, `eval`, `export`, `tune`, `agent`, `doctor`.
+Reading order: `main`, `init`, `plan`, `generate`, `eval`, `tune`, `agent`, `doctor`.
 """

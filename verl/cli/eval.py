@@ -44,11 +44,8 @@ def evaluate(
     if reward is None and data.lstrip().startswith("{"):
         reward = "task"
     if reward is not None:
-        settings += (
-            [f"reward.path={reward}", "reward.name=null"]
-            if ".py:" in reward
-            else [f"reward.name={reward}", "reward.path=null"]
-        )
+        source, other = ("path", "name") if ".py:" in reward else ("name", "path")
+        settings += [f"reward.{source}={reward}", f"reward.{other}=null"]
     if n is not None:
         settings.append(f"trainer.eval_n={n}")
     if temperature is None and (n or 1) > 1:

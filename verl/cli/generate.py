@@ -237,10 +237,8 @@ def _content(suffix: str, prompts: Batch, answers: Sequence[_Answer]) -> bytes:
     columns = {field.name: [getattr(answer, field.name) for answer in answers] for field in fields(_Answer)}
     names = [f"user.{name}" if name in columns else name for name in prompts.columns]
     batch = Batch(prompts.table.rename_columns(names)).add(columns)
-    return _parquet(batch) if suffix == ".parquet" else _lines(batch)
-
-
-def _lines(batch: Batch) -> bytes:
+    if suffix == ".parquet":
+        return _parquet(batch)
     rows = ({**row, "messages": json.loads(row["messages"])} if row.get("messages") else row for row in batch)
     return "".join(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n" for row in rows).encode()
 

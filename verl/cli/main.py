@@ -17,7 +17,6 @@ from verl import __version__
 from verl.cli.agent import app as agent
 from verl.cli.doctor import doctor
 from verl.cli.eval import evaluate
-from verl.cli.export import export
 from verl.cli.generate import generate
 from verl.cli.init import init
 from verl.cli.tune import tune
@@ -138,7 +137,7 @@ def train(
     if device is not None and not dry_run:
         raise ConfigError("--device asks what a run would take of a device that may be elsewhere: give --dry-run too")
     if dry_run:
-        from verl.cli.plan import memory, plan
+        from verl.cli.plan import plan
         from verl.run.check import check_settings
         from verl.run.data import in_steps
 
@@ -146,7 +145,11 @@ def train(
         for label, text in plan(in_steps(config, checked.data)).items():
             typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text, '')}")
         if device is not None:
-            typer.echo("\n" + memory(config, list(checked.algorithms.values()), device))
+            from verl.planner.hardware import Cluster
+            from verl.run.memory import memory_on
+
+            cluster = Cluster.parse(device if device[:1].isdigit() else f"1x{device}", option="--device")
+            typer.echo("\n" + "\n".join(memory_on(config, checked.algorithms.values(), cluster).lines()))
         typer.echo("\n# Not the default:")
         for key, value, default in differences(config):
             typer.echo(f"{typer.style(key, bold=True)}: {visible(str(value))}  # {default}")
@@ -305,8 +308,44 @@ def verify(
         raise typer.Exit(OTHER_ERROR)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, or a run's directory: then its newest whole checkpoint.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.", show_default=False)],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Tokenizer directory or hub name (else that of the model the run began with)."),
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters (LoRA) alone, as a directory that peft loads.")
+    ] = False,
+) -> None:
+    """Write the trained model of a run as a plain Hugging Face directory: config, safetensors, tokenizer.
+
+    The model is first checked as `verl verify` does: its outputs must be those noted when the checkpoint was saved.
+    OUT loads in transformers and vLLM, and is a MODEL for `verl generate` and further training. Adapters are merged
+    into the weights, unless --adapter is given.
+
+    [bold]Examples[/bold]
+    $ verl export runs/latest models/mine
+    $ verl export runs/latest/checkpoints/step-000060 models/mine-60
+    $ verl generate models/mine prompts.jsonl answers.jsonl --chat
+    """
+    from verl.run.export import export as write
+
+    exported = write(checkpoint, out, tokenizer, adapter=adapter)
+    typer.echo(f"step {exported.step} of {exported.path}", err=True)
+    typer.echo(out)
+
+
 app.command()(init)
-app.command()(export)
 app.command()(doctor)
 app.command()(generate)
 app.command("eval")(evaluate)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.cluster.placement import DeviceMesh
 from verl.config import Config, CostConfig, RewardPart, TaskConfig, run_id
@@ -17,9 +17,6 @@ from verl.planner.search import PlacementPlan, search
 from verl.rollout.choice import planned_engine
 from verl.rollout.options import RolloutOptions
 
-if TYPE_CHECKING:
-    from verl.algorithms import BaseAlgorithm
-
 
 def plan(config: Config) -> dict[str, str]:
     """The run that `config` describes, as labelled lines; reads no weights and imports no torch.
@@ -29,6 +26,8 @@ def plan(config: Config) -> dict[str, str]:
     """
     policy, trainer = config.actor_rollout_ref, config.trainer
     tasks = {f"task {task.name}": _task(config, task) for task in config.tasks}
+    epochs = trainer.total_epochs  # how many steps these are, their rows alone can say
+    steps = str(trainer.total_steps) if epochs is None else f"as many as {_count(epochs, 'epoch')} have"
     lines = {
         "run directory": str(Path(trainer.output_dir, run_id(config))),
         "model": _model(policy.model.path or ""),
@@ -36,26 +35,13 @@ def plan(config: Config) -> dict[str, str]:
         "data": f"{_source(config.data.train)}; held out: {_source(config.data.eval)}",
         "a step": _step(config),
         "engine": _engine(policy.rollout, policy.model),
-        "steps": f"{_steps(config)}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
+        "steps": f"{steps}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
     }
     if trainer.placement is not None:
         lines["placement"] = str(DeviceMesh(trainer.placement)).replace("\n", "\n" + " " * 16)
     if trainer.control is not None:
         lines["control"] = f"{trainer.control}: this run should learn nothing"
     return lines
-
-
-def memory(config: Config, algorithms: Collection[BaseAlgorithm], devices: str) -> str:
-    """What a run takes of devices such as "H100-80GB" or "8xA100", as a table; reads no weights.
-
-    Raises:
-        ConfigError: it does not fit (with the setting to change), or there is no such device.
-        ModelError: a model's configuration cannot be found.
-    """
-    from verl.run.memory import memory_on
-
-    cluster = Cluster.parse(devices if devices[:1].isdigit() else f"1x{devices}", option="--device")
-    return "\n".join(memory_on(config, algorithms, cluster).lines())
 
 
 def cluster_of(text: str, network: float | None, efficiency: str | None) -> Cluster:
@@ -212,12 +198,6 @@ def _origin(part: RewardPart) -> str:
 
 def _option(item: tuple[str, Any]) -> str:
     return f"{item[0]}={item[1]}"
-
-
-def _steps(config: Config) -> str:
-    """How many, which an epoch's rows alone can say."""
-    epochs = config.trainer.total_epochs
-    return str(config.trainer.total_steps) if epochs is None else f"as many as {_count(epochs, 'epoch')} have"
 
 
 def _evaluated(config: Config) -> str:

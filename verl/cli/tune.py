@@ -55,9 +55,8 @@ def tune(
     $ verl tune recipe.yaml trainer.total_steps=30 --search actor_rollout_ref.rollout.n=4..16 --last 5 --prune --out DIR
     $ verl tune recipe.yaml --search algorithm.name=grpo,rloo --metric eval/accuracy --out runs/names
     """
-    from verl.tune.report import columns, rows, write_results
     from verl.tune.space import parse
-    from verl.tune.study import Search, ended, tune
+    from verl.tune.study import Search, columns, ended, rows, tune, write_results
 
     searches = tuple(search or ())
     wanted = Search(
@@ -82,7 +81,7 @@ def tune(
 
 
 def _say(trial: FrozenTrial, metric: str) -> None:
-    from verl.tune.report import STATES, short, shown
+    from verl.tune.study import STATES, short, shown
 
     values = " ".join(f"{key}={short(value)}" for key, value in trial.params.items())
     state, reason = STATES[trial.state.name], trial.user_attrs.get("reason")

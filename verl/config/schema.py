@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from verl.config.tasks import AlgorithmName, TaskConfig, check_names
-from verl.data.pool_options import PoolOptions
+from verl.data.pools import PoolOptions
 from verl.errors import nearest
 from verl.models.options import Dtype, ModelOptions
 from verl.names import check_known

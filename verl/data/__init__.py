@@ -1,8 +1,8 @@
 """Data: prompts, offline data, buffers, and cursors that resume exactly.
 
-Reading order: `prompts`, `cursor`, `loader`, `stream_walk`, `pool_options`, `pools`, `files`, `forms`, `chat`,
-`tokenize`, `text`, `vocabulary`, `prefixes`, `tasks`, `offline`, `buffer`, `buffers`, `disk_buffer`,
-`distributed_buffer`, `by_task`, `task_loader`, `shared_source`, `prefetch`, `rows_ahead`, `alignment`.
+Reading order: `prompts`, `cursor`, `prefetch`, `loader`, `pools`, `files`, `forms`, `chat`,
+`tokenize`, `text`, `prefixes`, `tasks`, `offline`, `buffer`, `buffers`,
+`distributed_buffer`, `task_loader`, `shared_source`, `alignment`.
 """
 
 from __future__ import annotations

@@ -7,15 +7,25 @@ is exactly once across a crash by the checkpoint: it stores `state()`, and `load
 
 from __future__ import annotations
 
+import json
+import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, Field
+
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.buffer import Buffer, Capacity, no_room
-from verl.errors import ConfigError, nearest, shown
+from verl.data.buffer import Buffer, Capacity, check_saved, no_room
+from verl.durable import clear_staging, lock_file, read_json, write_atomic
+from verl.errors import ConfigError, DataError, nearest, shown
 
-__all__ = ["Buffer", "MemoryBuffer", "make_buffer"]
+__all__ = ["Buffer", "DiskBuffer", "MemoryBuffer", "make_buffer"]
+
+logger = logging.getLogger(__name__)
 
 
 def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buffer:
@@ -35,8 +45,6 @@ def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buf
     if kind == "disk":
         if path is None:
             raise ConfigError("a disk buffer needs a directory: give its path")
-        from verl.data.disk_buffer import DiskBuffer
-
         return DiskBuffer(path, capacity)
     if kind == "distributed":
         from verl.data.distributed_buffer import DistributedBuffer
@@ -73,3 +81,117 @@ class MemoryBuffer(Buffer):
     def load_state(self, batch: Batch) -> None:
         self._batches.clear()
         self.add(batch)
+
+
+class DiskBuffer(Buffer):
+    """A directory of Parquet segments, one an `add`, and a cursor file: how far they were given out.
+
+    Segments and cursor are replaced atomically; the cursor moves before `drain` returns. One buffer at a time, until it
+    is closed or gone; a second one is refused.
+    A segment that cannot be read when the buffer is opened is left where it is and skipped with a warning.
+    """
+
+    @checked
+    def __init__(self, path: str | Path, capacity: Capacity) -> None:
+        self.path, self.capacity = Path(path), capacity
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(self.path / "lock")
+        except OSError as error:
+            raise ConfigError(f"the buffer cannot lie in {path}: {error}. Name another directory") from error
+        if lock is None:
+            raise DataError(
+                f"the buffer in {path} is open already, in another process or in this one: end that process, close() "
+                "that buffer (of a trainer: trainer.buffer.close()), or use another path"
+            )
+        self._unlock = weakref.finalize(self, lock.close)
+        clear_staging(self.path)
+        self._first, self._offset = self._read_cursor()
+        self._sizes: dict[int, int] = {}
+        numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
+        for number in numbers:
+            if number < self._first:
+                self._file(number).unlink()
+                continue
+            try:  # reading it all is the only check that finds a damaged page
+                self._sizes[number] = len(Batch.from_parquet(self._file(number)))
+            except DataError as error:
+                logger.warning("segment skipped: %s", error)
+        if self._first not in self._sizes:
+            self._offset = 0
+        self._next = max([self._first, *(number + 1 for number in numbers)])
+
+    def __len__(self) -> int:
+        return sum(self._sizes.values()) - self._offset
+
+    def add(self, batch: Batch) -> None:
+        if len(batch) > self.room:
+            raise no_room(self, batch)
+        self._append(batch)
+
+    def drain(self) -> Batch:
+        batch = self.state()
+        if self._sizes:
+            self._move_cursor(max(self._sizes) + 1)
+            self._forget(list(self._sizes))
+        return batch
+
+    def state(self) -> Batch:
+        parts = [Batch.from_parquet(self._file(number)) for number in self._sizes]
+        return Batch.concat(parts).slice(self._offset)
+
+    def load_state(self, batch: Batch) -> None:
+        check_saved(self, batch)
+        old = list(self._sizes)
+        start = self._next
+        self._append(batch)
+        self._move_cursor(start)
+        self._forget(old)
+
+    def close(self) -> None:
+        """Release the lock; this object cannot be used afterwards."""
+        self._unlock()
+
+    def _append(self, batch: Batch) -> None:
+        if not len(batch):
+            return
+        self._check_open()
+        number, sink = self._next, pa.BufferOutputStream()
+        pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
+        write_atomic(self._file(number), sink.getvalue().to_pybytes())
+        self._sizes[number] = len(batch)
+        self._next = number + 1
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:012d}.parquet"
+
+    def _read_cursor(self) -> tuple[int, int]:
+        file = self.path / "cursor.json"
+        if not file.exists():
+            return 0, 0
+        try:
+            cursor: _Cursor = read_json(file, _Cursor)
+        except ValueError as error:
+            raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from None
+        return cursor.segment, cursor.row
+
+    def _check_open(self) -> None:
+        if not self._unlock.alive:
+            raise DataError(f"the buffer in {self.path} has been closed, and may be another's now: make a new one")
+
+    def _move_cursor(self, segment: int) -> None:
+        self._check_open()
+        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment, "row": 0}))
+        self._first, self._offset = segment, 0
+
+    def _forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._sizes[number]
+            self._file(number).unlink(missing_ok=True)
+
+
+class _Cursor(BaseModel):
+    """`cursor.json`: the first sample that has not been given out. Older versions gave out a part of one."""
+
+    segment: int = Field(ge=0, lt=2**53)
+    row: int = Field(ge=0, lt=2**53)

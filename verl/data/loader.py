@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.cursor import Cursor, hashed
-from verl.data.pool_options import PoolOptions
+from verl.data.cursor import Cursor, hashed, saved_count
+from verl.data.pools import PoolOptions, Pools
+from verl.data.prefetch import RowsAhead
 from verl.data.prompts import PromptDataset, PromptStream
 from verl.errors import ConfigError, DataError
 from verl.record import Count
-
-if TYPE_CHECKING:
-    from verl.data.pools import Pools
-    from verl.data.stream_walk import StreamWalk
+from verl.user_calls import DEADLINE
 
 
 class PromptLoader(Iterator[Batch]):
@@ -50,19 +49,15 @@ class PromptLoader(Iterator[Batch]):
         self.end: int | None = None
         #: None: every prompt is drawn once an epoch.
         self.pools: Pools | None = None
-        self._walk: _DatasetWalk | StreamWalk
+        self._walk: _DatasetWalk | _StreamWalk
         if isinstance(data, PromptStream):
             if pools is not None:
                 raise ConfigError(
                     f"{data.name} is a stream, whose prompts are not drawn again: leave pools out, or use load_prompts"
                 )
-            from verl.data.stream_walk import StreamWalk
-
-            self._walk = StreamWalk(data)
+            self._walk = _StreamWalk(data)
             return
         if pools is not None:
-            from verl.data.pools import Pools
-
             self.pools = Pools(PoolOptions.of(pools, "pools"), len(data), task)
         self._walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
 
@@ -130,6 +125,59 @@ class _DatasetWalk(Cursor):
                 if chance == 1 or hashed(hashed(self.seed, epoch), row) < chance * 2**64:
                     visits.append((epoch, row))
         return visits
+
+
+class _StreamWalk:
+    """A position in a stream of prompts, epoch after epoch."""
+
+    def __init__(self, data: PromptStream) -> None:
+        self.data = data
+        self.epoch = self.position = 0
+        self._rows: RowsAhead | None = None
+        self._mark: Any = None  # of the last row
+        #: Seconds that rows may take which are read ahead; None: none are.
+        self.reads_ahead: float | None = None
+
+    def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
+        visits: list[tuple[int, int]] = []
+        rows: list[dict[str, Any]] = []
+        barren = 0
+        while len(rows) < count:
+            if self._rows is None:
+                self._rows = RowsAhead(
+                    self.data.rows(self.epoch, self.position, self._mark), self.reads_ahead or DEADLINE
+                )
+            number, row, mark = self._rows.next((-1, {}, None))
+            if row:
+                visits.append((self.epoch, number))
+                rows.append(row)
+                self.position, self._mark, barren = number + 1, mark, 0
+                continue
+            barren += 1
+            if barren == 2:
+                raise DataError(
+                    f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
+                )
+            self.epoch, self.position, self._mark, self._rows = self.epoch + 1, 0, None, None
+        if self._rows is not None and self.reads_ahead:
+            self._rows.read(count)
+        return visits, Batch.from_rows(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "stream": True}
+        try:
+            json.dumps(self._mark, allow_nan=False)
+        except (TypeError, ValueError):  # a state that JSON cannot hold: its rows are skipped
+            return state
+        return state if self._mark is None else {**state, "mark": self._mark}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state.get("stream"):
+            raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
+        epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
+        if self._rows is not None:
+            self._rows.close()
+        self.epoch, self.position, self._mark, self._rows = epoch, position, state.get("mark"), None
 
 
 def sources_of(loader: Any) -> dict[str, PromptLoader]:

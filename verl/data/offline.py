@@ -396,11 +396,8 @@ def _split_pair(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[An
         return prompt if is_whole else chosen[:shared], (chosen[shared:], rejected[shared:])
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
-            if (
-                isinstance(prompt, str)
-                and " " in prompt.strip()
-                and all(t.startswith(prompt) for t in (chosen, rejected))
-            ):
+            is_long = isinstance(prompt, str) and " " in prompt.strip()
+            if is_long and chosen.startswith(prompt) and rejected.startswith(prompt):
                 raise DataError(
                     f"{where}: chosen and rejected begin with the prompt, which would stand there twice: take it off "
                     "them, or leave out the column 'prompt'"

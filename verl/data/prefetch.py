@@ -1,14 +1,18 @@
-"""The next batch is read while the present one trains."""
+"""Rows and batches that are read before they are asked for, while the present ones train."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from itertools import islice, repeat, starmap
 from typing import Any, Protocol, runtime_checkable
 
 from verl.errors import DataError
 from verl.user_calls import DEADLINE, HungError, LateError, Running, UserCode
+
+_END = object()
 
 
 @runtime_checkable
@@ -21,10 +25,6 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 @contextmanager
 def in_time(seconds: float) -> Iterator[None]:
     """Raises DataError if what is read is late."""
@@ -35,37 +35,79 @@ def in_time(seconds: float) -> Iterator[None]:
         raise DataError(f"the next prompts were not read within {seconds:g} s{where}: mend what reads them") from None
 
 
-class Prefetch(Iterator[Any]):
+class RowsAhead:
+    """The rows of an iterator, some of which a thread reads before they are asked for. An error comes where its row
+    would."""
+
+    def __init__(self, rows: Iterator[Any], seconds: float = DEADLINE) -> None:
+        self._rows, self.seconds, self._code = rows, seconds, UserCode("the prompts")
+        self._waiting: deque[Any] = deque()
+        self._ahead: Running[None] | None = None
+
+    def next(self, default: Any) -> Any:
+        """The next row; `default` where there is none."""
+        if not self._waiting and self._ahead is not None:
+            coming, self._ahead = self._ahead, None
+            with in_time(self.seconds):
+                coming.result()
+        return self._waiting.popleft() if self._waiting else next(self._rows, default)
+
+    def read(self, count: int) -> None:
+        """Let so many rows be there when they are asked for."""
+        if self._ahead is not None and self._ahead.future.done() and self._ahead.future.exception() is None:
+            self._ahead = None
+        lacking = count - len(self._waiting)
+        if self._ahead is None and lacking > 0:
+            with in_time(self.seconds):
+                self._ahead = self._code.begin(self.seconds, self._waiting.extend, islice(self._rows, lacking))
+
+    def close(self) -> None:
+        """Wait until nothing is being read."""
+        if self._ahead is not None:
+            wait([self._ahead.future], timeout=self.seconds)
+
+
+def ahead(batches: Iterator[Any], prepare: Callable[[Any], Any], seconds: float) -> Iterator[Any]:
+    """The same batches, prepared, each read while the one before is used; it may take so many seconds."""
+
+    rows = RowsAhead(map(prepare, batches), seconds)
+    rows.read(1)
+    while (batch := rows.next(_END)) is not _END:
+        rows.read(1)
+        yield batch
+
+
+class Prefetch(RowsAhead, Iterator[Any]):
     """Reads a loader one batch ahead, in a thread. `state_dict` is the position of the first batch that has not been
     returned yet, so that a batch read ahead of a checkpoint is read again after a resume.
 
     Args:
-        prepare: what else is done with a batch in that thread.
+        prepare: what else is done with a batch in that thread; None: nothing.
         seconds: that it may take to read and prepare one.
     """
 
-    def __init__(self, loader: Loader, prepare: Callable[[Any], Any] = _as_it_is, seconds: float = DEADLINE) -> None:
-        self.loader, self.prepare, self.seconds = loader, prepare, seconds
+    def __init__(self, loader: Loader, prepare: Callable[[Any], Any] | None = None, seconds: float = DEADLINE) -> None:
+        super().__init__(starmap(self._read, repeat(())), seconds)
+        self.loader, self.prepare = loader, prepare
         # The loader is one batch further than what was returned, so its own position is never the one to save: each
         # batch comes with the position after it, which counts once the batch is handed out.
         self._position = loader.state_dict()
-        self._code = UserCode("the prompts")
-        self._ahead: Running[tuple[Any, dict[str, Any]]] | None = None
 
     def __next__(self) -> Any:
-        coming, self._ahead = self._ahead or self._code.begin(self.seconds, self._read), None
-        with in_time(self.seconds):
-            batch, self._position = coming.result()
-            self._ahead = self._code.begin(self.seconds, self._read)
+        self.read(1)
+        if (coming := self.next(None)) is None:
+            raise StopIteration
+        batch, self._position = coming
+        self.read(1)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._ahead is not None:
-            wait([self._ahead.future], timeout=self.seconds)
-            self._ahead = None
+        super().close()
+        self._ahead = None
+        self._waiting.clear()
         self.loader.load_state_dict(state)
         self._position = state
 
@@ -76,4 +118,5 @@ class Prefetch(Iterator[Any]):
 
     def _read(self) -> tuple[Any, dict[str, Any]]:
         """The next batch, prepared, and the loader's position after it."""
-        return self.prepare(next(self.loader)), self.loader.state_dict()
+        batch = next(self.loader)
+        return batch if self.prepare is None else self.prepare(batch), self.loader.state_dict()

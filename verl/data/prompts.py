@@ -84,12 +84,8 @@ class PromptStream:
     name: str = "stream"
     prepare: Callable[[Batch, int], Batch] | None = None
 
-    def rows(self, epoch: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Row numbers and rows from number `start` on; a row that `prepare` drops is left out."""
-        return ((number, row) for number, row, _ in self.marked_rows(epoch, start))
-
-    def marked_rows(self, epoch: int, start: int = 0, mark: Any = None) -> Iterator[tuple[int, dict[str, Any], Any]]:
-        """`rows`, each with a mark.
+    def rows(self, epoch: int, start: int = 0, mark: Any = None) -> Iterator[tuple[int, dict[str, Any], Any]]:
+        """Row numbers, rows and their marks from number `start` on; a row that `prepare` drops is left out.
 
         Args:
             mark: that of row `start - 1`: what the source itself says of where it is, None if it says nothing.

@@ -1,4 +1,4 @@
-"""Prompts of several tasks, mixed by their shares."""
+"""Prompts of several tasks, mixed by their shares; the column `task` says which one a row is of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.by_task import COLUMN, by_task
 from verl.data.cursor import hashed, saved_count
 from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
@@ -21,6 +20,9 @@ from verl.data.shared_source import read_once
 from verl.errors import ConfigError, DataError
 from verl.names import check_known
 from verl.record import Count, Weights
+
+#: Names the task of a row.
+COLUMN = "task"
 
 
 class Source(Protocol):
@@ -245,3 +247,43 @@ def rescaled(shares: Mapping[str, float], changed: Mapping[str, float]) -> dict[
     if named <= 0 and left > 0:
         raise ConfigError(f"the shares of {', '.join(changed)} are all 0: give one of them more")
     return {name: left * changed[name] / named if name in changed else share / total for name, share in shares.items()}
+
+
+def by_task(rows: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The rows of each task, in their order; tasks without rows are left out.
+
+    Args:
+        rows: a `Batch` with a column `task`, mappings that have such a key, or a mapping of tasks to rows in any form.
+        names: the tasks there are.
+
+    Raises:
+        DataError: a row names no task, or an unknown one.
+    """
+    if isinstance(rows, Mapping) and not isinstance(rows, Batch):
+        for name in rows:
+            _check(name, names, "the prompts")
+        return {name: rows[name] for name in names if name in rows}
+    if isinstance(rows, Batch):
+        tasks: list[Any] = rows[COLUMN] if COLUMN in rows else [None] * len(rows)
+    else:
+        rows = list(rows)
+        tasks = [row.get(COLUMN) if isinstance(row, Mapping) else None for row in rows]
+    chosen: dict[str, list[int]] = {}
+    for number, name in enumerate(tasks):
+        _check(name, names, f"row {number}")
+        chosen.setdefault(name, []).append(number)
+    split = {name: chosen[name] for name in names if name in chosen}
+    if isinstance(rows, Batch):
+        return {name: _without_empty(rows.take(numbers)) for name, numbers in split.items()}
+    return {name: [rows[number] for number in numbers] for name, numbers in split.items()}
+
+
+def _check(name: Any, names: Sequence[str], where: str) -> None:
+    if name is None:
+        raise DataError(f"{where} names no task: of several tasks, each row says its own in the column '{COLUMN}'")
+    check_known(f"{where}: there is no task", [name], names, DataError)
+
+
+def _without_empty(rows: Batch) -> Batch:
+    """Columns that only other tasks' rows have are null all through here."""
+    return rows.select([name for name in rows.columns if rows.arrow(name).null_count < len(rows)])

@@ -1,5 +1,5 @@
 """What people look at: console, sinks, page, completions, timeline.
 
-Reading order: `page`, `completions`, `samples`, `metrics`, `timeline`, `trace_file`, `progress`,
+Reading order: `page`, `completions`, `samples`, `metrics`, `timeline`, `progress`,
 `sinks`, `compare`.
 """

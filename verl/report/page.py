@@ -194,8 +194,7 @@ def last_evaluation(run: Path, most: int) -> dict[str, Any] | None:
 
 def metric_texts() -> dict[str, str]:
     """What docs/metrics.md says, by metric or pattern; the first that fits counts."""
-    texts: dict[str, str] = json.loads(_asset("metrics.json"))
-    return texts
+    return dict(json.loads(_asset("metrics.json")))
 
 
 def clock_of(metrics: Sequence[Mapping[str, Any]]) -> list[list[float]]:
@@ -455,18 +454,14 @@ def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> str:
     problems = f"{count:,} held-out problems" if is_number(count) else "held-out problems"
     if is_number(unscored) and unscored:
         problems += f" ({unscored:,} more have no such score)"
-    gain = summary.get("gain")
+    gain = known if is_number(known := summary.get("gain")) else after - before
+    text, interval = gain_text(name, gain, summary.get("gain_low"), summary.get("gain_high"))
+    is_better = gain < 0 if name == "loss" else gain > 0
     return (
         f"<div class=big><span class=before>{_headline(name, before)}</span><span class=arrow>→</span>"
         f"<span class=after>{_headline(name, after)}</span></div><p>{label} on {problems}, before and after</p>"
-        + _gain(name, gain if is_number(gain) else after - before, summary.get("gain_low"), summary.get("gain_high"))
+        f"<p class='gain {'up' if is_better else 'down'}'>{text} <small>{interval}</small></p>"
     )
-
-
-def _gain(name: str, gain: float, low: object, high: object) -> str:
-    text, interval = gain_text(name, gain, low, high)
-    better = gain < 0 if name == "loss" else gain > 0
-    return f"<p class='gain {'up' if better else 'down'}'>{text} <small>{interval}</small></p>"
 
 
 def _headline(name: str, value: float) -> str:

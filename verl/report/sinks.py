@@ -128,9 +128,14 @@ class TensorBoardSink:
 
         self._event, self._session = event_pb2.Event, event_pb2.SessionLog
         self._summary = summary_pb2.Summary
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{_second_of(Path(directory)):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._records = RecordFile(Path(directory) / name)
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names: one of the same second as another, or of a clock that was
+        # set back, would come before it.
+        seconds = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
+        second = max([int(time.time()), *(int(second) + 1 for second in seconds if second.isdigit())])
+        name = f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._records = RecordFile(folder / name)
         self._add(file_version="brain.Event:2")
         if resume_step is not None:
             self._add(file_version="brain.Event:2", step=resume_step + 1)
@@ -167,13 +172,6 @@ def _markdown(row: Mapping[str, Any]) -> str:
     head = ", ".join([*numbers, f"length {row['length']}", f"finish {row['finish']}"])
     lines = [f"[{name}]\n{row[name]}" for name in ("prompt", "response", "ground_truth") if row[name] is not None]
     return head + "\n\n" + "\n".join(f"    {line}" for line in "\n".join(lines).splitlines())
-
-
-def _second_of(directory: Path) -> int:
-    """The second that the next file in a directory is named by: TensorBoard reads files in the order of their names,
-    and one of the same second as another, or of a clock that was set back, would come before it."""
-    seconds = (path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*"))
-    return max([int(time.time()), *(int(second) + 1 for second in seconds if second.isdigit())])
 
 
 class RunSink:

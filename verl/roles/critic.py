@@ -11,8 +11,7 @@ from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
 from verl.checked import checked
 from verl.data.chat import ChatTokenizer
-from verl.data.text import spelled, written_turns
-from verl.data.vocabulary import tokenizer_of, vocabulary_id
+from verl.data.text import spelled, tokenizer_of, vocabulary_id, written_turns
 from verl.errors import ConfigError, ModelError
 from verl.log import follow_log_level
 from verl.models.heads import ValueModel

@@ -12,8 +12,8 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart, differences
 from verl.config.schema import KL
-from verl.data.by_task import by_task
 from verl.data.prompts import PromptDataset
+from verl.data.task_loader import by_task
 from verl.errors import ConfigError
 from verl.names import check_known
 from verl.report.metrics import Metric

@@ -10,11 +10,11 @@ from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.config import Config
 from verl.config.schema import is_by_task, mixed
-from verl.data.by_task import COLUMN, by_task
 from verl.data.files import recorded_files
 from verl.data.loader import PromptLoader
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
+from verl.data.task_loader import COLUMN, MixedLoader, TaskLoader, by_task
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
 from verl.record import MOST_AT_ONCE
@@ -160,8 +160,6 @@ def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, flo
         (source,) = sources.values()
         source.end = end
         return source
-    from verl.data.task_loader import MixedLoader, TaskLoader
-
     if shares:
         return TaskLoader(sources, shares, batch_size=data.batch_size, seed=seed)
     return MixedLoader(sources, mixture, batch_size=data.batch_size, seed=seed)

@@ -10,9 +10,8 @@ from safetensors import SafetensorError
 
 from verl.checkpoint import state
 from verl.checkpoint.directory import CheckpointStore
-from verl.checkpoint.saving import MANIFEST
+from verl.checkpoint.saving import MANIFEST, TOKENIZER
 from verl.checkpoint.store import Checkpoint, load_checkpoint
-from verl.checkpoint.tokenizer import FOLDER
 from verl.config import load_config
 from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
@@ -99,7 +98,7 @@ class _Origin:
         config: dict[str, Any] = checkpoint.json("actor/config.json", dict[str, Any])
         name = config.get("_name_or_path")
         self._model, self._trust = (name if isinstance(name, str) and name else None), False
-        saved = checkpoint.path / FOLDER
+        saved = checkpoint.path / TOKENIZER
         self._tokenizer = str(saved) if saved.is_dir() else None
         settings = checkpoint.path.resolve().parent.parent / "config.yaml"
         if settings.is_file():

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError, nearest
+from verl.sandbox.link import alike, encode
 from verl.sandbox.run import Limits, Run, run_python
 from verl.sandbox.run_tests import ASKS_NOTHING, FAILED
-from verl.sandbox.values import alike, encode
 from verl.syntax import syntax_tree
 
 _HERE = Path(__file__).parent
@@ -50,7 +50,7 @@ _DIGITS = 4000
 #: Bytes that the tests' side may print.
 _VERDICTS = 4 << 20
 #: What runs in a sandbox, in the order of imports, and the text that starts it: no file of ours is in reach there.
-_SENT = ("values", "link", "run_tests")
+_SENT = ("link", "run_tests")
 _START = """
 import sys, types
 for name, text in modules.items():
@@ -175,7 +175,7 @@ def parse(tests: Any, entry: str | None = None) -> Tests:
 
 
 def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[Any]:
-    """[arguments, results that are right] of each pair, as `values.encode` has them. Arguments are a list, or a text
+    """[arguments, results that are right] of each pair, as `encode` has them. Arguments are a list, or a text
     with a line of JSON for each. Where all results are lists of one (APPS has them so), either the list or what is in
     it may be meant."""
     with_args = []

@@ -1,4 +1,4 @@
-"""Runs in a sandbox: a program, or its tests. `code_tests.py` sends its text and that of `link.py` and `values.py`.
+"""Runs in a sandbox: a program, or its tests. `code_tests.py` sends its text and that of `link.py`.
 
 Settings of `main`: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), `live`, and the file
 descriptors `incoming` and `outgoing`. The tests ask the program over a `Link`, and judge what it answers. Verdicts are
@@ -19,8 +19,7 @@ import json
 import sys
 import types
 
-from verl.sandbox.link import COMPARED, COMPUTED, OWN_OPERATORS, Link, Over, waited_for
-from verl.sandbox.values import alike, decode
+from verl.sandbox.link import COMPARED, COMPUTED, OWN_OPERATORS, Link, Over, alike, decode, waited_for
 
 TYPE_CHECKING = False  # loading typing takes longer than all the rest
 if TYPE_CHECKING:
@@ -75,8 +74,10 @@ def serve(program: str, link: Link) -> None:
 
 
 def named(names: dict[str, Any], name: str) -> list[Any]:
-    """[whether the program defines this name, whether it is a class, its value]."""
-    name = entry_of(names) if name == "candidate" else name
+    """[whether the program defines this name, whether it is a class, its value]; "candidate" is its last function."""
+    if name == "candidate":
+        functions = [key for key, value in names.items() if callable(value) and not isinstance(value, type)]
+        name = [name, *(key for key in functions if getattr(names[key], "__module__", None) == "solution")][-1]
     return [name in names, isinstance(names.get(name), type), names.get(name)]
 
 
@@ -97,13 +98,6 @@ def run_program(program: str) -> tuple[types.ModuleType, str | None]:
             if not isinstance(error, NameError):
                 break
     return module, type(problem).__name__
-
-
-def entry_of(names: dict[str, Any]) -> str:
-    """The last function that a program defines."""
-    functions = [name for name, value in names.items() if callable(value) and not isinstance(value, type)]
-    defined = [name for name in functions if getattr(names[name], "__module__", None) == "solution"]
-    return defined[-1] if defined else "candidate"
 
 
 class Dummy:

@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from verl.data.loader import PromptLoader
+from verl.data.prefetch import ahead
 from verl.data.prompts import PromptDataset
-from verl.data.rows_ahead import ahead
 
 
 class PromptPasses(PromptLoader):

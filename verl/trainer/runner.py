@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from verl.batch import Batch
 from verl.cluster.controller import start
@@ -18,11 +18,8 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.groups import Groups
 from verl.dataflow.nodes import SLOT
 from verl.dataflow.result import Result
-from verl.report.timeline import Span, spans_of
+from verl.report.timeline import Span, TraceFile, spans_of
 from verl.trainer.step import draw
-
-if TYPE_CHECKING:
-    from verl.report.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,11 +42,7 @@ class GraphRunner:
         self.deadline = deadline
         self.spans: list[Span] = []
         self._slots = {SLOT: Slot()} if shares_models else {}
-        self._trace: TraceFile | None = None
-        if timeline is not None:
-            from verl.report.trace_file import TraceFile
-
-            self._trace = TraceFile(timeline)
+        self._trace = None if timeline is None else TraceFile(timeline)
         self._step = 0
         self._noting = threading.Lock()
 

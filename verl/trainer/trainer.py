@@ -22,9 +22,9 @@ from verl.checked import checked
 from verl.checkpoint.automatic import AutomaticCheckpoints
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
-from verl.data.by_task import by_task
 from verl.data.loader import note_scores, pooled
 from verl.data.prefetch import Loader
+from verl.data.task_loader import by_task
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of

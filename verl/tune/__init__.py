@@ -1,4 +1,4 @@
 """Search over settings: many short runs of one file, by Optuna.
 
-Reading order: `space`, `study`, `trial`, `report`.
+Reading order: `space`, `study`, `trial`.
 """

@@ -1,4 +1,5 @@
-"""A study: trials one after the other, noted in a journal, so that the same command goes on where it was cut off."""
+"""A study: trials one after the other, noted in a journal, so that the same command goes on where it was cut off; and
+what it came to: `best.yaml`, which `verl train` takes as it is, and `report.html` of its runs."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from verl.config import Config, load_config, run_id, to_yaml
-from verl.durable import append_lines, try_lock
+from verl.durable import append_lines, lock_file, write_atomic
 from verl.errors import ConfigError, VerlError
 from verl.extras import load_extra
+from verl.report.compare import short_names, write_comparison
+from verl.report.page import curves_of
 from verl.run.check import check_settings
 from verl.run.folder import is_finished
 from verl.tune.space import combinations, ends
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Share of a run's steps in which no trial is pruned: the first steps say little.
 WARM_UP = 0.3
+#: What became of a trial, by Optuna's name, the best first.
+STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
 
 
 @dataclass(frozen=True)
@@ -219,15 +224,50 @@ def _is_hopeless(study: Study, trial: Trial, run: Path, search: Search) -> bool:
     return False
 
 
-def _lock(out: Path) -> IO[str]:
-    """Holds a directory for this process until the file is closed, which the system does however the process ends."""
+def _lock(out: Path) -> IO[bytes]:
+    """Holds a directory for this process until the file is closed."""
     try:
         (out / "runs").mkdir(parents=True, exist_ok=True)
-        file = (out / ".lock").open("a")
-        is_free = try_lock(file)
+        file = lock_file(out / ".lock")
     except OSError as error:
         raise ConfigError(f"{out} cannot be used: {error.strerror or error}; choose another --out") from None
-    if not is_free:
-        file.close()
+    if file is None:
         raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
     return file
+
+
+def write_results(search: Search, study: Study) -> tuple[Path | None, Path | None]:
+    """Write `best.yaml`, once a trial has finished, and `report.html` (`verl report` of all runs), once a run has
+    recorded something, into the study's directory; returns both."""
+    settings = page = None
+    if (best := best_of(study)) is not None:
+        settings = search.out / "best.yaml"
+        origin = f"# {best.user_attrs['run']}: {search.metric} {shown(best)}\n"
+        write_atomic(settings, origin + to_yaml(search.settings({k: str(v) for k, v in best.params.items()})))
+    names = [str(trial.user_attrs.get("run", "")) for trial in ended(study)]  # those named twice count once
+    if runs := [run for name in names if curves_of(run := search.out / "runs" / name)]:
+        page = write_comparison(runs, search.out / "report.html")
+    return settings, page
+
+
+def rows(search: Search, study: Study) -> list[tuple[str, ...]]:
+    """A line a trial, the best first: number, searched values, value of the metric, what became of it."""
+    sign = -1 if search.direction == "maximize" else 1
+    ranks = [*STATES]
+    trials = [trial for trial in ended(study) if "as" not in trial.user_attrs]
+    ordered = sorted(trials, key=lambda t: (ranks.index(t.state.name), sign * (t.value or 0.0), t.number))
+    return [(str(t.number), *map(short, t.params.values()), shown(t), STATES[t.state.name]) for t in ordered]
+
+
+def columns(search: Search) -> list[str]:
+    """The headers of `rows`: keys are called as on the page of the runs."""
+    return ["trial", *short_names([*search.space]).values(), search.metric, ""]
+
+
+def shown(trial: FrozenTrial) -> str:
+    return "-" if trial.value is None else f"{trial.value:.6g}"
+
+
+def short(value: object) -> str:
+    """A fraction with few digits, anything else as it is."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

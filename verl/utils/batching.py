@@ -11,7 +11,7 @@ from verl.errors import ConfigError, DataError, shown
 from verl.record import Count, Natural, Portion, Seed
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 class DynamicBatchSampler:
@@ -122,20 +122,14 @@ def collate_fn(rows: Sequence[Any], pad_token_id: Natural = 0) -> dict[str, Any]
         values = [row[name] for row in fields]
         values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
         if all(_is_aligned(value, row) for value, row in zip(values, fields, strict=True)):
-            batch[name] = _pad(values, {"input_ids": pad_token_id, "labels": -100}.get(name, 0))
+            filler, longest = {"input_ids": pad_token_id, "labels": -100}.get(name, 0), max(map(len, values))
+            padded = [[*value, *[filler] * (longest - len(value))] for value in values]
+            batch[name] = torch.tensor(padded, dtype=None if longest else torch.int64)  # torch takes nothing for floats
         elif all(isinstance(value, int | float) for value in values):
             batch[name] = torch.tensor(values)
         else:
             batch[name] = values
     return batch
-
-
-def _pad(values: Sequence[Sequence[Any]], filler: int) -> torch.Tensor:
-    import torch
-
-    longest = max(map(len, values))
-    padded = [[*value, *[filler] * (longest - len(value))] for value in values]
-    return torch.tensor(padded, dtype=None if longest else torch.int64)  # torch takes nothing for floats
 
 
 def _is_aligned(value: Any, row: Mapping[str, Any]) -> bool:
