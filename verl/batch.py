@@ -333,7 +333,6 @@ class Batch:
         Raises:
             DataError: the column holds text, or integers with nulls.
         """
-        import numpy as np
         import torch
 
         array = self.arrow(name)
@@ -345,9 +344,8 @@ class Batch:
             raise DataError(f"column '{name}' of type {array.type} cannot become a tensor")
         if array.null_count and not pa.types.is_floating(array.type):
             raise DataError(f"column '{name}' has nulls; an integer tensor cannot hold them")
-        values = np.array(array.to_numpy(zero_copy_only=False), copy=True)
         try:
-            return torch.from_numpy(values).to(device=device, dtype=dtype)
+            return torch.tensor(array.to_numpy(zero_copy_only=False), dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"column '{name}' cannot be a tensor of dtype={dtype} on device={device!r}: {error}"

@@ -260,17 +260,11 @@ def seal_all(paths: Iterable[Path], root: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def digest(descriptor: int) -> str:
-    """SHA-256 of a file from its beginning."""
-    with open(descriptor, "rb", closefd=False) as file:
-        file.seek(0)
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return digest(file.fileno())
+def digest(file: str | Path | int) -> str:
+    """SHA-256 of a file, or of one that is open, by its descriptor, from its beginning."""
+    with open(file, "rb", closefd=not isinstance(file, int)) as opened:
+        opened.seek(0)
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def sync_directory(path: Path) -> None:

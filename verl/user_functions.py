@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from verl.durable import file_digest
+from verl.durable import digest as file_digest
 from verl.errors import ConfigError, RewardError, nearest
 from verl.user_code import NOT_THE_USERS, describe
 
@@ -38,7 +38,7 @@ def split_spec(spec: str) -> tuple[Path, str]:
 
 def digest(spec: str) -> str:
     """SHA-256 of the file of "file.py:function"."""
-    return hashlib.sha256(split_spec(spec)[0].read_bytes()).hexdigest()
+    return file_digest(split_spec(spec)[0])
 
 
 def user_files() -> dict[str, str]:

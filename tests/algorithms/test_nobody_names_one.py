@@ -18,7 +18,7 @@ OTHER_MEANING = {
     ("rewards/model.py", "reward_model"),
     ("report/completions.py", "reward_model"),
     ("run/inputs.py", "reward_model"),
-    ("run/rewards.py", "reward_model"),
+    ("run/check.py", "reward_model"),
     ("run/data.py", "reward_model"),
     ("tasks/file.py", "reward_model"),
 }

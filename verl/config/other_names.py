@@ -38,16 +38,12 @@ class RefusedError(Exception):
     """The setting is refused; the text says what to write instead."""
 
 
-def ours(name: str, value: Any, get: Get) -> Mapping[str, Any]:
-    """Our settings for one of theirs; `get` has the others by name.
+def ours(rule: Rule, value: Any, get: Get) -> Mapping[str, Any]:
+    """Our settings for a value of one of theirs, by its rule; `get` has the others by name.
 
     Raises:
         RefusedError: the value is not taken.
     """
-    return _apply(NAMES[name], value, get)
-
-
-def _apply(rule: Rule, value: Any, get: Get) -> Mapping[str, Any]:
     if isinstance(rule, str):
         return {rule: value}
     if isinstance(rule, Mapping):
@@ -63,11 +59,11 @@ def _value_of(condition: Condition, get: Get) -> Any:
 def _if(value: Any, get: Get, condition: Condition, rule: Rule, *values: Any) -> Mapping[str, Any]:
     """By the rule where a condition holds, or another key has one of `values`; else it is not read there either."""
     other = _value_of(condition, get)
-    return _apply(rule, value, get) if (other in values if values else other) else {}
+    return ours(rule, value, get) if (other in values if values else other) else {}
 
 
 def _unless(value: Any, get: Get, condition: Condition, rule: Rule) -> Mapping[str, Any]:
-    return {} if _value_of(condition, get) else _apply(rule, value, get)
+    return {} if _value_of(condition, get) else ours(rule, value, get)
 
 
 def _on(value: Any, get: Get, rule: Rule, *values: Any) -> Mapping[str, Any]:

@@ -75,7 +75,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
     renamed: dict[str, tuple[str, Any]] = {}
     for name, value in values.items():
         try:
-            renames = ours(name, value, get) if name in NAMES else {name: value}
+            renames = ours(NAMES[name], value, get) if name in NAMES else {name: value}
         except RefusedError as error:
             refusals.append(f"{name}{_where(name, locations)}: {value!r} is not taken: {error}")
             continue

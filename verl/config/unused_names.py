@@ -138,7 +138,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (), "write rollout_rs=token_k1 with a lower bound, which leaves such tokens out"),
     "algorithm.rollout_correction.use_policy_gradient": ((False,), "write algorithm.name=gpg, whose loss has no ratio"),
     "async_training.*": ((), "write trainer.max_staleness, steps that a sample may be behind (docs/asynchronous.md)"),
-    "reward_model.model.path": ((), ""),
     "reward_model.model.trust_remote_code reward_model.model.use_fused_kernels "
     "reward_model.max_length": ((False, True), "a reward model has its own tokenizer: leave it out"),
     "reward_model.sandbox_fusion.url": ((), "write reward.name=code, whose tests run in a sandbox here"),

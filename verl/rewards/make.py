@@ -15,6 +15,7 @@ from typing import Any
 from verl.errors import ConfigError, nearest, shown
 from verl.keywords import takes
 from verl.rewards.calls import Caller
+from verl.rewards.composite import CompositeReward, Smoothed
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.registry import REWARDS, registered
 from verl.rewards.source import RewardSource, source_of
@@ -46,8 +47,6 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
     smoothing = options.pop("smoothing", None)
     reward = _make(source, options)
     if smoothing is not None:
-        from verl.rewards.composite import Smoothed
-
         reward = Smoothed(reward, smoothing)
     return reward
 
@@ -62,8 +61,6 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         kind = "JudgeReward" if "template" in options else "RemoteReward"
         return _build("remote", kind, options, source)
     if isinstance(source, Mapping | list | tuple):
-        from verl.rewards.composite import CompositeReward
-
         return CompositeReward(source, make_reward, **options)
     is_path = isinstance(source, str | os.PathLike)
     if is_path and split_spec(str(source))[0].suffix == ".py" and not os.path.isdir(source):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
 
 from verl.checked import checked
+from verl.data.chat import ChatTokenizer
+from verl.data.tokenize import encode_chat, encode_pair, encode_plain
 from verl.device import put
 from verl.errors import DataError, ModelError
+from verl.models.heads import SCORE_AT_EOS
+from verl.models.loading import find_tokenizer, load_model, load_tokenizer
+from verl.models.packed import evaluating
 from verl.record import Count, Retries, Seconds
 from verl.rewards.functions import FunctionReward, OnFailure
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RewardModel(FunctionReward):
@@ -50,10 +55,6 @@ class RewardModel(FunctionReward):
         retries: Retries = 0,
         **options: Unpack[OnFailure],
     ) -> None:
-        from verl.data.chat import ChatTokenizer
-        from verl.models.heads import SCORE_AT_EOS
-        from verl.models.loading import find_tokenizer, load_model, load_tokenizer
-
         self.model = source if hasattr(source, "forward") else load_model(source, dtype=dtype, kind="classifier")
         if getattr(self.model.config, "num_labels", 1) != 1 and not hasattr(self.model, "predict"):
             raise ModelError(f"a reward model has one label, this one has {self.model.config.num_labels}")
@@ -75,8 +76,6 @@ class RewardModel(FunctionReward):
         return self.score_tokens(tokens)
 
     def _encode(self, prompt: Any, response: str) -> list[int]:
-        from verl.data.tokenize import encode_chat, encode_pair, encode_plain
-
         if self._at_eos and isinstance(prompt, list):
             asked, reply, _ = encode_chat(self._chat, prompt, [response])
             tokens = [*asked, *reply]
@@ -116,11 +115,6 @@ class TokenScorer:
         return scores
 
     def _forward(self, tokens: list[list[int]]) -> list[float]:
-        import torch
-
-        from verl.models.heads import SCORE_AT_EOS
-        from verl.models.packed import evaluating
-
         config, parameter = self.model.config, next(self.model.parameters())
         own_pad = config.pad_token_id
         # Transformers scores at the last token that is not padding. A model without a padding token, or one scored at
@@ -140,8 +134,6 @@ class TokenScorer:
 
     def _heads(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Scores `[B]` of right-padded ids `[B, T]`."""
-        import torch
-
         if not hasattr(self.model, "predict"):
             return self.model(input_ids=ids, attention_mask=mask).logits[:, 0]  # type: ignore[no-any-return]
         hidden = self.model.backbone(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -15,7 +15,7 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.run.check import rewarding_episode, roles_of, source_of
-from verl.tasks.file import make_tasks
+from verl.tasks.file import task_of
 from verl.tasks.task import Task
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
@@ -87,7 +87,7 @@ def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list
         ConfigError, RewardError, ModelError: a reward cannot be made.
     """
     if config.tasks:
-        return make_tasks(config.tasks)
+        return [task_of(task) for task in config.tasks]
     ((name, algorithm),) = algorithms.items()
     rewards = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
     sources = {role: source for role, source in rewards.items() if source is not None}

@@ -12,6 +12,7 @@ from verl.config import Config
 from verl.config.schema import is_by_task, mixed
 from verl.data.files import recorded_files
 from verl.data.loader import PromptLoader
+from verl.data.offline import OfflineDatasetLoader
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
 from verl.data.task_loader import COLUMN, MixedLoader, TaskLoader, by_task
@@ -20,10 +21,9 @@ from verl.errors import ConfigError, DataError
 from verl.record import MOST_AT_ONCE
 
 if TYPE_CHECKING:
-    from verl.data.offline import OfflineDatasetLoader
     from verl.roles.actor import Actor
 
-Data: TypeAlias = "PromptDataset | OfflineDatasetLoader"
+Data: TypeAlias = PromptDataset | OfflineDatasetLoader
 #: Settings under the names that the readers of prompts and of recorded data have for them.
 _OF_PROMPTS = ("prompt_column", "system_prompt", "chat", "chat_template_kwargs")
 _OF_RECORDED = (
@@ -227,8 +227,6 @@ def prompts_of(config: Config, source: Any, limit: int | None = None) -> PromptD
 
 
 def _recorded(config: Config, source: Any, key: str) -> OfflineDatasetLoader:
-    from verl.data.offline import OfflineDatasetLoader
-
     data = config.data
     file = _file(source)
     if file is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from verl.checkpoint import state
 from verl.checkpoint.directory import CheckpointStore
@@ -18,9 +19,6 @@ from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.models.save import save_pretrained_dir
 from verl.schemas import check_run_schema
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, adapter: bool = False) -> Checkpoint:
@@ -120,8 +118,6 @@ class _Origin:
 
     def give_generation_config(self, model: Any) -> None:
         """Sampling defaults and end tokens, which checkpoints do not hold, where the first model can still be read."""
-        from transformers import GenerationConfig
-
         if self._model is None or not hasattr(model, "generation_config"):
             return
         try:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.durable import clear_staging, file_digest, link_atomic, parse_json, read_json, remove, write_atomic
+from verl.durable import clear_staging, digest, link_atomic, parse_json, read_json, remove, write_atomic
 from verl.errors import CheckpointError, ConfigError
 from verl.run.lock import RunLock
 from verl.schemas import check_run_schema, write_run_schema
@@ -115,7 +115,7 @@ class Run(AbstractContextManager["Run"]):
         """
         kept = self._kept_code(accept_edits)
         earlier = (path for path in kept.files.keys() - files.keys() if os.path.isfile(path))
-        now = {path: file_digest(Path(path)) for path in earlier} | dict(files)
+        now = {path: digest(path) for path in earlier} | dict(files)
         edited = [path for path, sha in kept.files.items() if now.get(path, sha) != sha]
         edited += _added_or_removed(kept.files.keys(), files.keys(), folders)
         if edited and not accept_edits:

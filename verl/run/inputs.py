@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl.config import Config
-from verl.durable import file_digest
+from verl.durable import digest
 from verl.errors import ConfigError
 from verl.run.planned import reward_models
 from verl.user_functions import load_function, shown_path, user_files
@@ -36,13 +36,13 @@ def inputs_of(config: Config) -> Inputs:
     for path in map(Path, (*config.reward.files, *getattr(episode, "files", ()))):
         if not path.is_file():
             raise ConfigError(f"reward.files: there is no file '{path}' (working directory {Path.cwd()})")
-        files[shown_path(path.resolve())] = file_digest(path)
+        files[shown_path(path.resolve())] = digest(path)
     for name, is_scored in models.items():
         folder = _folder(name)
         endings = (*_SMALL, *(_WEIGHTS if is_scored else ()))
         for file in sorted(folder.iterdir()) if folder is not None else ():
             if file.suffix in endings and file.is_file():
-                files[f"{name}/{file.name}"] = file_digest(file)
+                files[f"{name}/{file.name}"] = digest(file)
     return Inputs(files, tuple(models))
 
 

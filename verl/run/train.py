@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import set_seed
 
 from verl.batch import Batch
 from verl.cluster.controller import Controller
@@ -64,7 +64,7 @@ def train(
         SystemExit: by a signal, after a checkpoint.
     """
     clock = _Clock(began)
-    set_seed(config.trainer.seed)  # of the process: for user code that draws; the system's own numbers do not
+    transformers.set_seed(config.trainer.seed)  # for the user's code; what the system draws has seeds of its own
     checked = check_settings(config)
     epochs, config = config.trainer.total_epochs, in_steps(config, checked.data)
     settings = config.trainer
@@ -228,8 +228,6 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    import transformers
-
     import verl
 
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,14 @@ def read_tasks(path: str | Path) -> list[Task]:
     Raises:
         ConfigError: a setting is wrong, or contradicts another; see `load_tasks` and `Task`.
     """
-    return make_tasks(load_tasks(path))
-
-
-def make_tasks(configs: Sequence[TaskConfig], **called: Any) -> list[Task]:
-    """Tasks from their settings; `called` are options of all their rewards.
-
-    Raises:
-        ConfigError: an algorithm, a reward or one of their options is none; names the task.
-    """
-    return [_task(config, called) for config in configs]
+    return [task_of(config) for config in load_tasks(path)]
 
 
 def algorithm_of(config: TaskConfig) -> BaseAlgorithm:
     """The algorithm of a task's settings, found to agree with them.
 
     Raises:
-        ConfigError: as of `make_tasks`, but for options of the reward.
+        ConfigError: as of `task_of`, but for options of the reward.
     """
     try:
         algorithm = make_algorithm(config.type, **config.options)
@@ -70,18 +60,20 @@ def samples_of(config: TaskConfig, algorithm: BaseAlgorithm) -> int:
     return algorithm.samples_per_prompt if config.n is None else config.n
 
 
-def _task(config: TaskConfig, called: dict[str, Any]) -> Task:
+def task_of(config: TaskConfig) -> Task:
+    """A task from its settings.
+
+    Raises:
+        ConfigError: the algorithm, the reward or one of their options is none; names the task.
+    """
     from verl.roles.reward import Reward  # it imports transformers, without which settings are checked
 
     algorithm = algorithm_of(config)
     try:
-        sources = {}
-        if config.reward_model is not None:
-            sources["reward"] = Reward(config.reward_model, **{**called, **config.reward_config})
         return Task(
             config.name,
             algorithm,
-            sources,
+            reward=None if config.reward_model is None else Reward(config.reward_model, **config.reward_config),
             n=samples_of(config, algorithm),
             share=config.share,
             loss_weight=config.loss_weight,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.checked import checked
@@ -14,9 +14,8 @@ from verl.errors import ConfigError
 from verl.keywords import takes
 from verl.record import AtOnce, NotNegative
 from verl.rollout.base import SamplingParams
-
-if TYPE_CHECKING:
-    from verl.rollout.episode import Episode
+from verl.rollout.environments import as_episode
+from verl.rollout.episode import Episode
 
 #: What a task is called where there is only one.
 MAIN = "main"
@@ -71,11 +70,7 @@ class Task:
 
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic = critic
-        self.episode: Episode | None = None
-        if episode is not None:
-            from verl.rollout.environments import as_episode
-
-            self.episode = as_episode(episode)
+        self.episode: Episode | None = None if episode is None else as_episode(episode)
         self.algorithm = make_algorithm(algorithm)
         by_role = dict(sources or {})
         by_role |= {role: one for role, one in (("reward", reward), ("cost", cost)) if one is not None}
