@@ -106,7 +106,7 @@ class Controller:
     @property
     def has_ended(self) -> bool:
         """Whether the processes at its devices were ended, by `close` or by a failure."""
-        return self._job is not None and self._job.has_ended
+        return self._job is not None and self._job.ended is not None
 
     def group(
         self,

@@ -72,14 +72,18 @@ class Call:
 
 
 class Job(Protocol):
-    """Processes with a rank each: how orders reach them, and answers come back."""
+    """Processes with a rank each: how orders reach them, and answers come back.
+
+    Attributes:
+        timeout: seconds that ranks wait for each other.
+        ended: why the processes were ended; None: they were not.
+    """
 
     timeout: float
+    ended: str | None
 
     @property
     def has_started(self) -> bool: ...
-    @property
-    def has_ended(self) -> bool: ...
     @property
     def devices_a_machine(self) -> int:
         """Most devices of the placement's kind that a machine has for its ranks."""
@@ -91,7 +95,8 @@ class Job(Protocol):
         """Make the workers of a role; the key of its calls."""
 
     def run(self, call: Call) -> Iterator[tuple[int, Any]]:
-        """Each answer with its rank, as they come; all ranks have ended after the last one."""
+        """Each answer with its rank, as they come, and perhaps that of this rank although it is not asked for; all
+        ranks have ended after the last one."""
 
     def everywhere(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a function on every rank with the arguments of each; the answers by rank."""
@@ -137,7 +142,7 @@ class RankGroup(Generic[W]):
             is_independent=spec.split == "rows",
         )
         if call.is_stream:
-            return (item for _, item in self.job.run(call))
+            return (item for rank, item in self.job.run(call) if rank in call.answering)
         with timed(what):
             answers = dict(self.job.run(call))
         if spec.collect == "rows":

@@ -7,9 +7,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,23 +18,6 @@ from verl.cluster.world import World
 from verl.ranks import who
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a rank shall do: a call of its worker of a role.
-
-    Attributes:
-        role: the key of the role's workers.
-        args: the call's arguments, without the first where that is a batch or a stream, which travel beside it.
-        answers: whether what the call returns is sent back.
-    """
-
-    role: int
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    answers: bool
 
 
 class RankWorker:
@@ -59,19 +41,12 @@ class RankWorker:
                     "process %d: rank %d of %d of role '%s'", os.getpid(), context.rank, context.size, context.role
                 )
 
-    def execute(self, order: Order, *first: Any) -> Iterator[Any]:
-        """What a call yields, or the one value that it returns; nothing from a rank that does not answer.
-
-        Args:
-            first: the call's first argument, if it is not in the order.
-        """
-        role, worker = self._workers[order.role]
-        with self._noted(role, order.method):
-            answer = getattr(worker, order.method)(*first, *order.args, **order.kwargs)
-            is_stream = dispatch_of(type(worker), order.method).collect in STREAMS
-            for item in answer if is_stream else (answer,):
-                if order.answers:
-                    yield item
+    def execute(self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+        """What a call of this rank's worker of a role yields, or the one value that it returns."""
+        role, worker = self._workers[key]
+        with self._noted(role, method):
+            answer = getattr(worker, method)(*args, **kwargs)
+            yield from answer if dispatch_of(type(worker), method).collect in STREAMS else (answer,)
 
     def run(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """A function in this process."""

@@ -113,16 +113,8 @@ class MixedPrecisionOptimizer:
 
     def meta(self) -> dict[str, Any]:
         """What such a continuation needs beside tensors, for JSON."""
-        values: dict[str, dict[str, Any]] = {}
-        for weight, name, value in () if self._masters is None else self._masters.state():
-            if not isinstance(value, Tensor):
-                values.setdefault(weight, {})[name] = value
-        meta = {"completed_steps": self.completed_steps, "values": values, **self.gradients.state()}
-        meta["optimizer"] = self.name
-        if self._masters is not None and (schedule := self._masters.schedule()):
-            meta["schedule"] = schedule
-        groups = [] if self._masters is None else self._masters.groups()
-        return {**meta, "groups": groups} if groups else meta
+        more = {"values": {}} if self._masters is None else self._masters.meta()
+        return {"completed_steps": self.completed_steps, "optimizer": self.name, **self.gradients.state(), **more}
 
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
@@ -138,11 +130,7 @@ class MixedPrecisionOptimizer:
             rule.begin_load()
         self._fill(shards)
         if self._masters is not None:
-            for weight in self._masters.weights:
-                for name, value in meta.get("values", {}).get(weight.name, {}).items():
-                    self._masters.put(weight, name, value)
-            self._masters.end_load(meta.get("groups", []))
-            self._masters.load_schedule(meta.get("schedule", {}))
+            self._masters.end_load(meta)
         self.completed_steps = int(meta["completed_steps"])
         self.gradients.load(meta)
 
@@ -228,22 +216,21 @@ class MasterOptimizer:
                 if value is not None:
                     yield weight.name, name, value
 
-    def schedule(self) -> dict[str, Any]:
-        """What of a caller's schedule changes from step to step, as far as JSON can hold it."""
-        kinds = (int, float, str, list, dict, type(None))
-        state = {} if self._scheduler is None else self._scheduler.state_dict()
-        return {name: value for name, value in state.items() if isinstance(value, kinds)}
-
-    def load_schedule(self, saved: Mapping[str, Any]) -> None:
-        """Restores `schedule`; nothing where there is none here."""
-        if self._scheduler is not None and saved:
-            self._scheduler.load_state_dict(dict(saved))
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The settings of a caller's optimizer; AdamW's own come from the configuration."""
-        if self._has_own_lr:
-            return []
-        return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+    def meta(self) -> dict[str, Any]:
+        """What there is to save beside tensors, for JSON: values by weight; of a caller's optimizer its settings
+        (AdamW's own come from the configuration), and what of its schedule changes from step to step, as far as JSON
+        can hold it."""
+        values: dict[str, dict[str, Any]] = {}
+        for weight, name, value in self.state():
+            if not isinstance(value, Tensor):
+                values.setdefault(weight, {})[name] = value
+        meta: dict[str, Any] = {"values": values}
+        if not self._has_own_lr:
+            meta["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        if self._scheduler is not None:
+            kinds = (int, float, str, list, dict, type(None))
+            meta["schedule"] = {k: v for k, v in self._scheduler.state_dict().items() if isinstance(v, kinds)}
+        return meta
 
     def begin_load(self) -> None:
         """States come from now on; `end_load` gives them to the optimizer."""
@@ -266,11 +253,13 @@ class MasterOptimizer:
         self._coming[weight.name][name] = value.clone() if isinstance(value, Tensor) else value
 
     @torch.no_grad()
-    def end_load(self, groups: list[dict[str, Any]]) -> None:
-        """Go on with the states that have come, and with what `groups` gave; live weights become the masters, rounded
+    def end_load(self, meta: Mapping[str, Any]) -> None:
+        """Go on with the states that have come, and with what `meta` gave; live weights become the masters, rounded
         where they have less."""
+        for weight in self.weights:
+            self._coming[weight.name] |= meta.get("values", {}).get(weight.name, {})
         param_groups = self._optimizer.state_dict()["param_groups"]
-        for group, before in zip(param_groups, groups, strict=False):
+        for group, before in zip(param_groups, meta.get("groups", ()), strict=False):
             group.update(before)
         index = {id(p): i for i, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])}
         for weight, master in self._masters.items():
@@ -279,6 +268,8 @@ class MasterOptimizer:
         numbered = {index[id(m)]: values for w, m in self._masters.items() if (values := self._coming[w.name])}
         self._optimizer.load_state_dict({"state": numbered, "param_groups": param_groups})
         self._coming = {}
+        if self._scheduler is not None and meta.get("schedule"):
+            self._scheduler.load_state_dict(dict(meta["schedule"]))
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -26,7 +26,6 @@ from verl.batch import Batch
 from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, stalled
 from verl.cluster.placement import Device, DeviceMesh
 from verl.cluster.rank_context import RoleMeshes
-from verl.cluster.rank_worker import Order
 from verl.cluster.ray.rank import RayRank, Stream, WorkerError
 from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
 from verl.ray_session import START_DEADLINE, connect
@@ -55,7 +54,7 @@ class RayJob:
         self.mesh, self.timeout = mesh, timeout
         self.lock = threading.RLock()  # calls reach all ranks in one order
         self._keys = count()
-        self._ended: str | None = None
+        self.ended: str | None = None
         self._workers: list[Any] = []
         self._about: list[dict[str, Any]] = []
         self._group: PlacementGroup | None = None
@@ -63,10 +62,6 @@ class RayJob:
         self._put: tuple[Any, Any] = (lambda: None, None)
         connect()
         self._cpus = _check(mesh)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended is not None
 
     @property
     def has_started(self) -> bool:
@@ -84,7 +79,7 @@ class RayJob:
             ClusterError: what the placement asks for is taken by others, or a process does not start.
         """
         with self.lock:
-            if self._workers or self._ended is not None:
+            if self._workers or self.ended is not None:
                 return
             kind = self.mesh.devices[0].kind
             nodes = _nodes()
@@ -165,14 +160,14 @@ class RayJob:
             args, method = call.args[len(beside) :], "stream" if call.is_stream else "call"
             calls = {}
             for rank, rows in call.rows.items():
-                order = Order(call.role, call.method, args, call.kwargs, rank in call.answering)
-                calls[self.submit(rank, method, ray.cloudpickle.dumps((order, rows)), *beside)] = rank
+                order = (call.role, call.method, args, call.kwargs), rows, rank in call.answering
+                calls[self.submit(rank, method, ray.cloudpickle.dumps(order), *beside)] = rank
         return calls
 
     def submit(self, rank: int, method: str, *args: Any) -> Any:
         """Begin a call; hold the lock where several ranks are called."""
-        if self._ended is not None:
-            raise ClusterError(f"the ranks have been ended: {self._ended}")
+        if self.ended is not None:
+            raise ClusterError(f"the ranks have been ended: {self.ended}")
         return getattr(self._workers[rank], method).remote(*args)
 
     def gather(
@@ -209,7 +204,7 @@ class RayJob:
                         except StopIteration:
                             pending.remove(call)
         finally:
-            for call in pending if self._ended is None else ():  # who stopped listening must not leave ranks waiting
+            for call in pending if self.ended is None else ():  # who stopped listening must not leave ranks waiting
                 deque(call, maxlen=0)
 
     def _next(
@@ -271,8 +266,8 @@ class RayJob:
     def close(self, reason: str = "close() was called") -> None:
         """End the processes and give what they took of the cluster back."""
         with self.lock:
-            if self._ended is None:
-                self._ended = reason
+            if self.ended is None:
+                self.ended = reason
                 for worker in self._workers:
                     ray.kill(worker)
                 if self._group is not None:

@@ -20,7 +20,7 @@ import ray
 
 from verl.batch import Batch
 from verl.cluster.rank_context import RoleMeshes
-from verl.cluster.rank_worker import Order, RankWorker, stacks
+from verl.cluster.rank_worker import RankWorker, stacks
 from verl.cluster.world import World
 from verl.errors import ClusterError
 from verl.ranks import registry, who
@@ -109,8 +109,9 @@ class RayRank:
         """What a call returns; None from a rank that does not answer.
 
         Args:
-            pickled: an `Order`, and this rank's rows of the batch that comes along; None: all of it.
-            first: the call's first argument, if it is not in the order.
+            pickled: arguments of `RankWorker.execute`; this rank's rows of the batch that comes along (None: all of
+                it); and whether it answers.
+            first: the call's first argument, if it is a batch or a stream, which travel beside the others.
         """
         return next(self._items(pickled, *first), None)
 
@@ -126,11 +127,12 @@ class RayRank:
             yield from items
 
     def _items(self, pickled: bytes, *first: Batch | Stream) -> Iterator[Any]:
-        order: Order
-        order, rows = pickle.loads(pickled)
-        with self._reported(order.method):
-            args = (one.open() if isinstance(one, Stream) else one if rows is None else one.take(rows) for one in first)
-            yield from self.worker.execute(order, *args)
+        (key, method, args, kwargs), rows, answers = pickle.loads(pickled)
+        with self._reported(method):
+            here = (one.open() if isinstance(one, Stream) else one if rows is None else one.take(rows) for one in first)
+            for item in self.worker.execute(key, method, (*here, *args), kwargs):
+                if answers:
+                    yield item
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A function in this process."""

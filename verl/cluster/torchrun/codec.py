@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
+from transformers import PreTrainedTokenizerBase
 
 import verl.errors
 from verl.algorithms.base import BaseAlgorithm
 from verl.batch import Batch
 from verl.errors import ClusterError, ConfigError
+from verl.models.loading import load_tokenizer
 from verl.models.portable import PortableModel
 from verl.ranks import registry, who
 from verl.user_functions import load_function, user_modules
@@ -69,12 +71,8 @@ class _Encoder:
         for name, form in _FORMS.items():
             if isinstance(value, form.kind):
                 return {"$": name, "parts": self.tree(form.parts(value))}
-        if isinstance(value, FunctionType | type):
-            return {"$": "name", "name": _name(value)}
         if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
             return {"$": "record", "name": _name(type(value)), "fields": self.fields(value), **self.state(value)}
-        if hasattr(value, "save_pretrained") and hasattr(value, "get_vocab"):
-            return {"$": "tokenizer", "files": self.files(value)}
         raise ConfigError(
             f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__}) was made after the "
             "first call: the other ranks of the torchrun job do not run the script any more, and nothing is pickled. "
@@ -107,12 +105,6 @@ class _Encoder:
                 del self.buffers[held:]
         return {"fields": fields, **self.state(value)}
 
-    def files(self, tokenizer: Any) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-        return {name: self.tree(content) for name, content in files.items()}
-
 
 class _Form(NamedTuple):
     """How values of a kind travel: as `parts`, of kinds that have a form themselves, and made again of these."""
@@ -139,9 +131,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _model_parts(value: PortableModel) -> Any:
-    """The parts of a new model; or the model itself, if all ranks know it."""
-    return value.parts() if registry.number(value.model) is None else value.model
+def _files_of(tokenizer: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def _tokenizer(files: Mapping[str, bytes]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / Path(name).name).write_bytes(content)
+        return load_tokenizer(folder)
 
 
 def _model(parts: Any) -> PortableModel:
@@ -167,7 +167,11 @@ _FORMS = {
         lambda value: [value.func, list(value.args), dict(value.keywords)],
         lambda parts: partial(parts[0], *parts[1], **parts[2]),
     ),
-    "model": _Form(PortableModel, _model_parts, _model),
+    "model": _Form(  # or the model itself, if all ranks know it
+        PortableModel, lambda value: value.parts() if registry.number(value.model) is None else value.model, _model
+    ),
+    "name": _Form(FunctionType | type, lambda value: _name(value), lambda name: _named(name)),
+    "tokenizer": _Form(PreTrainedTokenizerBase, _files_of, _tokenizer),
 }
 
 
@@ -183,7 +187,7 @@ class _Decoder:
         kind = tree.get("$")
         if kind in _FORMS:
             return _FORMS[kind].whole(self.value(tree["parts"]))
-        if kind not in _DECODED:
+        if kind not in ("tensor", "known", "record"):
             raise ClusterError(f"a message between ranks has a value of unknown kind {kind!r}")
         return getattr(self, kind)(tree)
 
@@ -191,9 +195,6 @@ class _Decoder:
         dtype = _dtype(tree["dtype"])
         raw = self.buffers[tree["at"]]
         return (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)).reshape(tree["shape"])
-
-    def name(self, tree: Any) -> Any:
-        return _named(tree["name"])
 
     def known(self, tree: Any) -> Any:
         target = registry.objects[tree["number"]]
@@ -214,17 +215,6 @@ class _Decoder:
         if "state" in tree:
             record.load_state_dict(self.value(tree["state"]))
         return record
-
-    def tokenizer(self, tree: Any) -> Any:
-        from verl.models.loading import load_tokenizer
-
-        with tempfile.TemporaryDirectory() as folder:
-            for name, content in tree["files"].items():
-                (Path(folder) / Path(name).name).write_bytes(self.value(content))
-            return load_tokenizer(folder)
-
-
-_DECODED = ("tensor", "name", "known", "record", "tokenizer")
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:

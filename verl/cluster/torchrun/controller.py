@@ -28,7 +28,7 @@ from verl import ranks
 from verl.batch import Batch
 from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, stalled
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
-from verl.cluster.rank_worker import Order, RankWorker, stacks
+from verl.cluster.rank_worker import RankWorker, stacks
 from verl.cluster.torchrun.codec import decode_error, encode_error
 from verl.cluster.torchrun.link import Link, Message, control_group
 from verl.cluster.world import World
@@ -61,15 +61,11 @@ class TorchrunJob:
         self._executing: set[int] = set()
         #: Streams whose ranks compute together -> what they are and those ranks.
         self._shared: dict[int, tuple[str, frozenset[int]]] = {}
-        self._ended: str | None = None
+        self.ended: str | None = None
 
     @property
     def has_started(self) -> bool:
         return self._worker is not None
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended is not None
 
     @property
     def devices_a_machine(self) -> int:
@@ -139,24 +135,21 @@ class TorchrunJob:
         first: Any = call.args[0] if call.args else None
         is_batch, is_stream = isinstance(first, Batch), isinstance(first, Iterator)
         args = call.args[1:] if is_batch or is_stream else call.args
-        order = Order(call.role, call.method, args, call.kwargs, answers=True)
         whole: Message | None = None
         messages = {}
         for rank, rows in call.rows.items():
             if rank == 0:
                 continue
             if whole is None or rows is not None:
-                part = first if rows is None else first.take(rows)
-                whole = Message.of("order", body=(order, is_stream, part if is_batch else None))
+                batch = None if not is_batch else first if rows is None else first.take(rows)
+                whole = Message.of("order", body=(call.role, call.method, args, call.kwargs, is_stream, batch))
             messages[rank] = replace(whole, answers=rank in call.answering)
         fed = self._fed(first, list(messages)) if is_stream else None
         local: Iterator[Any] | None = None
         if 0 in call.rows:
-            local_rows = call.rows[0]
-            content: list[Any] = [fed] if is_stream else []
-            if is_batch:
-                content = [first if local_rows is None else first.take(local_rows)]
-            local = worker.execute(replace(order, answers=0 in call.answering), *content)
+            rows = call.rows[0]
+            content = [first if rows is None else first.take(rows)] if is_batch else [fed] if is_stream else []
+            local = worker.execute(call.role, call.method, (*content, *args), call.kwargs)
         is_shared = call.is_stream and call.is_independent and len(call.answering) < len(call.rows)
         return iter(_Running(self, call.what, messages, local, fed, call.is_independent, is_shared))
 
@@ -180,8 +173,8 @@ class TorchrunJob:
             ClusterError: a rank is gone, or waits in a stream for orders of this one.
         """
         with self._lock:
-            if self._ended is not None:
-                raise ClusterError(f"the ranks have been ended: {self._ended}")
+            if self.ended is not None:
+                raise ClusterError(f"the ranks have been ended: {self.ended}")
             if gone := self._gone.keys() & messages.keys():
                 raise self._died(min(gone), "before this call")
             for stream, busy in self._shared.values():
@@ -206,7 +199,7 @@ class TorchrunJob:
             on_signal(int(message.tree))
         elif message.do == "gone":
             self._gone[rank] = str(message.tree)
-            if not self.has_ended:  # torchrun may end this process before it has raised the error
+            if self.ended is None:  # torchrun may end this process before it has raised the error
                 logger.error("%s died: %s", self.who(rank), message.tree)
             for serial, inbox in [*self._inboxes.items()]:
                 inbox.put((rank, message))
@@ -251,8 +244,8 @@ class TorchrunJob:
 
     def close(self, reason: str = "close() was called") -> None:
         """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
-        if self._ended is None:
-            self._ended = reason
+        if self.ended is None:
+            self.ended = reason
             self._tell(Message("exit"), list(self._links), wait=1.0)
 
     def _tell(self, message: Message, to: Sequence[int], wait: float = GRACE) -> None:
@@ -355,7 +348,7 @@ class _Running:
             self.dead.add(rank)
             died = self.job._died(rank, f"in '{self.what}'")
             # One that this rank has ended is not the cause.
-            self.errors[rank] = BrokenCollectiveError(str(died)) if self.job.has_ended else died
+            self.errors[rank] = BrokenCollectiveError(str(died)) if self.job.ended is not None else died
         elif message.do == "error":
             body = message.body
             error = decode_error(body, self.job.who(rank))
@@ -426,10 +419,10 @@ class _Serving:
             self.doing = f"in {getattr(function, '__name__', function)}"
             yield self.worker.run(function, args)
         else:
-            order, has_stream, batch = body
-            self.doing = f"in '{order.method}'"
-            stream = self._stream()
-            yield from self.worker.execute(order, *([stream] if has_stream else [] if batch is None else [batch]))
+            key, method, args, kwargs, has_stream, batch = body
+            self.doing, stream = f"in '{method}'", self._stream()
+            first = [stream] if has_stream else [] if batch is None else [batch]
+            yield from self.worker.execute(key, method, (*first, *args), kwargs)
             if has_stream:
                 deque(stream, maxlen=0)
 
