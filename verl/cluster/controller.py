@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checked import checked, hinted
 from verl.cluster.local import LocalGroup
+from verl.cluster.placement import DeviceMesh, ResourcePool
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
 from verl.combinations import MAKE, check
 from verl.device import claim, count, default_kind
@@ -24,7 +25,6 @@ from verl.weights.meshes import generation_mesh
 
 if TYPE_CHECKING:
     from verl.cluster.group import Job, Workers
-    from verl.cluster.placement import DeviceMesh, ResourcePool
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
@@ -78,8 +78,6 @@ class Controller:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """Which role stands where; of no placement: all on all ranks."""
-        from verl.cluster.placement import DeviceMesh, ResourcePool
-
         return DeviceMesh(ResourcePool.numbered(0, torchrun_ranks()) if self._placement is None else self._placement)
 
     def own_pool(self, role: str) -> ResourcePool | None:
@@ -94,11 +92,7 @@ class Controller:
         """
         if isinstance(placement, Controller):
             return placement
-        key: tuple[Any, ...] = (torchrun_ranks(), None)
-        if placement is not None:
-            from verl.cluster.placement import DeviceMesh
-
-            key = (torchrun_ranks(), DeviceMesh(placement))
+        key = torchrun_ranks(), None if placement is None else DeviceMesh(placement)
         if key not in _known or _known[key].has_ended:
             _known[key] = cls(placement)
         return _known[key]

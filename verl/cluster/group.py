@@ -4,7 +4,7 @@ Ray has started, and how their answers are put together."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
@@ -104,6 +104,9 @@ class Job(Protocol):
     def who(self, rank: int) -> str:
         """A rank, for messages."""
 
+    def stacks(self) -> Mapping[int, str]:
+        """Where every rank stands; `NO_ANSWER` of one that does not say so within `GRACE` seconds."""
+
     def close(self, reason: str = ...) -> None:
         """End the processes."""
 
@@ -161,31 +164,37 @@ def died(who: str, where: str, why: str) -> ClusterError:
     )
 
 
-def stalled(job: Job, ranks: Iterable[int], what: str, limit: float, stacks: Mapping[int, str]) -> ClusterError:
+def stalled(job: Job, ranks: Sequence[int], what: str, limit: float) -> ClusterError:
     """The error of a missed deadline. The stacks of all ranks are logged, and the job ended.
 
     Args:
-        ranks: those that have not answered.
-        stacks: of every rank; those of `ranks` that have none are named alone: the others wait for them.
+        ranks: those that have not answered. If some of them say no stack either, these are named alone: the others wait
+            for them.
     """
+    stacks = job.stacks()
     for rank, stack in stacks.items():
         logger.error("%s stands at:\n%s", job.who(rank), stack)
-    pending = [*ranks]
-    names = "; ".join(map(job.who, [rank for rank in pending if stacks[rank] == NO_ANSWER] or pending))
+    names = "; ".join(map(job.who, [rank for rank in ranks if stacks[rank] == NO_ANSWER] or ranks))
     reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
     job.close(reason)
     return ClusterError(reason)
 
 
-def raise_cause(job: Job, errors: Mapping[int, Exception], is_broken: bool) -> NoReturn:
-    """Raise, of the errors of several ranks, that of the first rank which did not just wait for another one.
+def raise_cause(
+    job: Job, errors: Mapping[int, Exception], late: Collection[int], what: str, is_broken: bool
+) -> NoReturn:
+    """Raise, of the errors of several ranks, that of the first rank which did not just wait for another one; if all of
+    them did, those that have not ended are to blame.
 
     Args:
-        is_broken: ranks may no longer be in step: the job is ended.
+        late: the ranks that have not ended.
+        is_broken: ranks may no longer be in step, so that the job is ended, as where some are late.
     """
+    if late and all(isinstance(error, BrokenCollectiveError) for error in errors.values()):
+        raise stalled(job, sorted(late), what, job.timeout) from next(iter(errors.values()), None)
     first = (errors[rank] for rank in sorted(errors))
     cause = min(first, key=lambda error: isinstance(error, BrokenCollectiveError))
-    if is_broken:
+    if late or is_broken:
         job.close(f"{type(cause).__name__}: {cause}")
     raise cause from cause.__cause__
 

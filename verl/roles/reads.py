@@ -61,7 +61,10 @@ def prepare(
         DataError: the algorithm's `prepare` gave a column of the samples other values.
     """
     if "log_probs" not in samples and actor.needs_old_log_probs(algorithm, samples, together):
-        rows = _rows_in_update(algorithm, actor, samples)
+        # The rows that the update may compute, as far as is known before `algorithm.prepare`.
+        decides = loss_needs(algorithm.objective("actor")).advantages_decide and not algorithm.needs_log_probs
+        needed = algorithm.needs(samples, "actor") if actor.plan.leave_out and decides else None
+        rows = [row for row in range(len(samples)) if needed is None or needed[row]]
         if len(rows) == len(samples):
             samples = samples.add(actor.compute_log_probs(samples))
         elif rows:
@@ -74,13 +77,6 @@ def prepare(
             f"as '{algorithm.name}_{changed[0]}', and read that (in a loss: name it in loss_columns)"
         )
     return prepared, metrics
-
-
-def _rows_in_update(algorithm: BaseAlgorithm, actor: Actor, samples: Batch) -> list[int]:
-    """The rows that the update may compute, as far as is known before `prepare`; ascending."""
-    decides = loss_needs(algorithm.objective("actor")).advantages_decide and not algorithm.needs_log_probs
-    needed = algorithm.needs(samples, "actor") if actor.plan.leave_out and decides else None
-    return [row for row in range(len(samples)) if needed is None or needed[row]]
 
 
 def _values(critic: Critic, column: str) -> Callable[[Batch], Batch]:

@@ -22,12 +22,12 @@ from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardSource, leaves, run_reward, say_failures, score_finished
 from verl.roles.columns import as_responses
+from verl.roles.reward_pool import RewardPool
 from verl.roles.settings import as_name
 
 if TYPE_CHECKING:
     from verl.cluster.group import Workers
     from verl.rewards.model import RewardModel
-    from verl.roles.reward_pool import RewardPool
     from verl.workers.reward import RewardWorker
 
 
@@ -77,18 +77,13 @@ class Reward:
             close = "".join(f": {hint}" for hint in hints if hint.startswith("did"))
             raise ConfigError(f"a Reward takes exactly one of reward_fn=..., model=... and url=...{close}")
         if workers:
-            from verl.roles.reward_pool import RewardPool
-
             options["workers"] = partial(RewardPool, workers=workers, max_workers=max_workers)
         elif max_workers:
             raise ConfigError(f"max_workers={max_workers} is the most that `workers` (at least 1) may grow to")
         self.source: RewardSource = make_reward(as_name(sources[0]), **options)
         for source in leaves(self.source):
-            if getattr(source, "needs_processes", False):
-                from verl.roles.reward_pool import RewardPool
-
-                if not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
-                    source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
+            if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
+                source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
         for source in self._models():
             registry.add("Reward", model=source.model)
         if placement is not None:
@@ -140,8 +135,6 @@ class Reward:
     @property
     def groups(self) -> dict[str, RewardPool]:
         """The worker groups of the reward's functions, by name."""
-        from verl.roles.reward_pool import RewardPool
-
         callers = {source.name: getattr(source, "group", None) for source in leaves(self.source)}
         return {name: caller for name, caller in callers.items() if isinstance(caller, RewardPool)}
 

@@ -102,7 +102,8 @@ class RewardPool(Pool):
         """
         job = _Job(call, timeout)
         with self.lock:
-            self._open()
+            if not self.workers:
+                self.scale(self._wanted)
             self._queue.append(job)
             self._assign()
         return await asyncio.wrap_future(job.future)
@@ -128,10 +129,6 @@ class RewardPool(Pool):
         with self.lock:
             dead, self._dead = self._dead, 0
             return {"workers": self.size, "deaths": dead}
-
-    def _open(self) -> None:
-        if not self.workers:
-            self.scale(self._wanted)
 
     def _watch(self) -> None:
         if self._supervisor is None:

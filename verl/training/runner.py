@@ -181,8 +181,12 @@ class MicroBatchRunner:
             self.forward.check_batch(part.rows)
             mini_batch = MiniBatch(part, self.precision)
             want = self.forward.wanted(part.needs)
-            dealt, tree = self._dealt(part)
-            for rows in dealt:
+            # Every rank is given the rows of all and takes its own: then totals and the deal need no communication, and
+            # no rank can be dealt another one's rows.
+            coupled, in_step = part.needs.coupled, self.parallel.in_step
+            index, size = self.ranks.mesh.rows(self.ranks.rank) or (0, 1)
+            dealt, tree = deal(part.rows, part.computed, size, self._limits(), coupled=coupled, in_step=in_step)
+            for rows in dealt[index]:
                 batch = _rows(part.rows, rows)
                 finish = partial(mini_batch.loss, rows, batch) if rows else _no_loss
                 yield MicroBatch(batch, want, part.needs.temperature, finish, tree.take(rows) if rows else None)
@@ -198,14 +202,6 @@ class MicroBatchRunner:
             return Loss(total=total, metrics={**loss.metrics, DEPENDS: float(depends)})
 
         return one if one.finish is _no_loss else one._replace(finish=finish)
-
-    def _dealt(self, part: LossPart) -> tuple[list[list[int]], PrefixTree]:
-        """The rows of each micro-batch of this rank, and what they share. Every rank is given the rows of all and takes
-        its own: then totals and the deal need no communication, and no rank can be dealt another one's rows."""
-        rows, coupled, in_step = part.rows, part.needs.coupled, self.parallel.in_step
-        index, size = self.ranks.mesh.rows(self.ranks.rank) or (0, 1)
-        dealt = deal(rows, part.computed, size, self._limits(), coupled=coupled, in_step=in_step)
-        return dealt.micro_batches[index], dealt.tree
 
     def _limits(self) -> Limits:
         options, packed = self.options, not self.forward.is_padded

@@ -39,7 +39,10 @@ class RankFiles:
         if not background:
             self._write(share)
             return
-        copies = {stem: [*map(_copied, shards)] for stem, shards in share.items()}
+        copies = {
+            stem: [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in shards]
+            for stem, shards in share.items()
+        }
         self._thread = threading.Thread(target=self._write, args=(copies,), name="verl-checkpoint")
         self._thread.start()
 
@@ -104,7 +107,3 @@ def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _entry(shard: Shard) -> tuple[str, tuple[int, ...], int] | None:
     return (shard.name, shard.offset, shard.nbytes) if shard.nbytes or shard.is_whole else None
-
-
-def _copied(shard: Shard) -> Shard:
-    return replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))

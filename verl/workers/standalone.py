@@ -153,9 +153,11 @@ class StandaloneWorker(PooledWorker):
     def _step(self, engine: RolloutEngine, index: int) -> Iterator[Finished]:
         from verl.rollout.turns import sampled_columns
 
-        began = time.time()
+        start = time.time()
         ended = engine.step()
-        self._note(began, time.time())
+        if self._busy and start - self._busy[-1][1] < 1e-3:
+            start, _ = self._busy.pop()
+        self._busy.append((start, time.time()))
         for sample in ended:
             group = self._of.pop(sample.id)
             rows, samples = self._groups[group]
@@ -165,8 +167,3 @@ class StandaloneWorker(PooledWorker):
                 done = rows.add(sampled_columns([samples[id_] for id_ in rows["id"]], self._is_double))
                 spans, self._busy = self._busy, []
                 yield Finished(group, done, index, spans)
-
-    def _note(self, start: float, end: float) -> None:
-        if self._busy and start - self._busy[-1][1] < 1e-3:
-            start, _ = self._busy.pop()
-        self._busy.append((start, end))

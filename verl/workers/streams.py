@@ -54,7 +54,8 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
         for rank, shard in reversed(by_offset.values()):
             is_here = rank == dist.get_rank()
             for part in split_large([local_shards.take(name, shard.offset) if is_here else shard]):
-                device = _device(group)  # a shard of the sender may be in host memory
+                # A shard of the sender may be in host memory.
+                device = torch.cuda.current_device() if "nccl" in dist.get_backend(group) else "cpu"
                 moved = part.tensor.to(device).contiguous() if is_here else torch.empty_like(part.tensor, device=device)
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
@@ -81,10 +82,6 @@ def gathered(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
         shards, group: see `broadcast_shards`.
     """
     return whole_weights(broadcast_shards(shards, group))
-
-
-def _device(group: Any) -> Any:
-    return torch.cuda.current_device() if "nccl" in dist.get_backend(group) else "cpu"
 
 
 def equal_weights(model: torch.nn.Module, context: RankContext) -> None:

@@ -27,7 +27,7 @@ from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, stalle
 from verl.cluster.placement import Device, DeviceMesh
 from verl.cluster.rank_context import RoleMeshes
 from verl.cluster.ray.rank import RayRank, Stream, WorkerError
-from verl.errors import BrokenCollectiveError, ClusterError, ConfigError
+from verl.errors import ClusterError, ConfigError
 from verl.ray_session import START_DEADLINE, connect
 from verl.user_functions import user_modules
 from verl.weights.shard import in_buckets
@@ -212,7 +212,7 @@ class RayJob:
     ) -> tuple[list[Any], list[Any]]:
         done, rest = ray.wait(pending, timeout=max(0.0, wait))
         if not done:
-            raise self._stalled(sorted(calls[call] for call in rest), what, limit)
+            raise stalled(self, sorted(calls[call] for call in rest), what, limit)
         return done, rest
 
     @contextmanager
@@ -223,7 +223,11 @@ class RayJob:
             yield
         except ray.exceptions.RayError as error:
             failed = {calls[call]: error}
-            others = {_end(other): rank for other, rank in calls.items() if other is not call}
+            others = {
+                other.completed() if isinstance(other, ray.ObjectRefGenerator) else other: rank
+                for other, rank in calls.items()
+                if other is not call
+            }
             done, late = ray.wait(list(others), num_returns=len(others), timeout=GRACE) if others else ([], [])
             for other in done:
                 try:
@@ -232,9 +236,8 @@ class RayJob:
                     failed[others[other]] = their
             alive = all(isinstance(e, ray.exceptions.RayTaskError) for e in failed.values())
             errors = {rank: self._as_seen(rank, error, what) for rank, error in failed.items()}
-            if late and all(isinstance(seen, BrokenCollectiveError) for seen in errors.values()):
-                raise self._stalled(sorted(others[other] for other in late), what, self.timeout) from error
-            raise_cause(self, errors, bool(late) or not alive or not (safe or len(failed) == len(calls)))
+            is_broken = not alive or not (safe or len(failed) == len(calls))
+            raise_cause(self, errors, [others[other] for other in late], what, is_broken)
 
     def _as_seen(self, rank: int, error: Exception, what: str) -> Exception:
         """The failure of a rank as the user sees it."""
@@ -252,7 +255,7 @@ class RayJob:
         where = f"device {self.mesh.devices[rank]}, host {about['host']}, pid {about['pid']}"
         return f"rank {rank} of {len(self._workers)} ({where})"
 
-    def _stalled(self, ranks: Sequence[int], what: str, limit: float) -> ClusterError:
+    def stacks(self) -> dict[int, str]:
         calls = [worker.stacks.remote() for worker in self._workers]
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE)
         stacks: dict[int, str] = {}
@@ -261,7 +264,7 @@ class RayJob:
                 stacks[rank] = ray.get(call, timeout=START_DEADLINE) if call in done else NO_ANSWER
             except ray.exceptions.RayError as error:
                 stacks[rank] = _line(error)
-        return stalled(self, ranks, what, limit, stacks)
+        return stacks
 
     def close(self, reason: str = "close() was called") -> None:
         """End the processes and give what they took of the cluster back."""
@@ -326,11 +329,6 @@ def _own_files_by_value() -> None:
     """What comes of a user's own file, and is no module elsewhere, travels by value."""
     for module in user_modules.values():
         ray.cloudpickle.register_pickle_by_value(module)
-
-
-def _end(call: Any) -> Any:
-    """The reference that is ready once a call has ended."""
-    return call.completed() if isinstance(call, ray.ObjectRefGenerator) else call
 
 
 def _line(error: Exception) -> str:

@@ -144,10 +144,6 @@ def _tokenizer(files: Mapping[str, bytes]) -> Any:
         return load_tokenizer(folder)
 
 
-def _model(parts: Any) -> PortableModel:
-    return PortableModel.of_parts(parts) if isinstance(parts, dict) else PortableModel(parts)
-
-
 #: In the order in which they are tried.
 _FORMS = {
     "bytes": _Form(
@@ -168,7 +164,9 @@ _FORMS = {
         lambda parts: partial(parts[0], *parts[1], **parts[2]),
     ),
     "model": _Form(  # or the model itself, if all ranks know it
-        PortableModel, lambda value: value.parts() if registry.number(value.model) is None else value.model, _model
+        PortableModel,
+        lambda value: value.parts() if registry.number(value.model) is None else value.model,
+        lambda parts: PortableModel.of_parts(parts) if isinstance(parts, dict) else PortableModel(parts),
     ),
     "name": _Form(FunctionType | type, lambda value: _name(value), lambda name: _named(name)),
     "tokenizer": _Form(PreTrainedTokenizerBase, _files_of, _tokenizer),

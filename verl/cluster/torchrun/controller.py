@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from verl import ranks
 from verl.batch import Batch
-from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, stalled
+from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
 from verl.cluster.rank_worker import RankWorker, stacks
 from verl.cluster.torchrun.codec import decode_error, encode_error
@@ -227,8 +227,7 @@ class TorchrunJob:
     def _died(self, rank: int, where: str) -> ClusterError:
         return died(self.who(rank), where, self._gone[rank])
 
-    def stalled(self, pending: Sequence[int], what: str, limit: float) -> ClusterError:
-        """The error of a missed deadline, once the stacks of all ranks are in the log."""
+    def stacks(self) -> dict[int, str]:
         inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._inboxes[0] = inbox
         self._tell(Message("stacks"), list(self._links), wait=0.0)
@@ -239,8 +238,7 @@ class TorchrunJob:
             except queue.Empty:
                 break
             by_rank[rank] = str(message.tree)
-        of_all = {rank: by_rank.get(rank, NO_ANSWER) for rank in range(torchrun_ranks())}
-        return stalled(self, pending, what, limit, of_all)
+        return {rank: by_rank.get(rank, NO_ANSWER) for rank in range(torchrun_ranks())}
 
     def close(self, reason: str = "close() was called") -> None:
         """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
@@ -359,14 +357,9 @@ class _Running:
         """Raise what went wrong. Ranks that may have come apart are ended."""
         self.job._inboxes.pop(self.serial, None)
         self.job._shared.pop(self.serial, None)
-        broken = list(self.errors.values())
-        if self.pending and all(isinstance(error, BrokenCollectiveError) for error in broken):
-            late = self.job.stalled(sorted(self.pending), self.what, self.job.timeout)
-            raise late from (broken[0] if broken else None)
-        if not self.errors:
-            return
-        is_broken = bool(self.pending or self.dead) or not (self.is_independent or len(self.errors) == self.count)
-        raise_cause(self.job, self.errors, is_broken)
+        if self.pending or self.errors:
+            is_broken = bool(self.dead) or not (self.is_independent or len(self.errors) == self.count)
+            raise_cause(self.job, self.errors, self.pending, self.what, is_broken)
 
 
 class _Serving:

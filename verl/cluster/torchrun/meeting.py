@@ -38,21 +38,34 @@ def meet(rank: int, size: int, timeout: float) -> Store:
         raise ConfigError(f"{what}: {_HOW}") from None
     if not 0 <= rank < size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={size}: {_HOW}")
-    waiting = _Waiting(f"rank {rank} of {size}", f"{host}:{port}", timeout)
+    who, began, has_warned = f"rank {rank} of {size}", time.monotonic(), False
+
+    def wait_for(away: list[int]) -> None:
+        """Wait a moment for the ranks that are away; warn, or give up."""
+        nonlocal has_warned
+        waited = time.monotonic() - began
+        ranks = ", ".join(map(str, away[:16])) + (f" and {len(away) - 16} others" if len(away) > 16 else "")
+        if waited > timeout:
+            raise ClusterError(f"{who} waited {timeout:g} s at {host}:{port} for rank {ranks}, in vain: {_HOW}")
+        if waited > PATIENCE and not has_warned:
+            has_warned = True
+            logger.warning("%s waits at %s:%d for rank %s: %s", who, host, port, ranks, _HOW)
+        time.sleep(_LOOK)
+
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     while not is_host and not _listens(host, port):
-        waiting.look([0])
+        wait_for([0])
     try:
         wait = timedelta(seconds=timeout)
         store: Store = TCPStore(host, port, size, is_host, wait, wait_for_workers=False, multi_tenant=True)
     except (DistError, RuntimeError) as error:
-        what = f"{waiting.who} cannot {'listen' if is_host else 'meet rank 0'} at {waiting.address}"
+        what = f"{who} cannot {'listen' if is_host else 'meet rank 0'} at {host}:{port}"
         raise ClusterError(f"{what} ({error}): {_HOW}") from error
     store = PrefixStore(f"verl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set(f"come/{rank}", "")
     away = list(range(size))
     while away := [other for other in away if not store.check([f"come/{other}"])]:
-        waiting.look(away)
+        wait_for(away)
     return store
 
 
@@ -67,24 +80,6 @@ def joining(store: Store, rank: int, size: int, what: str) -> Iterator[None]:
         away = [f"rank {other} of {size}" for other in range(size) if not store.check([f"waited/{what}/{other}"])]
         names = ", ".join(away) or "each other"
         raise ClusterError(f"rank {rank} of {size} waited in vain for {names} to join {what}: {error}") from error
-
-
-class _Waiting:
-    def __init__(self, who: str, address: str, timeout: float) -> None:
-        self.who, self.address, self.timeout = who, address, timeout
-        self.began, self.has_warned = time.monotonic(), False
-
-    def look(self, away: list[int]) -> None:
-        """Some ranks are away: wait a moment, warn or give up."""
-        waited = time.monotonic() - self.began
-        ranks = ", ".join(map(str, away[:16])) + (f" and {len(away) - 16} others" if len(away) > 16 else "")
-        if waited > self.timeout:
-            text = f"{self.who} waited {self.timeout:g} s at {self.address} for rank {ranks}, in vain: {_HOW}"
-            raise ClusterError(text)
-        if waited > PATIENCE and not self.has_warned:
-            self.has_warned = True
-            logger.warning("%s waits at %s for rank %s: %s", self.who, self.address, ranks, _HOW)
-        time.sleep(_LOOK)
 
 
 def _listens(host: str, port: int) -> bool:
