@@ -36,7 +36,7 @@ OTHERS = {
     ("cli/doctor.py", "check_host", "getaddrinfo"): "the system's resolver has deadlines of its own",
     ("cluster/ray/controller.py", "__init__", "connect"): "verl.ray_session.connect",
     ("cluster/ray/pool.py", "_start", "connect"): "verl.ray_session.connect",
-    ("data/distributed_buffer.py", "__init__", "connect"): "verl.ray_session.connect",
+    ("data/buffers.py", "__init__", "connect"): "verl.ray_session.connect",
     ("roles/standalone.py", "__init__", "connect"): "verl.ray_session.connect",
     ("rollout/constrained.py", "__init__", "accept"): "the user's function",
     ("rollout/constrained.py", "__call__", "accept"): "the user's function",

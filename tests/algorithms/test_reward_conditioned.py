@@ -14,7 +14,7 @@ from tests.algorithms.support import experience
 from tests.trainer.cases import PROMPTS, SHORT, low_bytes, make
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
-from verl.data.prefixes import with_prefixes
+from verl.data.tokenize import with_prefixes
 from verl.errors import DataError
 from verl.weights.shard import checksum
 

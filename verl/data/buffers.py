@@ -11,7 +11,7 @@ import json
 import logging
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,13 +19,55 @@ from pydantic import BaseModel, Field
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.data.buffer import Buffer, Capacity, check_saved, no_room
 from verl.durable import clear_staging, lock_file, read_json, write_atomic
-from verl.errors import ConfigError, DataError, nearest, shown
-
-__all__ = ["Buffer", "DiskBuffer", "MemoryBuffer", "make_buffer"]
+from verl.errors import ClusterError, ConfigError, DataError, nearest, shown
+from verl.ray_session import connect
 
 logger = logging.getLogger(__name__)
+
+#: Most samples that a buffer holds.
+Capacity = Annotated[int, Field(ge=1, le=2**62)]
+#: Seconds that the ledger's actor or the samples of a node may take to answer.
+DEADLINE = 60.0
+
+
+@runtime_checkable
+class Buffer(Protocol):
+    """A queue of samples. `capacity` and `len` are in samples; `room` is how many more `add` takes."""
+
+    capacity: int
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self)
+
+    def __len__(self) -> int: ...
+
+    def add(self, batch: Batch) -> None:
+        """Take the samples in. Raises DataError if there is no room for all of them; then none is taken."""
+
+    def drain(self) -> Batch:
+        """Give out the samples that wait, in order."""
+
+    def state(self) -> Batch:
+        """The samples that wait, in order."""
+
+    def load_state(self, batch: Batch) -> None:
+        """Replace the content by these samples."""
+
+
+def no_room(buffer: Buffer, batch: Batch) -> DataError:
+    """The error about samples that a buffer has no room for now."""
+    return DataError(
+        f"{len(batch)} samples do not fit: {len(buffer)} of {buffer.capacity} places are taken. "
+        "Drain first, or raise buffer_size"
+    )
+
+
+def check_saved(buffer: Buffer, batch: Batch) -> None:
+    """Raises DataError for saved samples that are more than a buffer's capacity."""
+    if len(batch) > buffer.capacity:
+        raise DataError(f"{len(batch)} saved samples do not fit a buffer of {buffer.capacity}: raise buffer_size")
 
 
 def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buffer:
@@ -47,8 +89,6 @@ def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buf
             raise ConfigError("a disk buffer needs a directory: give its path")
         return DiskBuffer(path, capacity)
     if kind == "distributed":
-        from verl.data.distributed_buffer import DistributedBuffer
-
         return DistributedBuffer(capacity, str(path or "verl-buffer"))
     raise ConfigError(f"there is no buffer '{kind}': {nearest(kind, ('memory', 'disk', 'distributed'))}")
 
@@ -195,3 +235,92 @@ class _Cursor(BaseModel):
 
     segment: int = Field(ge=0, lt=2**53)
     row: int = Field(ge=0, lt=2**53)
+
+
+class DistributedBuffer(Buffer):
+    """A buffer that the workers of several nodes share: one actor owns the samples, as Ray objects, and knows their
+    order. Every process of a Ray cluster that names the same buffer has the same one.
+
+    They outlive the process that added them, and are gone with the actor's node; `state()` in a checkpoint is what
+    brings them back. A process that drains gets references, and takes the samples from the object store.
+
+    Args:
+        capacity: samples; that of the process which made it holds.
+        name: in the cluster's namespace.
+
+    Raises:
+        ConfigError: Ray is not installed, or the capacity is below 1.
+        ClusterError: there is no Ray cluster, see `cluster.connect`.
+    """
+
+    @checked
+    def __init__(self, capacity: Capacity, name: str = "verl-buffer") -> None:
+        self._ray = ray = connect()
+        actor = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
+        self._ledger: Any = actor.remote(capacity)
+        self.capacity: int = self._ask("capacity")
+
+    def __len__(self) -> int:
+        return int(self._ask("size"))
+
+    def add(self, batch: Batch) -> None:
+        if len(batch) and not self._ask("add", batch.to_ipc(), len(batch)):
+            raise no_room(self, batch)
+
+    def drain(self) -> Batch:
+        return self._fetched(self._ask("drain"))
+
+    def state(self) -> Batch:
+        return self._fetched(self._ask("parts"))
+
+    def load_state(self, batch: Batch) -> None:
+        check_saved(self, batch)
+        self._ask("replace", batch.to_ipc(), len(batch))
+
+    def _fetched(self, references: list[Any]) -> Batch:
+        return Batch.concat(map(Batch.from_ipc, self._get(references)))
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self._get(getattr(self._ledger, method).remote(*args))
+
+    def _get(self, references: Any) -> Any:
+        try:
+            return self._ray.get(references, timeout=DEADLINE)
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"the distributed buffer does not answer, or its samples' node is gone: {error}"
+            ) from error
+
+
+class _Ledger:
+    """Which samples wait, in their order: references, and how many each has. One call at a time, so all or nothing."""
+
+    def __init__(self, capacity: int) -> None:
+        import ray
+
+        self._put = ray.put
+        self._capacity = capacity
+        self._parts: list[tuple[Any, int]] = []
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def size(self) -> int:
+        return sum(count for _, count in self._parts)
+
+    def parts(self) -> list[Any]:
+        return [reference for reference, _ in self._parts]
+
+    def add(self, data: bytes, count: int) -> bool:
+        if self.size() + count > self._capacity:
+            return False
+        self._parts.append((self._put(data), count))
+        return True
+
+    def drain(self) -> list[Any]:
+        taken = self.parts()
+        self._parts.clear()
+        return taken
+
+    def replace(self, data: bytes, count: int) -> None:
+        self._parts = [(self._put(data), count)] if count else []

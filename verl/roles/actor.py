@@ -16,9 +16,8 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.combinations import check
 from verl.data.chat import ChatTokenizer
-from verl.data.prefixes import with_prefixes
 from verl.data.text import ResponseText, vocabulary_id
-from verl.data.tokenize import to_prompts
+from verl.data.tokenize import to_prompts, with_prefixes
 from verl.errors import ConfigError, DataError, ModelError
 from verl.log import follow_log_level
 from verl.models.heads import ValueModel, score_model
