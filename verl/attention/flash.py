@@ -76,14 +76,7 @@ def _package_kernel() -> Callable[..., Tensor] | None:
     unsplit = {"num_splits": 1} if "num_splits" in signature(flash_attn_varlen_func).parameters else {}
 
     def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
+        *args: Any,
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, 0),
         enable_gqa: bool = False,
@@ -94,9 +87,7 @@ def _package_kernel() -> Callable[..., Tensor] | None:
         if block_table is not None:
             options |= {"block_table": block_table, **unsplit}
         # By default its backward adds by atomics.
-        out: Tensor = flash_attn_varlen_func(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options, deterministic=True
-        )
+        out: Tensor = flash_attn_varlen_func(*args, **options, deterministic=True)
         return out
 
     return kernel

@@ -42,12 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES: dict[str, Any] = {name: "auto" if name in ("auto", "int4") else getattr(torch, name) for name in DTYPES}
-_AUTO: dict[str, Any] = {
-    "causal": AutoModelForCausalLM,
-    "classifier": AutoModelForSequenceClassification,
-    "value": AutoModel,
-    "score": AutoModel,
-}
+#: Heads of our own are over a model without one.
+_AUTO: dict[str, Any] = {"causal": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}
 _HALF = (torch.bfloat16, torch.float16)
 _ADAPTERS = (
     "{} holds adapters of peft, not a model: give their base and lora, or write the model that they make with it by "
@@ -141,7 +137,7 @@ def configured_model(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
         options = {"dtype": stored if dtype == "auto" else _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-        return on_meta(partial(_AUTO[kind].from_config, config, **options))
+        return on_meta(partial(_AUTO.get(kind, AutoModel).from_config, config, **options))
 
 
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:
@@ -195,7 +191,7 @@ def _read(
     """
     options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     try:
-        model, report = _AUTO[kind].from_pretrained(
+        model, report = _AUTO.get(kind, AutoModel).from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except Exception as error:
@@ -215,7 +211,7 @@ def _from_config(
     name: str, config: Any, kind: str, trust_remote_code: bool, dtype: Any, device: torch.device | str = "cpu"
 ) -> Any:
     """The model without weights."""
-    make = partial(_AUTO[kind].from_config, config, dtype=dtype, trust_remote_code=trust_remote_code)
+    make = partial(_AUTO.get(kind, AutoModel).from_config, config, dtype=dtype, trust_remote_code=trust_remote_code)
     model = on_meta(make, device)
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
 

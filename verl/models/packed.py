@@ -192,21 +192,11 @@ class PackedModel:
             logits = logits * self._scale
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
-    def log_probs(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        statistics: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`token_log_probs` of `targets` `[N]` under this model's head, given hidden states `[N, d]`."""
+    def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """`token_log_probs(**options)` of `targets` `[N]` under this model's head, given hidden states `[N, d]`."""
         weight, bias = head_of(self.model)
-        return token_log_probs(
-            hidden, weight, targets, bias=bias, scale=self._scale, softcap=self._softcap,
-            temperature=temperature, entropy=entropy, statistics=statistics,
-        )  # fmt: skip
+        options |= {"bias": bias, "scale": self._scale, "softcap": self._softcap}
+        return token_log_probs(hidden, weight, targets, **options)
 
     def packed_hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """`hidden` by the model's own code."""
