@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -32,7 +33,6 @@ from verl.trl import (
 )
 from verl.trl.arguments import Config
 from verl.trl.losses import dpo_algorithm
-from verl.trl.names import NO_EFFECT, OTHERWISE
 from verl.weights.shard import checksum
 
 SCRIPT = Path(__file__).parent / "grpo_script.py"
@@ -375,7 +375,7 @@ def test_every_argument_of_trl_is_known(tmp_path: Path) -> None:
     done = subprocess.run([PEER, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
     theirs = json.loads(done.stdout.splitlines()[-1])
     for config in (GRPOConfig, DPOConfig, SFTConfig, KTOConfig, RewardConfig):
-        known = {*config.defaults(), *config.otherwise, *OTHERWISE, *NO_EFFECT}
+        known = {field.name for field in dataclasses.fields(config)}
         assert theirs[config.__name__].keys() - known == set(), config.__name__
         differ = {name for name, value in config.defaults().items()
                   if name in theirs[config.__name__] and theirs[config.__name__][name] != value}  # fmt: skip

@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
+import yaml  # type: ignore[import-untyped]
 from transformers import TrainingArguments
 
 from verl.checked import validated
@@ -18,6 +19,7 @@ from verl.ranks import torchrun_ranks
 from verl.record import Count, Natural, NotNegative, Positive, Seed, Share
 from verl.trl.names import DEFAULTS, NO_EFFECT, OTHERWISE, REMOVED
 
+ConfigT = TypeVar("ConfigT")
 #: How a command line gives an argument that may be True: with a value or without.
 _FLAG = {"nargs": "?", "const": True}
 _SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -43,21 +45,34 @@ def _default(name: str) -> Any:
     return None if default is dataclasses.MISSING else getattr(default, "value", default)
 
 
-_record = dataclasses.dataclass(init=False, repr=False, eq=False)
-#: Their own code sets every field at the start.
-_Quiet: Any = dataclasses.make_dataclass(
-    "_Quiet",
-    [(name, str | None, dataclasses.field(default=_default(name), metadata=_FLAG)) for name in sorted(NO_EFFECT)],
-)
+def _record(**others: tuple[Any, str]) -> Callable[[type[ConfigT]], type[ConfigT]]:
+    """Decorator: a dataclass of the arguments that are mapped here and of TRL's others.
+
+    Args:
+        others: name -> (TRL's default, what to do in the place of another value; "": any value is taken).
+    """
+
+    def make(cls: type[ConfigT]) -> type[ConfigT]:
+        for name, (default, hint) in others.items():
+            is_flag = isinstance(default, bool)
+            # What a command line's text becomes: a value that says nothing, such as 0.0, is taken.
+            cls.__annotations__[name] = bool if is_flag else yaml.safe_load if hint else str | None
+            field: Any = dataclasses.field(default=default, metadata={"help": hint} | ({} if is_flag else _FLAG))
+            setattr(cls, name, field)
+        return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+
+    return make
 
 
-@_record
-class Config(_Quiet):  # type: ignore[misc]
+@_record(**{name: (_default(name), "") for name in sorted(NO_EFFECT)}, **OTHERWISE)
+class Config:
     """Arguments of a trainer by TRL's names; each is an attribute, which may be set later.
 
     Raises:
         ConfigError: there is no such argument; the message names the nearest one, or what takes its place.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     output_dir: str | None = None
     learning_rate: float = 1e-6
@@ -91,8 +106,6 @@ class Config(_Quiet):  # type: ignore[misc]
     model_init_kwargs: str | None = None
     trust_remote_code: bool = False
     use_cpu: bool = False
-    #: Arguments of this record that TRL has and that are done otherwise here: name -> (default, what to do).
-    otherwise: ClassVar[dict[str, tuple[Any, str]]] = {}
 
     def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
         self.output_dir = output_dir
@@ -101,19 +114,16 @@ class Config(_Quiet):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         value = getattr(value, "value", value)  # of an enumeration of transformers
-        kind, known = type(self).__name__, self.defaults()
-        other = {**OTHERWISE, **self.otherwise}
-        if name in other and name not in known:
-            default, hint = other[name]
-            if value is not None and value != default and (value or default):
-                raise ConfigError(f"{kind}: {name}={shown(value)} is not done here: {hint}")
-        elif name not in known and name not in NO_EFFECT:
-            if instead := REMOVED.get(name):
-                raise ConfigError(f"{kind} has no argument '{name}': {instead}")
-            raise ConfigError(f"{kind} has no argument '{name}': {nearest(name, [*known, *NO_EFFECT])}")
+        kind, field = type(self).__name__, self.__dataclass_fields__.get(name)
+        if field is None:
+            known = [*self.defaults(), *NO_EFFECT]
+            raise ConfigError(f"{kind} has no argument '{name}': {REMOVED.get(name) or nearest(name, known)}")
+        hint = field.metadata.get("help")
+        if hint and value is not None and value != field.default and (value or field.default):
+            raise ConfigError(f"{kind}: {name}={shown(value)} is not done here: {hint}")
         hints = type(self)._hints()
         if value is None and name in hints and name not in _BOUNDS and type(None) not in typing.get_args(hints[name]):
-            value = known[name]  # nobody said anything
+            value = field.default  # nobody said anything
         if name in hints:
             validated(kind, hints, {name: value})
         self.__dict__[name] = value
@@ -127,20 +137,12 @@ class Config(_Quiet):  # type: ignore[misc]
         plain = {name for name, hint in hints.items() if set(typing.get_args(hint) or (hint,)) <= {*kinds}}
         return {name: _BOUNDS.get(name, hint) for name, hint in hints.items() if name in plain or name in _BOUNDS}
 
-    @classmethod
-    def knows(cls, name: str) -> bool:
-        """Whether TRL has such an argument."""
-        return name in {*cls.defaults(), *NO_EFFECT, *OTHERWISE, *cls.otherwise}
-
     def __getattr__(self, name: str) -> Any:
-        """An argument that is done otherwise here, and that nobody has set."""
-        other = {**OTHERWISE, **type(self).otherwise}
-        if name not in other:
-            raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
-        return other[name][0]
+        raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
 
     def __repr__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != self.defaults().get(name)}
+        fields = self.__dataclass_fields__
+        changed = {name: value for name, value in vars(self).items() if value != fields[name].default}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class Config(_Quiet):  # type: ignore[misc]
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """The defaults of the arguments that have an effect here."""
-        return {field.name: field.default for field in dataclasses.fields(cls) if field.name not in NO_EFFECT}
+        return {field.name: field.default for field in dataclasses.fields(cls) if "help" not in field.metadata}
 
     @classmethod
     def of(cls, args: Any) -> Self:
@@ -238,7 +240,14 @@ class Config(_Quiet):  # type: ignore[misc]
         return {"dtype": str(dtype).removeprefix("torch."), "trust_remote_code": trust}
 
 
-@_record
+@_record(
+    vllm_mode=("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
+    mask_truncated_completions=(False, "write a reward that returns None where a completion has no end"),
+    sync_ref_model=(False, "the reference is the model as it was at first: leave it out"),
+    repetition_penalty=(1.0, "sampling has temperature, top_p, top_k and min_p: leave it out"),
+    generation_kwargs=(None, "sampling has temperature, top_p, top_k and min_p: leave it out"),
+    vllm_structured_outputs_regex=(None, "see constrained_decoding in docs/algorithms.md"),
+)
 class _OnlineConfig(Config):
     """What the trainers on sampled completions share."""
 
@@ -260,14 +269,6 @@ class _OnlineConfig(Config):
     epsilon_high: float | None = None
     reward_weights: list[float] | None = None
     chat_template_kwargs: str | None = None
-    otherwise: ClassVar = {
-        "vllm_mode": ("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
-        "mask_truncated_completions": (False, "write a reward that returns None where a completion has no end"),
-        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
-        "repetition_penalty": (1.0, "sampling has temperature, top_p, top_k and min_p: leave it out"),
-        "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p: leave it out"),
-        "vllm_structured_outputs_regex": (None, "see constrained_decoding in docs/algorithms.md"),
-    }
 
     def prompts(self) -> int:
         """Prompts of one rollout.
@@ -302,7 +303,13 @@ class _OnlineConfig(Config):
         return self.rollout_samples() // self.samples() * int(self.num_iterations)
 
 
-@_record
+@_record(
+    multi_objective_aggregation=("sum_then_normalize", "rewards are summed, then normalised: leave it out"),
+    top_entropy_quantile=(1.0, "all tokens are trained: leave it out"),
+    use_adaptive_entropy=(False, "entropy_coef is fixed: leave it out"),
+    off_policy_mask_threshold=(None, "see rollout_rs in docs/algorithms.md"),
+    log_completions_hub_repo=(None, "nothing is uploaded: leave it out"),
+)
 class GRPOConfig(_OnlineConfig):
     max_tool_calling_iterations: int | None = None
     use_bias_correction_kl: bool = True
@@ -321,26 +328,16 @@ class GRPOConfig(_OnlineConfig):
     vllm_importance_sampling_mode: str = "sequence_mask"
     vllm_importance_sampling_clip_min: float | None = None
     vllm_importance_sampling_clip_max: float | None = 3.0
-    otherwise: ClassVar = _OnlineConfig.otherwise | {
-        "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then normalised: leave it out"),
-        "top_entropy_quantile": (1.0, "all tokens are trained: leave it out"),
-        "use_adaptive_entropy": (False, "entropy_coef is fixed: leave it out"),
-        "off_policy_mask_threshold": (None, "see rollout_rs in docs/algorithms.md"),
-        "log_completions_hub_repo": (None, "nothing is uploaded: leave it out"),
-    }
 
 
-@_record
+@_record(reward_clip_range=(None, "clip what your reward function returns"))
 class RLOOConfig(_OnlineConfig):
     num_generations: int = 2
     beta: float = 0.05
     normalize_advantages: bool = False
-    otherwise: ClassVar = _OnlineConfig.otherwise | {
-        "reward_clip_range": (None, "clip what your reward function returns"),
-    }
 
 
-@_record
+@_record()
 class _OfflineConfig(Config):
     """What the trainers on recorded responses share."""
 
@@ -358,34 +355,33 @@ class _OfflineConfig(Config):
                 raise ConfigError(f"{name}='{value}': {nearest(str(value), known)}")
 
 
-@_record
+@_record(
+    loss_weights=(None, "one loss is trained: name one loss_type"),
+    ld_alpha=(None, "leave it out"),
+    f_divergence_type=("reverse_kl", "leave it out"),
+    use_weighting=(False, "leave it out"),
+    sync_ref_model=(False, "the reference is the model as it was at first: leave it out"),
+)
 class DPOConfig(_OfflineConfig):
     beta: float = 0.1
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
-    otherwise: ClassVar = {
-        "loss_weights": (None, "one loss is trained: name one loss_type"),
-        "ld_alpha": (None, "leave it out"),
-        "f_divergence_type": ("reverse_kl", "leave it out"),
-        "use_weighting": (False, "leave it out"),
-        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
-    }
 
 
-@_record
+@_record(sync_ref_model=(False, "the reference is the model as it was at first: leave it out"))
 class KTOConfig(_OfflineConfig):
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     loss_type: str = "kto"
     train_sampling_strategy: str = "sequential"
-    otherwise: ClassVar = {
-        "sync_ref_model": (False, "the reference is the model as it was at first: leave it out"),
-    }
 
 
-@_record
+@_record(
+    eos_token=(None, "set the tokenizer's eos_token"),
+    dataset_kwargs=(None, "leave it out"),
+)
 class SFTConfig(_OfflineConfig):
     learning_rate: float = 2e-5
     loss_type: str = "nll"
@@ -394,21 +390,13 @@ class SFTConfig(_OfflineConfig):
     shuffle_dataset: bool = False
     dataset_text_field: str = "text"
     chat_template_path: str | None = None
-    otherwise: ClassVar = {
-        "eos_token": (None, "set the tokenizer's eos_token"),
-        "dataset_kwargs": (None, "leave it out"),
-        "neftune_noise_alpha": (None, "leave it out"),
-    }
 
 
-@_record
+@_record(eos_token=(None, "set the tokenizer's eos_token"))
 class RewardConfig(_OfflineConfig):
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = None
     chat_template_path: str | None = None
-    otherwise: ClassVar = {
-        "eos_token": (None, "set the tokenizer's eos_token"),
-    }
 
 
 def _is_made(field: dataclasses.Field[Any]) -> bool:

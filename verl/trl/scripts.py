@@ -13,7 +13,6 @@ import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
 from verl.errors import ConfigError, nearest
-from verl.trl.arguments import Config
 
 
 @dataclass
@@ -88,36 +87,16 @@ class TrlParser(HfArgumentParser):
         os.environ.update({name: str(value) for name, value in (settings.pop("env", None) or {}).items()})
         known = {action.dest for action in self._actions}
         unknown = [name for name in settings if name not in known]
-        configs = [kind for kind in self.dataclass_types if issubclass(kind, Config)]
-        strange = [name for name in unknown if not any(config.knows(name) for config in configs)]
-        if strange and fail_with_unknown_args and not return_remaining_strings:
-            raise ConfigError(f"--config has '{strange[0]}', which is of no record: {nearest(strange[0], known)}")
+        if unknown and fail_with_unknown_args and not return_remaining_strings:
+            raise ConfigError(f"--config has '{unknown[0]}', which is of no record: {nearest(unknown[0], known)}")
         self.set_defaults(**{name: value for name, value in settings.items() if name in known})
         for action in self._actions:
             action.required = action.required and action.dest not in settings
         rest = [word for name in unknown for word in (f"--{name}", str(settings[name]))]
         *records, others = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
-        left = _without_theirs([*rest, *others], [record for record in records if isinstance(record, Config)])
+        left = [*rest, *others]
         if return_remaining_strings:
             return (*records, left)
         if left and fail_with_unknown_args:
             raise ConfigError(f"'{left[0]}' is of no record: {nearest(left[0].removeprefix('--'), known)}")
         return tuple(records)
-
-
-def _without_theirs(words: list[str], configs: Sequence[Config]) -> list[str]:
-    """What is left of a command line without TRL's settings that are none here; each is set, which refuses any value
-    but the one that says nothing."""
-    left = []
-    while words:
-        word, words = words[0], words[1:]
-        name, _, value = word.removeprefix("--").partition("=")
-        negated = name.removeprefix("no_") if word.startswith("--no_") else None
-        config = next((one for one in configs if one.knows(negated or name)), None)
-        if not word.startswith("--") or config is None:
-            left.append(word)
-            continue
-        if not value and not negated and words and not words[0].startswith("--"):
-            value, words = words[0], words[1:]
-        setattr(config, negated or name, False if negated else yaml.safe_load(value) if value else True)
-    return left
