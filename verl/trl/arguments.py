@@ -248,7 +248,7 @@ class Config:
     generation_kwargs=(None, "sampling has temperature, top_p, top_k and min_p: leave it out"),
     vllm_structured_outputs_regex=(None, "see constrained_decoding in docs/algorithms.md"),
 )
-class _OnlineConfig(Config):
+class OnlineConfig(Config):
     """What the trainers on sampled completions share."""
 
     num_generations: int = 8
@@ -310,7 +310,7 @@ class _OnlineConfig(Config):
     off_policy_mask_threshold=(None, "see rollout_rs in docs/algorithms.md"),
     log_completions_hub_repo=(None, "nothing is uploaded: leave it out"),
 )
-class GRPOConfig(_OnlineConfig):
+class GRPOConfig(OnlineConfig):
     max_tool_calling_iterations: int | None = None
     use_bias_correction_kl: bool = True
     delta: float | None = None
@@ -331,7 +331,7 @@ class GRPOConfig(_OnlineConfig):
 
 
 @_record(reward_clip_range=(None, "clip what your reward function returns"))
-class RLOOConfig(_OnlineConfig):
+class RLOOConfig(OnlineConfig):
     num_generations: int = 2
     beta: float = 0.05
     normalize_advantages: bool = False

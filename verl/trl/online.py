@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ from verl.rewards.forms import OF_TRL
 from verl.roles.reward import Reward
 from verl.rollout.environments import EnvironmentEpisode
 from verl.trainer.evaluation import Evaluation, HeldOut
-from verl.trl.arguments import GRPOConfig, RLOOConfig
+from verl.trl.arguments import GRPOConfig, OnlineConfig, RLOOConfig
 from verl.trl.events import Events
 from verl.trl.losses import grpo_algorithm, rloo_algorithm
 from verl.trl.trainers import BaseTrainer
@@ -53,7 +53,7 @@ class GRPOTrainer(BaseTrainer):
         **more: these keywords; `placement`, `strategy` and `rollout` of this package.
     """
 
-    config = GRPOConfig
+    config: ClassVar[type[OnlineConfig]] = GRPOConfig
     algorithm = tag = "grpo"
 
     def __init__(
