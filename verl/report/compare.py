@@ -54,8 +54,8 @@ NAV = {"results": "Results", "curves": "Curves", "answers": "Answers", "settings
 #: Settings that say where a run is and how it is watched, and those that `seeds` of one setting differ in.
 _NOT_SETTINGS = (
     SETTINGS.key, "trainer.output_dir", "trainer.run_name", "trainer.project", "trainer.loggers", "trainer.threads",
+    "trainer.seed",
 )  # fmt: skip
-_SEED = "trainer.seed"
 
 
 @dataclass
@@ -101,8 +101,11 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
         curves = curves_in(metrics, read_rows(run / "eval.jsonl"))
         if not curves:
             raise DataError(f"{run} has no metrics of a run: name run directories, such as runs/latest")
-        settings = _settings(run / "config.yaml")
-        settings.pop(_SEED, None)
+        try:
+            content = read_settings(run / "config.yaml")
+        except ConfigError:
+            content = {}
+        settings = {key: value for key, value in flat(content) if key not in _NOT_SETTINGS}
         group = next((one for one in groups if settings and one.settings == settings), None)
         if group is None:
             groups.append(group := Group(settings))
@@ -141,14 +144,6 @@ def spread(runs: Sequence[Points], most: int = MAX_POINTS) -> list[tuple[float, 
         (part[-1][0], statistics.fmean(p[1] for p in part), min(p[2] for p in part), max(p[3] for p in part))
         for part in stretches(steps, most)
     ]
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        content = read_settings(file)
-    except ConfigError:
-        return {}
-    return {key: value for key, value in flat(content) if key not in _NOT_SETTINGS}
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
