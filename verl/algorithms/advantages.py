@@ -134,13 +134,8 @@ def gae(token_rewards: Tensor, values: Tensor, responses: Responses, gamma: floa
 
 def discounted_returns(token_rewards: Tensor, responses: Responses, gamma: float = 1.0) -> Tensor:
     """`[R]`: rewards to go; 0 on tokens that the policy did not write, which the discount skips."""
-    rewards_SL, written_SL = responses.pad(token_rewards), responses.pad(responses.written)
-    returns_SL = torch.zeros_like(rewards_SL)
-    running = rewards_SL.new_zeros(responses.rows)
-    for t in reversed(range(rewards_SL.shape[1])):
-        running = torch.where(written_SL[:, t], rewards_SL[:, t] + gamma * running, running)
-        returns_SL[:, t] = torch.where(written_SL[:, t], running, 0.0)
-    return responses.unpad(returns_SL)
+    returns, _ = gae(token_rewards, torch.zeros_like(token_rewards), responses, gamma, lam=1.0)
+    return torch.where(responses.written, returns, 0.0)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"
 #: Models an algorithm may ask for. Trained ones: actor, critic, cost_critic.
 ROLES = frozenset({"actor", "critic", "reference", "reward", "cost", "cost_critic"})
 _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
-#: The methods that a role's loss is made of.
+#: A role's loss, and the methods that it is made of.
 _LOSSES = {
     "actor": ("compute_loss", "policy_loss", "importance"),
     "critic": ("compute_critic_loss",),
@@ -291,12 +291,8 @@ class RoleObjective:
 
     def __post_init__(self) -> None:
         algorithm, is_actor = self.algorithm, self.role == "actor"
-        losses: dict[str, LossFn] = {
-            "actor": algorithm.compute_loss,
-            "critic": algorithm.compute_critic_loss,
-            "cost_critic": algorithm.compute_cost_critic_loss,
-        }
-        self._loss, self.token_weights = losses[self.role], algorithm.token_weights
+        self._loss: LossFn = getattr(algorithm, _LOSSES[self.role][0])
+        self.token_weights = algorithm.token_weights
         self.needs_statistics = self.further_metrics is not None
         self.loss_columns = algorithm.loss_columns if is_actor else _CRITICS[self.role]
         self.needs_entropy = is_actor and algorithm.needs_entropy

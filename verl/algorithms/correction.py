@@ -76,15 +76,6 @@ def importance_weights(
     return weights / mean if mean > 1e-8 else weights
 
 
-def check_weight_bounds(threshold: float, lower: float) -> None:
-    """Raises ConfigError where no weight is within [lower, threshold]: all would be 0."""
-    if lower > threshold:
-        raise ConfigError(
-            f"rollout_is_lower={lower} is above rollout_is_threshold={threshold}, so that every weight would be 0: "
-            "give a lower bound below 1 and a threshold above it, or leave rollout_is_lower out"
-        )
-
-
 def accepted(log_ratio: LogRatio, rule: Rejection, upper: float, lower: float | None = None) -> Tensor:
     """`[R]` bool: tokens that stay in the loss.
 

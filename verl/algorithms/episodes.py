@@ -118,9 +118,10 @@ class Episodes:
         ends = [0, *accumulate(lengths)]
         offsets = [ends[first] for first in firsts] + ends[-1:]
         for name in self.rows.columns:
-            if name != "prompt_tokens" and _is_ragged(self.rows, name) and self.rows.lengths(name) == lengths:
-                values = self.rows.arrow(name).flatten()
-                columns[name] = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
+            values = self.rows.arrow(name)
+            is_ragged = name != "prompt_tokens" and pa.types.is_large_list(values.type)
+            if is_ragged and self.rows.lengths(name) == lengths:
+                columns[name] = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values.flatten())
         if "group" in batch:
             groups = zip(batch["group"], self._apart, strict=True)
             columns["group"] = [group if name is None else f"{group}\0{name}" for group, name in groups]
@@ -164,10 +165,6 @@ def _members(batch: Batch) -> list[tuple[str | None, list[int]]]:
             parts.setdefault(None if rewards[row] is None else names[row] or "", []).append(row)
         members += parts.items()
     return members
-
-
-def _is_ragged(batch: Batch, name: str) -> bool:
-    return bool(pa.types.is_large_list(batch.arrow(name).type))
 
 
 def _filled(batch: Batch, name: str) -> Tensor:

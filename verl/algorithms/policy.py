@@ -24,7 +24,6 @@ from verl.algorithms.correction import (
     LogRatio,
     Rejection,
     accepted,
-    check_weight_bounds,
     importance_weights,
     mismatch,
     mismatch_shares,
@@ -132,8 +131,12 @@ class PolicyGradient(BaseAlgorithm):
                 f"algorithm '{self.name}': kl_coef=0 stays 0 whatever kl_target asks for: give a kl_coef above 0 to "
                 "start from, or kl_in='none' for no KL at all"
             )
-        if self.rollout_is_lower is not None:
-            check_weight_bounds(self.rollout_is_threshold, self.rollout_is_lower)
+        if self.rollout_is_lower is not None and self.rollout_is_lower > self.rollout_is_threshold:
+            raise ConfigError(
+                f"rollout_is_lower={self.rollout_is_lower} is above rollout_is_threshold={self.rollout_is_threshold}, "
+                "so that every weight would be 0: give a lower bound below 1 and a threshold above it, or leave "
+                "rollout_is_lower out"
+            )
         if self.by_ratio and (self.rollout_rs is not None or not self.has_ratio):
             why = "its loss has no ratio" if self.rollout_rs is None else "rollout_rs reads the trainer's log-probs"
             raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")
@@ -249,18 +252,18 @@ class PolicyGradient(BaseAlgorithm):
             return Responses(batch).store(columns), metrics
         return episodes.trajectories.store(columns), metrics
 
-    def compute_loss(self, x: LossInput) -> Loss:
-        current, active = self.needed_log_probs(x), x.weights != 0
-        log_probs = torch.where(active, current, 0.0)
+    def terms(self, x: LossInput, active: Tensor) -> PolicyTerms:
+        """What a loss is made of, 0 at tokens that are not `active`, `[R]`. Without a column `old_log_probs` the old
+        policy is the current one."""
+        current = self.needed_log_probs(x)
         old = x.columns.get("old_log_probs", current.detach())
-        terms = PolicyTerms(
-            log_probs,
-            torch.where(active, current - old, 0.0),
-            torch.where(active, x.columns["advantages"], 0.0),
-            active,
-            x.sequence,
-            x.num_sequences,
-        )
+        values = (current, current - old, x.columns["advantages"])
+        log_probs, log_ratio, advantages = (torch.where(active, of, 0.0) for of in values)
+        return PolicyTerms(log_probs, log_ratio, advantages, active, x.sequence, x.num_sequences)
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        active = x.weights != 0
+        terms = self.terms(x, active)
         loss = self.policy_loss(terms)
         per_token = loss.per_token
         if "rollout_is_weights" in x.columns:
@@ -268,9 +271,10 @@ class PolicyGradient(BaseAlgorithm):
         total = policy = (x.weights * per_token).sum()
         metrics: dict[str, Tensor | float] = {"loss/policy": policy.detach(), **_policy_metrics(x, terms, loss)}
         if "rollout_log_probs" in x.columns:  # the policy is the one that sampled, and nothing has measured it yet
-            metrics |= mismatch_shares(current.detach() - x.columns["rollout_log_probs"], active, x.computed_tokens)
+            difference = self.needed_log_probs(x).detach() - x.columns["rollout_log_probs"]
+            metrics |= mismatch_shares(difference, active, x.computed_tokens)
         if self.kl_in == "loss":
-            kl = self.token_kl(log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0))
+            kl = self.token_kl(terms.log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0))
             kl = kl * self.ratio(terms) if self.kl_by_ratio else kl
             penalty = (x.weights * x.columns["kl_coef"][x.sequence] * kl).sum()
             total = total + penalty

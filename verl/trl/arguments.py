@@ -33,6 +33,8 @@ _BOUNDS: dict[str, Any] = {
     **dict.fromkeys(("save_strategy", "eval_strategy"), Literal["no", "steps", "epoch"]),
     **dict.fromkeys(("lr_scheduler_kwargs", "model_init_kwargs", "chat_template_kwargs"), Mapping | str | None),
     **dict.fromkeys(("warmup_steps", "max_grad_norm"), NotNegative | None),
+    "importance_sampling_level": Literal["token", "sequence"],
+    "scale_rewards": Literal["group", "batch", "none", True, False],
     "max_steps": int, "seed": Seed, "data_seed": Seed | None, "eval_steps": Positive | None,
     "warmup_ratio": Share | None, "max_tool_calling_iterations": Natural | None,
 }  # fmt: skip
@@ -297,10 +299,6 @@ class OnlineConfig(Config):
                 "steps_per_generation to a multiple of gradient_accumulation_steps"
             )
         return total
-
-    def updates(self) -> int:
-        """Optimizer steps of one rollout."""
-        return self.rollout_samples() // self.samples() * int(self.num_iterations)
 
 
 @_record(

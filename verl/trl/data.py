@@ -31,11 +31,7 @@ class EpochCursor(Cursor):
     """Ends a batch where an epoch ends; the order is that of transformers' sampler under Accelerate."""
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        rows, epoch = self._rows()[self.position : self.position + count], self.epoch
-        self.position += len(rows)
-        if self.position == self.size:
-            self.epoch, self.position = epoch + 1, 0
-        return [(epoch, row) for row in rows]
+        return super().take(min(count, self.size - self.position))
 
     def permutation(self) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -53,11 +49,14 @@ class TRLLoader(OfflineDatasetLoader):
     """
 
     cursor: ClassVar[type[Cursor]] = EpochCursor
+    #: Whether rows lose what is behind `max_length`.
+    cuts: ClassVar[bool] = True
     #: With TRL they count in the loss.
     refuses_equal_pairs: ClassVar[bool] = False
 
     def __init__(self, rows: Any, tokenizer: Any, args: Any, batch_size: int) -> None:
         self.args = args
+        self.limit: int | None = args.max_length if self.cuts else None
         self.keeps_end = getattr(args, "truncation_mode", "keep_start") == "keep_end"
         super().__init__(
             tokenized(rows),
@@ -65,22 +64,18 @@ class TRLLoader(OfflineDatasetLoader):
             batch_size=batch_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random" or getattr(args, "shuffle_dataset", False),
-            max_length=self._limit_of_rows(),
+            max_length=self.limit,
         )
-
-    def _limit_of_rows(self) -> int | None:
-        limit: int | None = self.args.max_length
-        return limit
 
     def tokenize(self, tokenizer: Any) -> None:
         """Rows that are tokens are cut as others are."""
         if self.kind != "experience":
             return super().tokenize(tokenizer)
-        names, limit = ("prompt_tokens", "response_tokens", "response_mask"), self._limit_of_rows()
+        names = ("prompt_tokens", "response_tokens", "response_mask")
         cut = []
         for row in self._rows.rows():
             prompt, reply, mask = self._cut(tuple(row[name] for name in names))
-            room = None if limit is None else max(limit - len(prompt), 0)
+            room = None if self.limit is None else max(self.limit - len(prompt), 0)
             cut.append((prompt, reply[:room], mask[:room]))
         groups = self._rows["group"]
         empty = {group for group, (_, reply, _) in zip(groups, cut, strict=True) if not reply}
@@ -207,11 +202,9 @@ class TokenRows(Sequence[Any]):
 
     def __getitem__(self, key: Any) -> Any:
         """A row by number, or a column by name."""
-        return (
-            self._columns[key]
-            if isinstance(key, str)
-            else {name: values[key] for name, values in self._columns.items()}
-        )
+        if isinstance(key, str):
+            return self._columns[key]
+        return {name: values[key] for name, values in self._columns.items()}
 
 
 class TextLoader(TRLLoader):
@@ -259,7 +252,7 @@ class PairLoader(TRLLoader):
 
     def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
         prompt, reply, _ = super()._row(chat, row)
-        other = super()._row(chat, self._partner(row))[0]
+        other = super()._row(chat, self._by_label[row["group"], 1 - row["label"]])[0]
         shared = min(len(prompt), len(other))
         reply = [*prompt[shared:], *reply]
         return prompt[:shared], reply, [1] * len(reply)
@@ -274,11 +267,8 @@ class PairLoader(TRLLoader):
             "rejected_ids": [replies[rejected] for _, rejected in pairs],
         }
 
-    def _partner(self, row: Any) -> Any:
-        return self._partners[row["group"], 1 - row["label"]]
-
     @cached_property
-    def _partners(self) -> dict[tuple[str, float], Any]:
+    def _by_label(self) -> dict[tuple[str, float], Any]:
         return {(row["group"], row["label"]): row for row in self._rows.rows()}
 
 
@@ -286,8 +276,7 @@ class ScoredLoader(TRLLoader):
     """Of `RewardTrainer`: pairs of which one is longer than `max_length` are left out. transformers reads the score at
     the last token that is no padding, so that an end which is the padding token, too, is left out."""
 
-    def _limit_of_rows(self) -> None:
-        return None
+    cuts = False
 
     def tokenize(self, tokenizer: Any) -> None:
         super().tokenize(tokenizer)
@@ -333,7 +322,8 @@ class LabelledLoader(TRLLoader):
             self.batch = rows.drop(["group"]).add({"group": rows["id"]})
         replies, prompts = self.batch["response_tokens"], self.batch.lengths("prompt_tokens")
         each, limit = self.args.per_device_train_batch_size, self.args.max_length
-        others = [reply for start in range(0, len(replies), each) for reply in rotated(replies[start : start + each])]
+        parts = [replies[start : start + each] for start in range(0, len(replies), each)]
+        others = [reply for part in parts for reply in (*part[-1:], *part[:-1])]
         cut = [ids if limit is None else ids[: limit - prompt] for ids, prompt in zip(others, prompts, strict=True)]
         self.batch = self.batch.add({"kl_response_tokens": cut})
         self._begin()
@@ -341,11 +331,6 @@ class LabelledLoader(TRLLoader):
     def columns(self) -> dict[str, list[Any]]:
         names = {"prompt_ids": "prompt_tokens", "completion_ids": "response_tokens", "label": "label"}
         return {theirs: self.batch[ours] for theirs, ours in names.items()}
-
-
-def rotated(values: Sequence[Any]) -> list[Any]:
-    """The last one first."""
-    return [*values[-1:], *values[:-1]]
 
 
 def reply_of(row: Any) -> dict[str, Any]:

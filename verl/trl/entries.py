@@ -15,7 +15,6 @@ from torch import Tensor
 
 from verl.algorithms import BaseAlgorithm, LossInput, PolicyGradient
 from verl.algorithms.base import FurtherMetrics
-from verl.algorithms.losses import PolicyTerms
 from verl.algorithms.pairs import sequence_log_probs, sequence_tokens, split_pairs
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -88,7 +87,7 @@ def of_scores(algorithm: BaseAlgorithm, x: LossInput) -> Parts:
 
 def of_policy(algorithm: Any, x: LossInput) -> Parts:
     """Of samples: their entropy, and the KL in the loss."""
-    terms, parts = _terms(algorithm, x), _mean("entropy", x.entropy, x.mask)
+    terms, parts = algorithm.terms(x, x.mask), _mean("entropy", x.entropy, x.mask)
     if "ref_log_probs" in x.columns:
         kl = algorithm.token_kl(terms.log_probs, x.columns["ref_log_probs"])
         parts |= _mean("kl", kl * algorithm.ratio(terms) if algorithm.kl_by_ratio else kl, x.mask)
@@ -98,7 +97,7 @@ def of_policy(algorithm: Any, x: LossInput) -> Parts:
 def of_clipped(algorithm: Any, x: LossInput) -> Parts:
     """And where the ratio is clipped: of tokens, or of rows where it is the row's. In rows that are not computed it is
     nowhere, since their advantage is 0."""
-    terms, (low, high) = _terms(algorithm, x), algorithm.clip_bounds
+    terms, (low, high) = algorithm.terms(x, x.mask), algorithm.clip_bounds
     ratio, tokens = algorithm.ratio(terms), sequence_tokens(x)
     by_row = type(algorithm).ratio is not PolicyGradient.ratio
     weights = x.mask / (tokens[x.sequence] * x.total_sequences if by_row else max(x.total_tokens, 1))
@@ -115,14 +114,14 @@ def of_clipped(algorithm: Any, x: LossInput) -> Parts:
 
 def of_clipped_weights(algorithm: Any, x: LossInput) -> Parts:
     """The same of a ratio that is a clipped weight."""
-    terms = _terms(algorithm, x)
+    terms = algorithm.terms(x, x.mask)
     clipped = (algorithm.ratio(terms) > 1 + algorithm.clip_bounds[1]) & (terms.advantages > 0) & x.mask
     return of_policy(algorithm, x) | {"mean/cispo_clip_ratio": clipped.sum() / max(x.total_tokens, 1)}
 
 
 def of_soft_weights(algorithm: Any, x: LossInput) -> Parts:
     """The weights of rows by a function of their ratio."""
-    weights = algorithm.row_weights(_terms(algorithm, x))
+    weights = algorithm.row_weights(algorithm.terms(x, x.mask))
     rows = x.sum_by_sequence(torch.where(x.mask, weights, 0.0)) / sequence_tokens(x)
     return of_policy(algorithm, x) | _mean("vespo/phi_seq_mean", rows, torch.ones_like(rows, dtype=torch.bool))
 
@@ -149,9 +148,3 @@ def _rewards(algorithm: Any, x: LossInput) -> Tensor:
     log_ratio = algorithm.needed_log_probs(x) - x.columns["ref_log_probs"]
     rewards: Tensor = algorithm.beta * sequence_log_probs(x, log_ratio)
     return rewards
-
-
-def _terms(algorithm: Any, x: LossInput) -> PolicyTerms:
-    log_probs = algorithm.needed_log_probs(x)
-    log_ratio = torch.where(x.mask, log_probs - x.columns.get("old_log_probs", log_probs), 0.0)
-    return PolicyTerms(log_probs, log_ratio, x.columns["advantages"], x.mask, x.sequence, x.num_sequences)

@@ -171,8 +171,9 @@ class Events:
         self._measured.clear()
         self._losses += [self._since[-1]["loss"]] if "loss" in self._since[-1] else []
         self.call("on_step_end")
-        if self.control.should_log or self._is_due(self.args.logging_steps):
-            self._log()
+        is_due = self.control.should_log or self._is_due(self.args.logging_steps)
+        if is_due and (means := self._means()):
+            self._write(means)
         self._note_save(trainer)
         if self.control.should_save and trainer.checkpoints is not None:
             trainer.checkpoints.save(trainer)
@@ -226,12 +227,8 @@ class Events:
     def _count(self, steps: int) -> None:
         self.state.global_step, self.state.epoch = steps * self._updates, steps / self._epoch_steps
 
-    def _log(self) -> None:
-        """The means of the steps since the last time; of what transformers reads at the end, the last."""
-        if means := self._means():
-            self._write(means)
-
     def _means(self) -> dict[str, float]:
+        """The means of the steps since the last time; of what transformers reads at the end, the last."""
         names = dict.fromkeys(name for record in self._since for name in record)
         values = {name: [record[name] for record in self._since if name in record] for name in names}
         self._since.clear()

@@ -54,7 +54,7 @@ class GRPOTrainer(BaseTrainer):
     """
 
     config: ClassVar[type[OnlineConfig]] = GRPOConfig
-    algorithm = tag = "grpo"
+    tag = "grpo"
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class GRPOTrainer(BaseTrainer):
 
     @property
     def updates(self) -> int:  # type: ignore[override]
-        updates: int = self.args.updates()
-        return updates
+        args = self.args
+        return int(args.rollout_samples() // args.samples() * args.num_iterations)
 
     def _source(self) -> Reward | None:
         if not self.reward_funcs:
@@ -201,7 +201,7 @@ class RLOOTrainer(GRPOTrainer):
     is an `RLOOConfig`."""
 
     config = RLOOConfig
-    algorithm = tag = "rloo"
+    tag = "rloo"
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *more: Any, **others: Any) -> None:
         for name in ("tools", "environment_factory"):

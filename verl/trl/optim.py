@@ -27,10 +27,11 @@ def lr_factor(args: Any, total: int) -> Callable[[int], float]:
     names, name = [kind.value for kind in SchedulerType], args.lr_scheduler_type
     if name not in names:
         raise ConfigError(f"lr_scheduler_type='{name}': {nearest(name, names)}")
+    warmup = args.warmup_steps or args.warmup_ratio or 0
     scheduler = get_scheduler(
         name,
         torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate),
-        num_warmup_steps=warmup_steps(args, total),
+        num_warmup_steps=math.ceil(warmup * total) if warmup < 1 else int(warmup),  # below 1 it is a share
         num_training_steps=total,
         scheduler_specific_kwargs=args.mapping("lr_scheduler_kwargs"),
     )
@@ -40,12 +41,6 @@ def lr_factor(args: Any, total: int) -> Callable[[int], float]:
         )
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return factor
-
-
-def warmup_steps(args: Any, total: int) -> int:
-    """Optimizer steps of warm-up; of a number below 1 it is the share."""
-    warmup = args.warmup_steps or args.warmup_ratio or 0
-    return math.ceil(warmup * total) if warmup < 1 else int(warmup)
 
 
 def optim_settings(args: Any, total: int) -> dict[str, Any]:

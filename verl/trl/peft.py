@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ import torch
 from verl.errors import ConfigError
 from verl.models.adapter_names import check_adapter_names
 from verl.models.lora import has_adapters
-
-logger = logging.getLogger(__name__)
 
 #: What is read, what peft fills in by itself, and what changes no weight of the adapters.
 _READ = frozenset((
@@ -33,8 +30,6 @@ def with_adapters(model: Any, config: Any, seed: int) -> Any:
         raise ConfigError(f"peft_config is a {type(config).__name__}: prompt-learning is not computed here: use LoRA")
     if has_adapters(model):
         raise ConfigError("peft_config: the model has adapters already, which are trained: leave peft_config out")
-    if getattr(config, "lora_dropout", 0):
-        logger.warning("peft_config: lora_dropout=%s is not applied: nothing is dropped here", config.lora_dropout)
     check_adapter_names(model, config, "peft_config")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -66,8 +61,6 @@ def lora_options(config: Any, model: Any) -> dict[str, Any]:
                 f"peft_config has {field.name}={value!r}: rank, scale and layers are read. Give the trainer the model "
                 "with its adapters, peft.get_peft_model(model, config), and no peft_config"
             )
-    if config.lora_dropout:
-        logger.warning("peft_config: lora_dropout=%s is not applied: nothing is dropped here", config.lora_dropout)
     targets = config.target_modules or _usual_targets(model)
     names = [targets] if isinstance(targets, str) else sorted(targets)
     return {"r": config.r, "alpha": config.lora_alpha, "targets": names}

@@ -69,7 +69,6 @@ class BaseTrainer(Attributes, ABC):
     """
 
     config: ClassVar[type[Config]]
-    algorithm: ClassVar[str]
     #: What TRL calls the method in the tags of a model.
     tag: ClassVar[str]
     head: ClassVar[Literal["lm", "score"]] = "lm"
@@ -226,8 +225,9 @@ class BaseTrainer(Attributes, ABC):
     def _held_out(self, rows: Any, every: int) -> HeldOut:
         """Held-out data as the trainer takes them."""
 
+    @abstractmethod
     def _algorithm(self) -> BaseAlgorithm:
-        return make_algorithm(self.algorithm)
+        """What the arguments name."""
 
     def _source(self) -> Reward | None:
         return None
@@ -262,6 +262,10 @@ class BaseTrainer(Attributes, ABC):
         }
         if isinstance(model, str | Path):
             model, settings = str(model), settings | args.model_settings()
+        if getattr(peft_config, "lora_dropout", 0):
+            logger.warning(
+                "peft_config: lora_dropout=%s is not applied: nothing is dropped here", peft_config.lora_dropout
+            )
         local = Controller.of(options.get("placement")).is_local
         if peft_config is not None and (not local or settings.get("dtype") == "int4"):
             settings["lora"] = lora_options(peft_config, model)
@@ -407,7 +411,7 @@ class SFTTrainer(_Offline):
     `GRPOTrainer`, without rewards; `args` is a `SFTConfig`."""
 
     config = SFTConfig
-    algorithm = tag = "sft"
+    tag = "sft"
     reads = TextLoader
 
     def __init__(self, model: Any, args: Any = None, *, formatting_func: Any = None, **more: Any) -> None:
@@ -423,7 +427,7 @@ class SFTTrainer(_Offline):
         return super()._recorded(rows)
 
     def _algorithm(self) -> BaseAlgorithm:
-        return make_algorithm(self.algorithm, loss_type=self.args.loss_type)
+        return make_algorithm("sft", loss_type=self.args.loss_type)
 
 
 class RewardTrainer(_Offline):
@@ -431,7 +435,6 @@ class RewardTrainer(_Offline):
     `SFTTrainer`; `args` is a `RewardConfig`."""
 
     config = RewardConfig
-    algorithm = "reward_model"
     tag = "reward-trainer"
     head = "score"
     rows = 2
@@ -475,7 +478,7 @@ class RewardTrainer(_Offline):
             self.actor.save_pretrained(folder)
 
     def _algorithm(self) -> BaseAlgorithm:
-        return make_algorithm(self.algorithm, center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
+        return make_algorithm("reward_model", center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
 
 
 class _WithReference(_Offline):
@@ -502,7 +505,7 @@ class DPOTrainer(_WithReference):
     """TRL's `DPOTrainer`, on pairs of a chosen and a rejected response; `args` is a `DPOConfig`."""
 
     config = DPOConfig
-    algorithm = tag = "dpo"
+    tag = "dpo"
     rows = 2
     reads = PairLoader
 
@@ -514,14 +517,14 @@ class KTOTrainer(_WithReference):
     """TRL's `KTOTrainer`, on responses with a label, or pairs; `args` is a `KTOConfig`."""
 
     config = KTOConfig
-    algorithm = tag = "kto"
+    tag = "kto"
     reads = LabelledLoader
 
     def _algorithm(self) -> BaseAlgorithm:
         args = self.args
         each = {"kl_rows": args.per_device_train_batch_size * torchrun_ranks()} if args.loss_type == "kto" else {}
         return make_algorithm(
-            self.algorithm,
+            "kto",
             beta=args.beta,
             desirable_weight=args.desirable_weight,
             undesirable_weight=args.undesirable_weight,
