@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from tests.properties import examples
 from verl.batch import Batch
-from verl.cluster.controller import start
 from verl.dataflow import loop
 from verl.dataflow.calls import Slot
-from verl.dataflow.graph import ANY, PHASES, Graph, Node
-from verl.dataflow.groups import DEADLINE, Groups
+from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.groups import DEADLINE
 from verl.dataflow.result import Result
 from verl.errors import ClusterError, DataError, RewardError, RolloutError, TrainingError
+from verl.trainer.runner import Run
+from verl.trainer.step import draw
 
 PROMPTS = Batch.from_columns({"group": ["p0", "p1", "p2"], "answer": [10, 11, 12]})
 
@@ -33,14 +34,9 @@ def run_graph(
 ) -> Result:
     """Run all nodes of a graph, from synchronous code."""
 
-    async def run() -> Result:
-        groups = Groups(graph, batch, deadline=deadline, slots=slots)
-        for phase in PHASES:
-            groups.start(phase)
-        return await groups.whole()
-
-    start()
-    return loop.run_sync(run())
+    run = Run(deadline=deadline)
+    run.slots |= slots or {}
+    return run.wait(draw(graph, batch, run))
 
 
 def ids(prompts: Batch) -> list[list[str]]:

@@ -106,7 +106,7 @@ def test_log_probs_before_the_update_are_of_the_rows_that_it_computes(exact: Pat
     mismatch = [name for name in metrics if name.startswith("mismatch/")]
     assert len(mismatch) == 5 and metrics["mismatch/kl"] != 0
     assert {name: metrics[name] for name in mismatch} == pytest.approx({name: of_four[name] for name in mismatch})
-    assert on.update_phase({on.task.name: rows}, 0)["update/rows_left_out/actor"] == 4
+    assert on.learn(rows)["update/rows_left_out/actor"] == 4
 
 
 def test_where_all_rows_are_left_out_there_are_no_log_probs_and_no_mismatch(exact: Path) -> None:

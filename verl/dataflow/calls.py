@@ -6,19 +6,32 @@ A plain function runs in the compute thread of the process, an async one on the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from verl.batch import Batch
 from verl.dataflow import loop
-from verl.dataflow.graph import Graph, Node
+from verl.dataflow.graph import Node
 from verl.dataflow.result import Clock
 from verl.errors import ClusterError, DataError, TrainingError, VerlError
 from verl.user_calls import LateError, UserCode, is_async, is_users, watching, within
 from verl.user_code import describe, line_of
 
+T = TypeVar("T")
 _END = object()
+
+
+class Work(NamedTuple):
+    """What a call is called in errors and in the timeline, whose work it is, and the seconds that it may take."""
+
+    name: str
+    role: str
+    limit: float
+
+    @property
+    def label(self) -> str:
+        return f"node '{self.name}'"
 
 
 class Slot:
@@ -55,41 +68,53 @@ class Slot:
 
 
 class Calls:
-    """The calls of the nodes of one run.
+    """The calls of a part of a step: each with its deadline, its time, and its name in an error.
 
     Args:
-        deadline: seconds for a call of a node that has none of its own.
+        deadline: seconds for a call that has none of its own.
+        needs: by node, the nodes that it waits for; for the text of a stall.
     """
 
-    def __init__(self, graph: Graph, deadline: float) -> None:
-        self.graph, self.deadline = graph, deadline
+    def __init__(self, deadline: float, needs: Mapping[str, Sequence[str]]) -> None:
+        self.deadline, self._needs = deadline, needs
         self.clock = Clock()
         self._jobs: set[loop.Job] = set()
         self._closing: list[loop.Job] = []
 
+    def work(self, node: Node) -> Work:
+        return Work(node.name, node.role, node.deadline or self.deadline)
+
+    async def in_thread(
+        self, name: str, function: Callable[..., T], *args: Any, role: str = "", limit: float | None = None
+    ) -> T:
+        """What a plain function returns, called in the compute thread."""
+        return await self._compute(Work(name, role, limit or self.deadline), 0, function, *args)  # type: ignore[no-any-return]
+
     async def call(self, node: Node, batch: Batch, rows: int) -> Any:
         """What `node.run(batch)` returns; `rows` are those of the batch, which may have no columns."""
+        work = self.work(node)
         if not is_async(node.run):
-            return await self._compute(node, rows, node.run, batch)
-        with self.clock.call(node.name, rows):
+            return await self._compute(work, rows, node.run, batch)
+        with self.clock.call(node.name, rows, node.role):
             if not is_users(node.run):
-                return await self._bounded(node, within(node.run(batch), self.limit(node)))
+                return await self._bounded(work, within(node.run(batch), work.limit))
             # An async function of the user's may block its event loop, which is not to be ours.
-            code = UserCode(_label(node))
-            return await self._bounded(node, within(code.call(self.limit(node), node.run, batch), None))
+            code = UserCode(work.label)
+            return await self._bounded(work, within(code.call(work.limit, node.run, batch), None))
 
     async def stream(self, node: Node, prompts: Batch) -> AsyncGenerator[Any, None]:
         """What a source yields, each wait bounded. However it ends, the source is closed and frees its engine."""
-        stream = await self._compute(node, 0, node.run, prompts)
+        work = self.work(node)
+        stream = await self._compute(work, 0, node.run, prompts)
         if not isinstance(stream, AsyncIterator | Iterator):
             raise DataError(f"source '{node.name}' returned {type(stream).__name__}: return an iterator of batches")
         try:
             while True:
                 if isinstance(stream, AsyncIterator):
-                    with self.clock.call(node.name, 0):
-                        value = await self._bounded(node, within(_next(stream), self.limit(node)))
+                    with self.clock.call(node.name, 0, node.role):
+                        value = await self._bounded(work, within(_next(stream), work.limit))
                 else:
-                    value = await self._compute(node, 0, next, stream, _END)
+                    value = await self._compute(work, 0, next, stream, _END)
                 if value is _END:
                     return
                 yield value
@@ -110,58 +135,48 @@ class Calls:
             for future in done:
                 future.exception()
 
-    def limit(self, node: Node) -> float:
-        """Seconds for one call of a node, or until a source gives its next sample."""
-        return node.deadline or self.deadline
-
-    def stalled(self, node: Node, where: str | None = None) -> ClusterError:
+    def stalled(self, work: Work, where: str | None = None, what: str = "did not return") -> ClusterError:
         """The error of a missed deadline. The stacks of all threads are logged.
 
         Args:
             where: the line of the user's at which it is.
         """
-        waiting = [name for name, needs in self.graph.needs.items() if node.name in needs]
-        what = "gave no sample" if node.kind == "source" else "did not return"
-        reason = f"node '{node.name}' (slot '{node.slot}') {what} within {self.limit(node):g} s"
-        reason += f" ({where})" if where else ""
+        waiting = [name for name, needs in self._needs.items() if work.name in needs]
+        reason = f"{work.label} {what} within {work.limit:g} s" + (f" ({where})" if where else "")
         loop.dump_stacks(reason)
         return ClusterError(
             f"{reason}; waiting for it: {', '.join(waiting) or 'the end of the run'}. "
             "The stacks of all threads are in the log; a longer deadline may be set"
         )
 
-    async def _compute(self, node: Node, rows: int, function: Any, *args: Any) -> Any:
+    async def _compute(self, work: Work, rows: int, function: Any, *args: Any) -> Any:
         """A call in the compute thread; its deadline begins when the thread gets to it."""
-        job = loop.submit(watching(function, _label(node), self.limit(node)), *args)
+        job = loop.submit(watching(function, work.label, work.limit), *args)
         self._jobs.add(job)
         await asyncio.shield(asyncio.wrap_future(job.started))
-        with self.clock.call(node.name, rows):
+        with self.clock.call(work.name, rows, work.role):
             result = asyncio.shield(asyncio.wrap_future(job.result))
-            value = await self._bounded(node, within(result, self.limit(node)), job)
+            value = await self._bounded(work, within(result, work.limit), job)
         self._jobs.discard(job)
         return value
 
-    async def _bounded(self, node: Node, work: Awaitable[Any], job: loop.Job | None = None) -> Any:
+    async def _bounded(self, work: Work, result: Awaitable[Any], job: loop.Job | None = None) -> Any:
         where = None
         try:
-            return await work
+            return await result
         except LateError as error:
             where = str(error).removeprefix("it was at ")
         except VerlError as error:
-            raise type(error)(f"node '{node.name}': {error}") from error
+            raise type(error)(f"{work.label}: {error}") from error
         except Exception as error:
-            raise TrainingError(f"node '{node.name}' failed: {describe(error)}") from error
+            raise TrainingError(f"{work.label} failed: {describe(error)}") from error
         # A thread cannot be stopped from outside. The one that is stuck is left behind, and calls that wait for it go
         # to a new one: the process can still report the error, save and end.
         if job is not None:
             where = line_of(job.thread)
             self._jobs.discard(job)
             loop.abandon(job)
-        raise self.stalled(node, where)
-
-
-def _label(node: Node) -> str:
-    return f"node '{node.name}'"
+        raise self.stalled(work, where)
 
 
 async def _next(stream: AsyncIterator[Any]) -> Any:

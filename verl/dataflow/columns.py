@@ -43,6 +43,10 @@ class GroupColumns:
             part = columns.slice(low, high - low) if columns.columns else columns
             self._written[name][group].set_result((rows[low:high], part))
 
+    async def ended(self, names: Iterable[str]) -> None:
+        """Wait until these have written all groups."""
+        await asyncio.gather(*(asyncio.shield(group) for name in names for group in self._written[name]))
+
     async def gather(self, names: Sequence[str], groups: range) -> tuple[list[Row], dict[str, Batch]]:
         """Wait for groups of some writers: the rows that all of them have, and each one's columns of those."""
         waits = [asyncio.shield(self._written[name][group]) for name in names for group in groups]

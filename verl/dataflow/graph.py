@@ -1,7 +1,7 @@
 """A training step as a graph of nodes that read and add columns of one batch.
 
 An edge is a column: a node that reads a column comes after the node that writes it. Columns that the system knows have
-the types of `verl.batch.SCHEMA`. Nothing here runs anything; `executor.run` does. Every way of writing a step down
+the types of `verl.batch.SCHEMA`. Nothing here runs anything: `verl.trainer.step` does. Every way of writing a step down
 (the trainer's roles, `RLDataPipeline`, an expression, a task file) makes a `Graph`, so that two of them can be compared
 with `==`.
 """
@@ -16,10 +16,7 @@ from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.errors import ConfigError, nearest
 from verl.names import check_known
 
-Kind = Literal["source", "rows", "batch"]
-#: The parts of a training step, in their order; see `verl.trainer.step`.
-Phase = Literal["sample", "score", "model outputs", "prepare", "update"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+Kind = Literal["source", "rows", "batch", "forward", "update"]
 #: As an input: every column of the samples and of all nodes that come before by other columns or `after`.
 #: As an output: columns besides those named, known when they come.
 ANY = "*"
@@ -38,6 +35,8 @@ class Node:
                   sample with a unique `id`, in whatever order they finish
         "rows"    `run(rows)` treats rows one by one, so it may be called on parts of the batch
         "batch"   `run(batch)` needs the whole batch; it may drop rows (its result then has a column `id`)
+        "forward" a model's outputs for all samples, such as reference log-probs
+        "update"  of the second half of a step, `verl.trainer.step.learn`, which is code: the graph shows it
 
     Names of columns may end in "?" (it may be missing) and, as outputs, in "*" ("reward/*": all that begin so).
     `run` gets the columns `inputs` and returns its new columns as a `Batch` aligned with the rows it got, or
@@ -51,11 +50,8 @@ class Node:
         fixed before the first sample, and what comes after works on the same rows in every run.
     after: nodes that must have ended although no column of theirs is read. A "batch" node that reads "*" and has
         none of these comes after all nodes declared before it.
-    deadline: seconds for one call, or between two finished samples of a source; None: the executor's.
-    phase: the part of a step that it belongs to, unless a node that it waits for belongs to a later one; None: "sample"
-        of a source, "score" of others.
+    deadline: seconds for one call, or between two finished samples of a source; None: the run's.
     role: whose work it is, for the timeline; empty: the node's name.
-    skip_empty: a "batch" node of which no row is left is left out; else that is an error.
     at_end: called when the graph has run.
     """
 
@@ -69,9 +65,7 @@ class Node:
     groups: int | None = field(default=1, compare=False)
     samples: Callable[[Batch], Sequence[Sequence[str]]] | None = field(default=None, compare=False, repr=False)
     deadline: float | None = field(default=None, compare=False)
-    phase: Phase | None = field(default=None, compare=False)
     role: str = field(default="", compare=False)
-    skip_empty: bool = False
     at_end: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -137,18 +131,15 @@ class Graph:
         for name in self.order:
             needs = self.needs[name]
             self.before[name] = frozenset(needs).union(*(self.before[need] for need in needs))
-        self.phases = self._find_phases()
+        if late := [node.name for node in self.of_kind("source", "rows", "batch", "forward") if self._follows(node)]:
+            raise ConfigError(f"node '{late[0]}' comes after the update of the models, which ends a step")
 
-    def _find_phases(self) -> dict[Phase, list[Node]]:
-        """Each part of a step with its nodes, in their order. No node waits for one of a later part."""
-        number: dict[str, int] = {}
-        phases: dict[Phase, list[Node]] = {phase: [] for phase in PHASES}
-        for name in self.order:
-            node = self.nodes[name]
-            first = PHASES.index(node.phase or ("sample" if node.kind == "source" else "score"))
-            number[name] = max([first, *(number[need] for need in self.needs[name])])
-            phases[PHASES[number[name]]].append(node)
-        return phases
+    def _follows(self, node: Node) -> bool:
+        return any(self.nodes[name].kind == "update" for name in self.before[node.name])
+
+    def of_kind(self, *kinds: Kind) -> list[Node]:
+        """The nodes of these kinds, each after what it waits for."""
+        return [node for node in map(self.nodes.__getitem__, self.order) if node.kind in kinds]
 
     def _find_source(self) -> Node | None:
         sources = [node for node in self.nodes.values() if node.kind == "source"]
@@ -173,7 +164,7 @@ class Graph:
 
     def _needs(self, node: Node) -> tuple[str, ...]:
         needs = dict.fromkeys(node.after)
-        if node.kind == "batch" and ANY in node.inputs and not node.after:
+        if node.kind in ("batch", "update") and ANY in node.inputs and not node.after:
             names = [*self.nodes]
             needs = dict.fromkeys(names[: names.index(node.name)])
         check_known(f"node '{node.name}' comes after", node.after, self.nodes)

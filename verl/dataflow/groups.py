@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import groupby
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from verl.batch import Batch
 from verl.dataflow.calls import Calls, Slot
 from verl.dataflow.columns import GroupColumns, Row
-from verl.dataflow.graph import ANY, Graph, Node, Phase
+from verl.dataflow.graph import ANY, Graph, Node
 from verl.dataflow.result import Result, combined
 from verl.errors import DataError, RolloutError
 
@@ -31,80 +31,59 @@ DEADLINE = 1800.0
 class Groups:
     """The groups of one batch, and what the nodes of a graph make of them. A group is the samples of one prompt.
 
-    Made and used on an event loop: `start` begins nodes, `whole` waits for them.
+    Made and used on an event loop, by `verl.trainer.step.draw`.
 
     Args:
         batch: prompts, where the graph has a source; else samples.
-        deadline: seconds for one call of a node that has none of its own.
+        calls: makes the calls of nodes.
         slots: by name, those that several of these share: their nodes are mutually exclusive.
 
     Raises:
         DataError: the batch lacks columns that nodes read.
     """
 
-    def __init__(
-        self, graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
-    ) -> None:
-        self.graph, self.batch = graph, batch
+    def __init__(self, graph: Graph, batch: Batch, calls: Calls, slots: Mapping[str, Slot]) -> None:
+        self.graph, self.batch, self._calls = graph, batch, calls
         self._base = graph.source.name if graph.source else ""
         _check_inputs(graph, batch)
         #: The samples that each group will have: the id, and the row of the batch it comes from.
         self._samples = _plan(graph.source, batch)
-        self._slots: dict[str, Slot] = defaultdict(Slot, slots or {})
-        self._calls = Calls(graph, deadline)
+        self._slots: dict[str, Slot] = defaultdict(Slot, slots)
         self._metrics: dict[str, list[tuple[int, dict[str, float]]]] = defaultdict(list)
-        self._columns = GroupColumns(dict.fromkeys([self._base, *graph.nodes]), len(self._samples))
-        #: Nodes that were started, in their order.
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ran = [node.name for node in graph.of_kind("source", "rows", "batch", "forward")]
+        self._columns = GroupColumns(dict.fromkeys([self._base, *self._ran]), len(self._samples))
         if graph.source is None:
             rows = [(group, n) for group, ids in enumerate(self._samples) for n in range(len(ids))]
             self._columns.deliver("", range(len(self._samples)), rows, batch)
 
-    def start(self, phase: Phase) -> Groups:
-        """Start the nodes of a phase of the step. Phases are started in their order."""
-        for node in self.graph.phases[phase]:
-            self._tasks[node.name] = asyncio.create_task(self._run(node))
-        return self
+    def take(self, number: int, samples: Batch) -> None:
+        """Hand a group to the nodes that wait for it."""
+        rows = [(number, n) for n in range(len(samples))]
+        self._columns.deliver(self._base, range(number, number + 1), rows, samples)
 
-    async def whole(self) -> Result:
-        """Wait for all nodes that have begun.
-
-        Raises:
-            ClusterError: a deadline passed; names the node waited for, stacks of all threads are in the log.
-            VerlError: a node's own, with the node's name; other exceptions of a node become `TrainingError`.
-            DataError: a node returned other columns or rows than it declares.
-        """
-        try:
-            await all_of(self._tasks.values())
-        finally:
-            await self._calls.settle()
-            for node in self.graph.nodes.values():
-                if node.at_end is not None:
-                    node.at_end()
-        clock = self._calls.clock
-        return Result(self._columns.everything(self._tasks), self._all_metrics(), clock.timings, clock.epoch)
-
-    def _all_metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for name in self.graph.order:
-            for key, value in combined(self._metrics[name]).items():
-                if key in metrics:
-                    raise DataError(f"metric '{key}' of node '{name}' has been given by an earlier node already")
-                metrics[key] = value
-        return metrics
-
-    async def _run(self, node: Node) -> None:
-        """Make all calls of a node. The nodes it waits for have been started: none of them is of a later phase."""
-        before = self.graph.needs[node.name] if node.kind == "batch" else node.after
+    async def run(self, node: Node) -> None:
+        """Make all calls of a node, each as soon as what it reads is there."""
         # A node that works on rows waits for the columns it reads, group by group (`_work`). As a whole it waits only
         # for nodes that it is to follow without reading what they write (`after`).
-        await asyncio.gather(*(asyncio.shield(self._tasks[name]) for name in before if name in self._tasks))
-        if node.kind == "source":
-            return await self._sample(node)
+        await self._columns.ended(self.graph.needs[node.name] if node.kind == "batch" else node.after)
         total = max(len(self._samples), 1)
         step = node.groups if node.kind == "rows" and node.groups else total
         ranges = [range(first, min(first + step, len(self._samples))) for first in range(0, total, step)]
         await all_of(self._work(node, groups) for groups in ranges)
+
+    def result(self) -> Result:
+        """All that was written, once all nodes are done.
+
+        Raises:
+            DataError: two nodes wrote the same column or metric.
+        """
+        metrics: dict[str, float] = {}
+        for name in self._ran:
+            for key, value in combined(self._metrics[name]).items():
+                if key in metrics:
+                    raise DataError(f"metric '{key}' of node '{name}' has been given by an earlier node already")
+                metrics[key] = value
+        return Result(self._columns.everything(self._ran), metrics, self._calls.clock.timings)
 
     async def _work(self, node: Node, groups: range) -> None:
         """One call of a node: wait for what it reads, run it, deliver what it wrote."""
@@ -112,7 +91,7 @@ class Groups:
         # slot that writes them.
         rows, columns = await self._read(node, groups)
         if not rows and node.inputs:
-            if node.kind == "batch" and not node.skip_empty:
+            if node.kind == "batch":
                 raise DataError(f"no row is left for node '{node.name}'")
             self._columns.deliver(node.name, groups, [], Batch.from_columns({}))
             return
@@ -152,13 +131,16 @@ class Groups:
             self._metrics[node.name].append((len(columns) if rows is None else rows, metrics))
         return columns
 
-    async def _sample(self, node: Node) -> None:
-        """Take samples as they finish; a group goes on when its last one is there."""
+    async def sampled(self) -> AsyncGenerator[tuple[int, Batch], None]:
+        """Groups from the source, each when its last sample is there: its number, and its samples in their order with
+        the columns of their prompts. Where samples were recorded, all groups are there, and none comes."""
+        if (node := self.graph.source) is None:
+            return
         expected = {id_: (group, n) for group, ids in enumerate(self._samples) for n, (id_, _) in enumerate(ids)}
         waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self._samples))}
         prompts = self.batch if ANY in node.inputs else self.batch.select(node.reads)
         async with self._slots[node.slot].held_by((self, node.name)):
-            progress = time.monotonic()
+            progress, limit = time.monotonic(), node.deadline or self._calls.deadline
             async with aclosing(self._calls.stream(node, prompts)) as stream:
                 async for value in stream:
                     samples = self._accept(node, value)
@@ -166,28 +148,25 @@ class Groups:
                     self._calls.clock.timings[node.name].rows += len(samples)
                     if len(samples):
                         progress = time.monotonic()
-                    elif time.monotonic() - progress > self._calls.limit(node):
-                        raise self._calls.stalled(node)
+                    elif time.monotonic() - progress > limit:
+                        raise self._calls.stalled(self._calls.work(node), what="gave no sample")
                     for id_, rows in _by_sample(samples):
                         group, n = expected.pop(id_, (-1, 0))
                         if group < 0:
                             raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unannounced")
                         waiting[group][n] = samples.take(rows)
                         if len(waiting[group]) == len(self._samples[group]):
-                            self._deliver(node, group, waiting.pop(group))
+                            yield group, self._in_order(group, waiting.pop(group))
         if expected:
             self._metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(expected))}))
         for group, samples_of_it in waiting.items():
-            self._deliver(node, group, samples_of_it)
+            yield group, self._in_order(group, samples_of_it)
 
-    def _deliver(self, node: Node, group: int, samples: Mapping[int, Batch]) -> None:
-        """The samples of a group in their order, with the columns of their prompts."""
+    def _in_order(self, group: int, samples: Mapping[int, Batch]) -> Batch:
         order = sorted(samples)
         whole = Batch.concat(samples[n] for n in order)
-        if order:
-            prompts = [self._samples[group][n][1] for n in order for _ in range(len(samples[n]))]
-            whole = whole.add(self.batch.take(prompts))
-        self._columns.deliver(node.name, range(group, group + 1), [(group, n) for n in range(len(whole))], whole)
+        prompts = [self._samples[group][n][1] for n in order for _ in range(len(samples[n]))]
+        return whole.add(self.batch.take(prompts)) if order else whole
 
 
 async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:

@@ -25,7 +25,7 @@ from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.reads import VALUES, Read, reference
 from verl.roles.reward import Reward
-from verl.roles.updater import Updater, role_metrics
+from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 
 #: The models of one process are mutually exclusive.
@@ -194,9 +194,8 @@ class UpdateNode:
         self.updater = updater
 
     def as_node(self, name: str) -> list[Node]:
-        if not self.updater.algorithm.online:
-            return [self._whole(name)]
-        return [*self.experience(), *self.updates(name)]
+        # Algorithms of labelled data choose and add rows before any model reads them: `Updater.experience`.
+        return [*(self.experience() if self.updater.algorithm.online else []), *self.updates(name)]
 
     def experience(self) -> list[Node]:
         """Reference log-probs and values."""
@@ -205,56 +204,37 @@ class UpdateNode:
         ]
 
     def updates(self, name: str) -> list[Node]:
-        """Prepare the whole batch, then update every model of the algorithm."""
+        """What `verl.trainer.step.learn` does: prepare the whole batch, then update every model of the algorithm."""
         updater, algorithm = self.updater, self.updater.algorithm
         trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
-        learned = {column for role in trained for column in algorithm.objective(role).loss_columns}
+        columns = {role: algorithm.objective(role).loss_columns for role in trained}
         read = [*(algorithm.roles & {"reward", "cost"}), *(read.column for read in updater.reads)]
         prepare = Node(
             name="prepare",
-            run=updater.prepare,
-            kind="batch",
-            inputs=("prompt_tokens", "response_tokens", *read, ANY),
-            outputs=(*(f"{column}?" for column in {"log_probs", *learned} & _PREPARED), ANY),
-            phase="prepare",
-            role="controller",
+            run=_learn,
+            kind="update",
+            inputs=("prompt_tokens", "response_tokens", *(read if algorithm.online else []), ANY),
+            outputs=(*(f"{column}?" for column in {"log_probs"}.union(*columns.values()) & _PREPARED), ANY),
             deadline=deadline_of(updater.actor),
         )
-        return [prepare, *(self._update(f"{name}_{role}", role, handle) for role, handle in trained.items())]
+        updates = [
+            Node(
+                name=f"{name}_{role}",
+                run=_learn,
+                kind="update",
+                inputs=(*_SEQUENCE[2:], *(f"{column}?" for column in columns[role]), ANY),
+                slot=SLOT,
+                after=("prepare",),
+                role=role,
+                deadline=deadline_of(handle),
+            )
+            for role, handle in trained.items()
+        ]
+        return [prepare, *updates]
 
-    def _whole(self, name: str) -> Node:
-        """All of it at once: algorithms of labelled data choose and add rows before any model reads them."""
-        return Node(
-            name=name,
-            run=lambda samples: (None, self.updater.update(samples)),
-            kind="batch",
-            inputs=(*_SEQUENCE, "reward?", ANY),
-            slot=SLOT,
-            phase="update",
-            role="actor",
-            deadline=deadline_of(self.updater.actor),
-        )
 
-    def _update(self, name: str, role: str, handle: Actor | Critic) -> Node:
-        algorithm = self.updater.algorithm
-
-        def run(prepared: Batch) -> tuple[None, dict[str, float]]:
-            if isinstance(handle, Critic):
-                return None, role_metrics(role, handle.train(prepared, algorithm, role))
-            return None, role_metrics(role, handle.train(prepared, algorithm))
-
-        return Node(
-            name=name,
-            run=run,
-            kind="batch",
-            inputs=(*_SEQUENCE[2:], *(f"{column}?" for column in algorithm.objective(role).loss_columns), ANY),
-            slot=SLOT,
-            after=("prepare",),
-            phase="update",
-            role=role,
-            deadline=deadline_of(handle),
-            skip_empty=True,  # a step without samples to learn from is no error: too many failed rewards end the run
-        )
+def _learn(samples: Batch) -> None:
+    """Not called: what the graph shows of an update is code."""
 
 
 def log_prob_nodes(actor: Actor) -> list[Node]:
@@ -269,9 +249,8 @@ def _read_node(read: Read, handle: Actor | Critic) -> Node:
         run=read.compute,
         inputs=(*_SEQUENCE, *([] if is_values else ["temperature?"])),
         outputs=(read.column,),
+        kind="forward",
         slot=SLOT,
-        groups=None,
-        phase="model outputs",
         role=read.role,
         deadline=deadline_of(handle),
     )

@@ -21,9 +21,10 @@ JOINED = 1e-3
 class Timing:
     """When a node worked, in seconds since the run began; `busy`: while at least one of its calls was running.
 
-    `spans` are the (start, end) of that; calls less than `JOINED` seconds apart are one span.
+    `spans` are the (start, end) of that; calls less than `JOINED` seconds apart are one span. `role`: whose work it is.
     """
 
+    role: str
     busy: float = 0.0
     calls: int = 0
     rows: int = 0
@@ -41,10 +42,10 @@ class Clock:
         self._since: dict[str, float] = {}
 
     @contextmanager
-    def call(self, name: str, rows: int) -> Iterator[None]:
-        """The node of this name works on so many rows inside."""
+    def call(self, name: str, rows: int, role: str = "") -> Iterator[None]:
+        """The node of this name works on so many rows inside, for a role (its name, if none is said)."""
         now = time.perf_counter() - self.began
-        timing = self.timings.setdefault(name, Timing())
+        timing = self.timings.setdefault(name, Timing(role or name))
         timing.calls += 1
         timing.rows += rows
         if self._active[name] == 0:
@@ -70,13 +71,11 @@ class Result:
     metrics: of all nodes. Over the calls of one node, names ending in "/max" combine by maximum, in "/count" by sum,
         others by the mean over rows.
     timings: by node.
-    began: when the run began, in seconds since the epoch.
     """
 
     batch: Batch
     metrics: dict[str, float]
     timings: dict[str, Timing]
-    began: float
 
     def __getitem__(self, name: str) -> Any:
         """A column of `batch`, or else a metric.

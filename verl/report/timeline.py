@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.dataflow.graph import Graph
-from verl.dataflow.result import Result
+from verl.dataflow.result import Clock
 from verl.durable import LineFile
 
 
@@ -25,11 +24,11 @@ class Span(NamedTuple):
     host: str = socket.gethostname()
 
 
-def spans_of(graph: Graph, result: Result) -> list[Span]:
-    """What a run of a graph did, and when."""
+def spans_of(clock: Clock) -> list[Span]:
+    """What worked, and when."""
     return [
-        Span(name, graph.nodes[name].role or name, result.began + start, end - start)
-        for name, timing in result.timings.items()
+        Span(name, timing.role, clock.epoch + start, end - start)
+        for name, timing in clock.timings.items()
         for start, end in timing.spans
     ]
 

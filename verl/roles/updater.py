@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
@@ -17,6 +18,9 @@ from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic, critic_like
 from verl.roles.reads import experience, prepare, reads
+
+if TYPE_CHECKING:
+    from verl.workers.update import UpdatePart
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,9 @@ class Updater:
     ) -> None:
         self.algorithm = make_algorithm(algorithm, **options)
         self.actor = actor
+        #: Of one of several tasks that train the actor: what the names of its metrics begin with, and the factor of
+        #: its loss.
+        self.name, self.weight = "", 1.0
         registry.add("Updater", algorithm=self.algorithm)
         if actor.head != self.algorithm.head:
             raise ConfigError(
@@ -103,6 +110,18 @@ class Updater:
         return disjoint(f"a metric of algorithm '{self.algorithm.name}'", metrics, *of_roles)
 
     __call__ = update
+
+    def loss(self, prepared: Batch, together: int) -> UpdatePart:
+        """What `Actor.train_parts` takes of a prepared batch, in an update of `together` samples."""
+        return self.actor.update_part(prepared, self.algorithm, samples=together, weight=self.weight, name=self.name)
+
+    def named(self, what: str) -> str:
+        """How something of this task is called among those of all."""
+        return f"{self.name}/{what}" if self.name else what
+
+    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics under the names that they have in a record."""
+        return {self.named(name): value for name, value in metrics.items()}
 
 
 def role_metrics(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -25,7 +25,8 @@ from verl.trainer.collector import SampleCollector
 from verl.trainer.evaluation import Evaluation, Metrics, evaluate
 from verl.trainer.options import LimitOptions
 from verl.trainer.reads import check_reads
-from verl.trainer.runner import GraphRunner
+from verl.trainer.runner import Run
+from verl.trainer.step import draw
 from verl.workers.actor import load_episode
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class ActiveTask:
         task: Task,
         actor: Actor,
         critic: Critic | None,
-        runner: GraphRunner,
+        runner: Run,
         limits: LimitOptions,
     ) -> None:
         self.task, self.name, self.algorithm = task, task.name, task.algorithm
@@ -124,7 +125,7 @@ class ActiveTask:
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())
-            collect = lambda rows: self._runner.run(graph, rows, in_step=False).batch  # noqa: E731
+            collect = lambda rows: self._runner.wait(draw(graph, rows, self._runner, in_step=False)).batch  # noqa: E731
             return evaluate(problems, collect, metrics, self._runner.deadline)
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:

@@ -34,8 +34,8 @@ from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
-from verl.trainer.runner import GraphRunner
-from verl.trainer.step import scored
+from verl.trainer.runner import Run
+from verl.trainer.step import draw
 from verl.user_calls import is_async
 from verl.workers.actor import load_episode
 
@@ -87,7 +87,7 @@ class SampleCollector:
         self,
         updater: Updater,
         nodes: Sequence[Node],
-        runner: GraphRunner,
+        runner: Run,
         *,
         task: str,
         n: int,
@@ -160,7 +160,7 @@ class SampleCollector:
             waits = is_async(node.run) and node.slot == name and any(node.writes.values())
             if node.kind == "rows" and node.groups == 1 and waits and alone.keys() >= {*graph.needs[name]}:
                 alone[name] = replace(node, at_end=None)  # of a whole step, see `record`
-        return await self._runner.draw(Graph(alone.values(), group.columns), group, scored)
+        return await draw(Graph(alone.values(), group.columns), group, self._runner)
 
     async def collect_drawn(self, groups: Sequence[Future[Result]], key: str) -> Samples:
         """What `score` gave of groups that rollout workers have drawn, as samples; those that the algorithm rejects are
@@ -177,7 +177,7 @@ class SampleCollector:
         rows = self.algorithm.extend(rows)
         if "id" not in rows:
             rows = rows.add({"id": [f"{key}.{row}" for row in range(len(rows))]})
-        return await self._runner.draw(Graph(self._unwritten(rows), rows.columns), rows, in_step=in_step)
+        return await draw(Graph(self._unwritten(rows), rows.columns), rows, self._runner, in_step=in_step)
 
     def _unwritten(self, rows: Batch) -> list[Node]:
         """The nodes that work on samples, without those whose column has been recorded."""
@@ -225,7 +225,7 @@ class SampleCollector:
         }
 
     async def _draw(self, prompts: Batch) -> Result:
-        result = await self._runner.draw(self.graph, prompts)
+        result = await draw(self.graph, prompts, self._runner)
         if "episode_error" in result.batch:
             self._count_episodes(own_samples(result.batch))
         return result

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import TrainingError
-from verl.trainer.update_phase import skipped_roles
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
@@ -66,3 +65,13 @@ def check_finite(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         trainer.rollback(step)
         text += f". The weights and the newest checkpoint are those of step {step}"
     raise TrainingError(text)
+
+
+def skipped_roles(metrics: Mapping[str, Any]) -> set[str]:
+    """Models of which no optimizer step was finite, such as "actor" or "task/math/critic"."""
+    roles = set()
+    for name, skipped in metrics.items():
+        before, part, role = name.partition("update/skipped/")
+        if part and skipped and skipped >= metrics.get(f"{before}update/steps/{role}", skipped):
+            roles.add(before + role)
+    return roles

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from verl.batch import Batch
 from verl.checked import checked
-from verl.cluster.controller import Controller, start
-from verl.dataflow import loop
+from verl.cluster.controller import Controller
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.groups import DEADLINE, Groups
+from verl.dataflow.groups import DEADLINE
 from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.dataflow.result import Result
 from verl.dataflow.stages import is_reward_function, make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
+from verl.names import disjoint
 from verl.record import Count, Seconds
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
-from verl.trainer.step import step
+from verl.trainer.runner import Run
+from verl.trainer.step import draw, learn
 
 
 class RLDataPipeline:
@@ -83,20 +85,32 @@ class RLDataPipeline:
             if encoder is None:
                 raise ConfigError("no stage of the pipeline takes plain prompts: add an Actor, or run a Batch")
             prompts = encoder.prompts(prompts)
-        graph = self.graph
+        run = Run(deadline=self.deadline)
+        return run.wait(self._step(self.graph, prompts, run))
 
-        async def run() -> Result:
-            return await step(Groups(graph, prompts, deadline=self.deadline))
-
-        start()
-        return loop.run_sync(run())
+    async def _step(self, graph: Graph, prompts: Batch, run: Run) -> Result:
+        drawn = await draw(graph, prompts, run)
+        updater = next(filter(None, map(_updater_of, self.stages.values())), None)
+        if updater is None:
+            return drawn
+        samples = drawn.batch
+        if not updater.algorithm.online:  # it chooses and adds rows
+            async with run.calls() as calls:
+                samples = await calls.in_thread("experience", updater.experience, samples)
+        (prepared,), metrics, _ = await learn([(updater, samples)], run)
+        metrics = disjoint("a metric of the algorithm, or of a node,", drawn.metrics, metrics)
+        if samples is not drawn.batch:
+            return replace(drawn, metrics=metrics)
+        number = {id_: row for row, id_ in enumerate(samples["id"])}
+        added = prepared.drop(samples.columns).among([number[id_] for id_ in prepared["id"]], len(samples))
+        return replace(drawn, batch=samples.add(added), metrics=metrics)
 
     def _controllers(self) -> set[Controller]:
         """The controllers of the models of all stages."""
         handles: list[Any] = []
         for stage in self.stages.values():
-            updater = stage.updater if isinstance(stage, UpdateNode) else stage
-            handles += [updater.actor, *updater.critics.values()] if isinstance(updater, Updater) else []
+            updater = _updater_of(stage)
+            handles += [updater.actor, *updater.critics.values()] if updater is not None else []
             handles += [stage] if isinstance(stage, Actor) else [stage.actor] if isinstance(stage, RolloutNode) else []
         return {handle.controller for handle in handles}
 
@@ -114,3 +128,8 @@ class RLDataPipeline:
         if isinstance(stage, Actor):
             return [rollout_of(stage, self.stages.values(), self.n).as_node(name)]
         return stage_nodes(name, stage)
+
+
+def _updater_of(stage: Any) -> Updater | None:
+    updater = stage.updater if isinstance(stage, UpdateNode) else stage
+    return updater if isinstance(updater, Updater) else None

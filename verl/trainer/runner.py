@@ -1,47 +1,46 @@
-"""How a trainer runs graphs: with its deadline, its models' slot and its timeline."""
+"""What the parts of a trainer's steps share: deadlines, the lock of the models, the timeline."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from verl.batch import Batch
 from verl.cluster.controller import start
 from verl.dataflow import loop
-from verl.dataflow.calls import Slot
+from verl.dataflow.calls import Calls, Slot
 from verl.dataflow.graph import Graph
-from verl.dataflow.groups import Groups
+from verl.dataflow.groups import DEADLINE
 from verl.dataflow.nodes import SLOT
-from verl.dataflow.result import Result
 from verl.report.timeline import Span, TraceFile, spans_of
-from verl.trainer.step import draw
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-StepPart: TypeAlias = Callable[[Groups], Awaitable[Result]]
 
 
-class GraphRunner:
-    """Runs the graphs of one trainer.
+class Run:
+    """What runs the parts of steps.
 
     Args:
         deadline: seconds for one call of a node.
-        shares_models: whether several graphs may run at once, whose nodes are then mutually exclusive on the models.
+        shares_models: whether several parts may run at once, whose nodes are then mutually exclusive on the models.
         timeline: where a trace of what worked when is written; None: nowhere.
 
     Attributes:
         spans: what worked when, and is in no step's record yet.
+        slots: by name, those that all parts share.
     """
 
-    def __init__(self, *, deadline: float, shares_models: bool, timeline: str | Path | None) -> None:
+    def __init__(
+        self, *, deadline: float = DEADLINE, shares_models: bool = False, timeline: str | Path | None = None
+    ) -> None:
         self.deadline = deadline
         self.spans: list[Span] = []
-        self._slots = {SLOT: Slot()} if shares_models else {}
+        self.slots = {SLOT: Slot()} if shares_models else {}
         self._trace = None if timeline is None else TraceFile(timeline)
         self._step = 0
         self._noting = threading.Lock()
@@ -55,16 +54,18 @@ class GraphRunner:
             spans, self.spans = self.spans, []
         return spans
 
-    def run(self, graph: Graph, batch: Batch, part: StepPart = draw, *, in_step: bool = True) -> Result:
-        """Run a part of a step (`verl.trainer.step`) and wait for it; see `draw`."""
-        return self.wait(self.draw(graph, batch, part, in_step=in_step))
-
-    async def draw(self, graph: Graph, batch: Batch, part: StepPart = draw, *, in_step: bool = True) -> Result:
-        """Samples with all that is read of them, or what another part of a step makes of them; on the event loop.
-        `in_step`: not for an evaluation, whose work no step's record counts."""
-        result = await part(Groups(graph, batch, deadline=self.deadline, slots=self._slots))
-        self.add(spans_of(graph, result), in_step=in_step)
-        return result
+    @asynccontextmanager
+    async def calls(self, graph: Graph | None = None, *, in_step: bool = True) -> AsyncIterator[Calls]:
+        """The calls of one part, which have ended when it does. `in_step`: see `verl.trainer.step.draw`."""
+        calls = Calls(self.deadline, {} if graph is None else graph.needs)
+        try:
+            yield calls
+        finally:
+            await calls.settle()
+            for node in [] if graph is None else graph.nodes.values():
+                if node.at_end is not None:
+                    node.at_end()
+        self.add(spans_of(calls.clock), in_step=in_step)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work on the event loop."""
@@ -86,6 +87,10 @@ class GraphRunner:
             if self._trace is not None:
                 self._trace.add(spans, self._step)
 
+    def models(self) -> AbstractAsyncContextManager[Any]:
+        """The models are this part's alone inside."""
+        return self.slots[SLOT].held_by(object()) if self.slots else nullcontext()
+
     def models_idle(self) -> AbstractContextManager[Any]:
-        """No node works on the models inside."""
-        return self._slots[SLOT].hold() if self._slots else nullcontext()
+        """No node works on the models inside; from synchronous code."""
+        return self.slots[SLOT].hold() if self.slots else nullcontext()

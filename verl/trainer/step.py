@@ -1,73 +1,98 @@
-"""A training step: sample, score, model outputs, prepare, update.
+"""A training step: samples are drawn and scored, then every model learns from them.
 
-Everything that trains runs through these calls, on the groups of one batch of prompts (a group is the samples of one
-prompt): `Trainer` and `verl train` draw the samples of each task and learn from them, `RLDataPipeline` does both on the
-graph that its user wrote, and asynchronous training begins with groups that its workers have sampled.
+    prompts --> rollout --group by group--> rewards, users' nodes --+
+                   |                                                +--> barrier --> prepare --> critics, actor
+                   +--all samples--> reference, values -------------+     draw | learn
 
-What a step does is the nodes of a graph (`verl.dataflow.graph`), which users extend. Each call from `sample` on begins
-the nodes of its part and returns at once: a node takes a group as soon as the group has the columns that the node
-reads. So rollout, rewards and reference overlap, and a fast group is scored while a slow one is still being sampled.
-`draw` and `learn` end with `whole`, which waits until every node that was begun is done with every group; that of
-`draw` is the barrier before advantages, which are statistics of the whole batch.
+Everything that trains runs these two functions: `Trainer` and `verl train` for each of their tasks, `RLDataPipeline`
+and expressions on the stages that their user names, asynchronous training on groups that its workers have sampled.
+Between the two are the buffer, and the choice of samples by algorithms that reject some (`verl.trainer.trainer`).
 """
 
 from __future__ import annotations
 
-from verl.dataflow.groups import Groups
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from verl.batch import Batch
+from verl.dataflow.graph import Graph
+from verl.dataflow.groups import Groups, all_of
+from verl.dataflow.nodes import deadline_of
 from verl.dataflow.result import Result
+from verl.names import disjoint
+from verl.roles.updater import Updater, role_metrics
+from verl.trainer.runner import Run
+from verl.workers.update import UpdatePart
+
+Metrics = dict[str, Any]
+_METRIC = "a metric of the algorithm, or of a node,"
 
 
-async def step(groups: Groups) -> Result:
-    """`draw`, then `learn`, where nothing stands between them: no buffer, no samples that the algorithm rejects."""
-    await draw(groups)
-    return await learn(groups)
+async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) -> Result:
+    """Samples with their rewards, and with what the algorithm reads of models: reference log-probs and values.
+
+    Args:
+        graph: the rollout, rewards, nodes of the user's, and forwards of models. Without a rollout, `prompts` are
+            samples already.
+        in_step: not for an evaluation, whose work no step's record counts.
+
+    Raises:
+        ClusterError: a deadline passed; names the node waited for, stacks of all threads are in the log.
+        VerlError: a node's own, with the node's name; other exceptions of a node become `TrainingError`.
+        DataError: a node returned other columns or rows than it declares.
+    """
+    async with run.calls(graph, in_step=in_step) as calls:
+        groups = Groups(graph, prompts, calls, run.slots)
+
+        async def by_models() -> None:
+            async for number, samples in groups.sampled():  # sampling ...
+                groups.take(number, samples)  # ... while earlier groups are scored
+            for forward in graph.of_kind("forward"):  # reference log-probs and values ...
+                await groups.run(forward)  # ... while rewards are waited for
+
+        scoring = [groups.run(node) for node in graph.of_kind("rows", "batch")]
+        await all_of([by_models(), *scoring])
+        return groups.result()
 
 
-async def draw(groups: Groups) -> Result:
-    """Samples with all that the algorithm reads of them."""
-    sample(groups)  # prompts -> response_tokens, rollout_log_probs
-    score(groups)  # -> reward
-    add_model_outputs(groups)  # -> ref_log_probs, values
-    return await groups.whole()
+class Learned(NamedTuple):
+    """What `learn` gave: the samples of each task as its algorithm has prepared them, metrics (`update/empty` where no
+    model had anything to learn from), and the seconds that the updates took."""
+
+    prepared: list[Batch]
+    metrics: Metrics
+    seconds: float
 
 
-async def scored(groups: Groups) -> Result:
-    """Rewards alone, of samples that wait for their step."""
-    score(groups)
-    return await groups.whole()
-
-
-async def learn(groups: Groups) -> Result:
-    """Advantages, and an update of every model."""
-    prepare(groups)  # -> log_probs, advantages, returns, weights
-    update(groups)  # -> loss, gradient, optimizer step
-    return await groups.whole()
-
-
-def sample(groups: Groups) -> Groups:
-    """`n` responses to each prompt, by the actor's engine (`RolloutNode`). Where samples were recorded, or drawn by
-    workers, the graph has no such node, and this begins nothing."""
-    return groups.start("sample")
-
-
-def score(groups: Groups) -> Groups:
-    """The reward of each response (`RewardNode`), and users' own nodes that read or add columns of samples."""
-    return groups.start("score")
-
-
-def add_model_outputs(groups: Groups) -> Groups:
-    """Log-probs under the reference, and values of the critics (`UpdateNode.experience`): one forward of each model
-    over all rows, as soon as all are sampled. Rewards may still be waited for."""
-    return groups.start("model outputs")
-
-
-def prepare(groups: Groups) -> Groups:
-    """Advantages and returns, by the algorithm's `prepare`; first the actor's log-probs, if the algorithm needs those
-    of the policy before the update (`Updater.prepare`). Of several tasks each prepares its own samples."""
-    return groups.start("prepare")
-
-
-def update(groups: Groups) -> Groups:
-    """One call for each model, of all its mini-batches and epochs (`Actor.train`, `Critic.train`), once `prepare` has
-    made the columns that its loss reads. The engine that generates has the new weights when the actor's update ends."""
-    return groups.start("update")
+async def learn(drawn: Sequence[tuple[Updater, Batch]], run: Run) -> Learned:
+    """Advantages, then one update of every model: the critics of each task, and the actor, which all tasks share, on
+    the weighted sum of their losses."""
+    together = sum(samples.samples for _, samples in drawn)
+    all_prepared, losses, updates, metrics = list[Batch](), list[UpdatePart](), list[Metrics](), Metrics()
+    async with run.calls() as calls, run.models():
+        for updater, samples in drawn:
+            algorithm, limit = updater.algorithm, deadline_of(updater.actor)
+            # Advantages, returns, weights; before them the log-probs before the update, where they are needed.
+            prepared, of_algorithm = await calls.in_thread(
+                updater.named("prepare"), updater.prepare, samples, together, role="controller", limit=limit
+            )
+            all_prepared.append(prepared)
+            metrics = disjoint(_METRIC, metrics, updater.metrics(of_algorithm))
+            if not len(prepared):  # rewards that keep failing end the run by themselves
+                continue
+            for role, critic in updater.critics.items():
+                name, limit = updater.named(f"update_{role}"), deadline_of(critic)
+                updates.append(
+                    await calls.in_thread(name, critic.train, prepared, algorithm, role, role=role, limit=limit)
+                )
+                metrics = disjoint(_METRIC, metrics, updater.metrics(role_metrics(role, updates[-1])))
+            losses.append(updater.loss(prepared, together))
+        if losses:  # mini-batches and their optimizer steps; then the engine that generates gets the weights
+            actor = drawn[0][0].actor
+            limit = deadline_of(actor)
+            updates.append(await calls.in_thread("update_actor", actor.train_parts, losses, role="actor", limit=limit))
+            metrics = disjoint(_METRIC, metrics, role_metrics("actor", updates[-1]))
+    if all("update/empty" in of_model for of_model in updates):
+        metrics["update/empty"] = 1.0
+    timings = calls.clock.timings.values()
+    return Learned(all_prepared, metrics, sum(timing.busy for timing in timings if timing.role != "controller"))

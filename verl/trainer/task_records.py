@@ -8,7 +8,6 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.dataflow.scores import by_episode, own_samples, written_tokens
-from verl.trainer.update_phase import of_task
 
 #: What a step counts, summed over tasks.
 _SUMS = ("rollout/tokens", "time/rollout", "reward/abstained", "rollout/resamples", "rollout/rejected_prompts")
@@ -48,6 +47,11 @@ def _count(key: str, samples: Batch) -> int:
         return written_tokens(policys)
     policys = by_episode(policys)
     return len(policys) - policys["reward"].count(None) if key in _BY_REWARD else len(policys)
+
+
+def of_task(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of one of several tasks, by the names they have in a record."""
+    return {f"task/{name}/{key}": value for key, value in metrics.items()}
 
 
 def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) -> dict[str, float]:

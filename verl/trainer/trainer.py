@@ -28,12 +28,14 @@ from verl.data.task_loader import by_task
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
-from verl.dataflow.nodes import log_prob_nodes
+from verl.dataflow.nodes import UpdateNode, log_prob_nodes
+from verl.dataflow.scores import own_samples
 from verl.errors import CheckpointError, ConfigError, DataError
+from verl.names import disjoint
 from verl.record import AtOnce, Count, Natural, Portion
 from verl.report.completions import completions
 from verl.report.metrics import Metric, MetricFn, add_metrics
-from verl.report.samples import kl_to_reference
+from verl.report.samples import kl_to_reference, permuted
 from verl.report.sinks import Logger, open_logger, run_directory, set_aside
 from verl.report.timeline import busy_shares
 from verl.rewards.failures import Failures
@@ -59,13 +61,13 @@ from verl.trainer.options import (
     others,
     tasks_of,
 )
-from verl.trainer.outcome import check_finite, check_learned
+from verl.trainer.outcome import check_finite, check_learned, skipped_roles
 from verl.trainer.requirements import check_permuted
-from verl.trainer.runner import GraphRunner
+from verl.trainer.runner import Run
 from verl.trainer.signals import StopSignal
-from verl.trainer.task_records import joined
+from verl.trainer.step import draw, learn
+from verl.trainer.task_records import joined, of_task
 from verl.trainer.update_buffer import UpdateBuffer
-from verl.trainer.update_phase import UpdatePhase, of_task, skipped_roles
 from verl.weights.layout import Mesh
 
 if TYPE_CHECKING:
@@ -177,7 +179,9 @@ class Trainer:
         self._make_tasks(tasks, critic, options)
         for handle in self.roles.values():
             handle.plan = replace(handle.plan, leave_out=leave_out)
-        self.update_phase = UpdatePhase(self.actor, self.tasks, self.runner, permute_rewards=permute_rewards)
+        self._permute = permute_rewards
+        #: The samples of the latest update by task, and the same as `prepare` left them.
+        self.latest: tuple[Mapping[str, Batch], Mapping[str, Batch]] | None = None
         self.mixture = Mixture(self.tasks)
         if options.buffer.buffer != "memory":  # it lies outside of the process, and belongs to the driver
             self.actor.controller.start()
@@ -202,9 +206,7 @@ class Trainer:
             layout.strategy,
             layout.use_amp,
         )
-        self.runner = GraphRunner(
-            deadline=limits.deadline, shares_models=len(tasks) > 1, timeline=options.logging.timeline
-        )
+        self.runner = Run(deadline=limits.deadline, shares_models=len(tasks) > 1, timeline=options.logging.timeline)
         #: By name.
         self.tasks = {
             task.name: ActiveTask(task, self.actor, critics[task.name], self.runner, limits) for task in tasks
@@ -215,7 +217,10 @@ class Trainer:
                 source.set_seed(self.actor.plan.seed)
         for controller in {handle.controller for handle in self.roles.values()}:
             controller.wait(limits.deadline)
-        if len(tasks) > 1:  # samples of another temperature say so
+        if len(tasks) > 1:
+            for name, active in self.tasks.items():
+                active.updater.name = f"task/{name}"
+            # Samples of another temperature say so.
             self.actor.plan = replace(self.actor.plan, temperature=1.0)
         elif self.algorithm.online:  # log-probs are of logits at the temperature that samples are drawn at
             self.actor.plan = replace(self.actor.plan, temperature=self.sampling.temperature or 1.0)
@@ -255,8 +260,8 @@ class Trainer:
     @property
     def graph(self) -> Graph:
         """The whole step of the only task as one graph, to look at or compare."""
-        drawn, learned = self.collector.graph, self.update_phase.graph
-        return Graph([*drawn.nodes.values(), *learned.nodes.values()], drawn.inputs)
+        drawn = self.collector.graph
+        return Graph([*drawn.nodes.values(), *UpdateNode(self.updater).updates("update")], drawn.inputs)
 
     @property
     def roles(self) -> dict[str, Actor | Critic]:
@@ -413,7 +418,8 @@ class Trainer:
 
     def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
         if len(self.tasks) > 1:
-            self.update_phase.weights.update(self.mixture.weights(samples))
+            for name, weight in self.mixture.weights(samples).items():
+                self.tasks[name].updater.weight = weight
         metrics = self.learn(samples if len(self.tasks) > 1 else samples[self.task.name])
         return {**metrics, "updated": "update/empty" not in metrics}
 
@@ -462,7 +468,7 @@ class Trainer:
 
     def _log_completions(self) -> None:
         """Log the samples that the step learned from; recorded data of offline algorithms are no completions."""
-        latest, self.update_phase.latest = self.update_phase.latest, None
+        latest, self.latest = self.latest, None
         if latest is not None and (sampled := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
             self.logger.completions(self.steps, lambda: completions(sampled, latest[1], self.actor.tokenizer.decode))
 
@@ -610,7 +616,7 @@ class Trainer:
             evaluation = self.evaluate(rows.batch, options.metrics, **options.sampling)
             if options.kl:
                 graph = Graph([*log_prob_nodes(self.actor)], evaluation.samples.columns)
-                samples = self.runner.run(graph, evaluation.samples, in_step=False).batch
+                samples = self.runner.wait(draw(graph, evaluation.samples, self.runner, in_step=False)).batch
                 measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=options.temperature == 0)
         result = self.held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
@@ -655,10 +661,20 @@ class Trainer:
     def learn(self, samples: Batch | Mapping[str, Batch]) -> dict[str, Any]:
         """Update every model from scored samples; of several tasks, by task."""
         by_name = {self.task.name: samples} if isinstance(samples, Batch) else samples
-        metrics = self.update_phase(by_name, self.steps)
-        if "update/empty" not in metrics:
-            check_finite(self, metrics)
-        return metrics
+        if not any(map(len, by_name.values())):  # the algorithm rejected them all
+            return {"update/empty": 1.0}
+        if self._permute:
+            by_name = {name: permuted(batch, seed=self.steps) for name, batch in by_name.items()}
+        drawn = [(self.tasks[name].updater, batch) for name, batch in by_name.items()]
+        prepared, metrics, seconds = self.runner.wait(learn(drawn, self.runner))
+        self.latest = by_name, dict(zip(by_name, prepared, strict=True))
+        if "update/empty" in metrics:
+            return metrics
+        check_finite(self, metrics)
+        tokens = sum(sum(own_samples(batch).lengths("response_tokens")) for batch in by_name.values())
+        tokens -= round(metrics.get("update/tokens_left_out/actor", 0.0))
+        timed = {"train/tokens": tokens, "train/tokens_per_s": tokens / max(seconds, 1e-9), "time/update": seconds}
+        return disjoint("a metric of the algorithm", metrics, timed)
 
     @checked
     def evaluate(

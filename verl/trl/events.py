@@ -269,7 +269,7 @@ class ObservedTrainer(Trainer):
 
     def learn(self, samples: Batch | Mapping[str, Batch]) -> dict[str, Any]:
         metrics: dict[str, Any] = whole(super().learn(samples))
-        latest, kl_in = self.update_phase.latest, getattr(self.task.algorithm, "kl_in", "none")
+        latest, kl_in = self.latest, getattr(self.task.algorithm, "kl_in", "none")
         if kl_in == "reward" and latest is not None and "update/empty" not in metrics:
             metrics["kl"] = kl_of_tokens(latest[1][self.task.name])
         return metrics
