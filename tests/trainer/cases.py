@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import verl
-from verl.trainer.collector import Samples
+from verl.trainer.active_task import Samples
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -24,4 +24,4 @@ def make(path: Path, algorithm: str, lr: float = 1e-2, **options: Any) -> verl.T
 def collected(trainer: verl.Trainer, prompts: Any, key: str = "s0", task: str | None = None) -> Samples:
     """The scored samples of a step, without the update; `task` where there are several."""
     active = trainer.task if task is None else trainer.tasks[task]
-    return trainer.runner.wait(active.collector.collect(active.rows(prompts, key), key))
+    return trainer.runner.wait(active.collect(active.rows(prompts, key), key))

@@ -54,7 +54,7 @@ def test_a_constraint_is_of_its_own_task_alone(tiny: Path) -> None:
         tasks = [free, Task("held", "grpo", {"reward": reward}, n=4, episode=episode)]
         trainer = verl.Trainer(actor(tiny), tasks=tasks, log_dir=False)
         parts = {name: collected(trainer, PROMPTS, f"s0.{name}", name) for name in trainer.tasks}
-        record = trainer.tasks["held"].collector.record(parts["held"])
+        record = trainer.tasks["held"].record(parts["held"])
         seen[with_one] = parts["free"].rows["response_tokens"]
         assert "rejected" not in parts["free"].rows
         assert (record.get("rollout/rejection_rate", 0.0) > 0) == with_one

@@ -18,7 +18,7 @@ from verl.config import load_config
 from verl.dataflow import advantages, experience, prompts, responses, updates
 from verl.run.train import train
 from verl.tasks.task import Task
-from verl.trainer import collector, step
+from verl.trainer import active_task, step
 from verl.trainer import pipeline as pipeline_module
 from verl.trainer import trainer as trainer_module
 
@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(f"learn {len(drawn)}")
         return step.learn(drawn, run)
 
-    for module in (trainer_module, collector, pipeline_module):
+    for module in (trainer_module, active_task, pipeline_module):
         monkeypatch.setattr(module, "draw", draw)
         monkeypatch.setattr(module, "learn", learn, raising=False)
     return made

@@ -42,7 +42,7 @@ def test_means_of_several_tasks_are_those_of_all_their_samples() -> None:
         "short": scored("short", [0.0, 0.0, 0.5, 0.0, -9], [2, 3, 2, 1, 50], -0.5),
         "tools": scored("tools", [0.25], [25], -1.0, tool=20),
     }
-    record = joined(tasks, {name: record_of(samples) for name, samples in tasks.items()})
+    record = joined(tasks, {name: record_of(samples) for name, samples in tasks.items()}, tasks)
     together = record_of(Batch.concat(tasks.values()))
     assert together["reward"] == pytest.approx(1.75 / 6)
     for name in ("reward", "reward/mean", "response/length", "response/cut", "rollout/entropy", "kl"):
@@ -51,7 +51,7 @@ def test_means_of_several_tasks_are_those_of_all_their_samples() -> None:
 
 def test_a_task_that_abstains_has_no_part_in_the_mean() -> None:
     tasks = {"none": scored("none", [None, None], [3, 3], -1.0), "one": scored("one", [0.5], [3], -1.0)}
-    record = joined(tasks, {name: record_of(samples) for name, samples in tasks.items()})
+    record = joined(tasks, {name: record_of(samples) for name, samples in tasks.items()}, tasks)
     assert record["reward"] == 0.5
 
 

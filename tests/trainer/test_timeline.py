@@ -65,7 +65,7 @@ def test_work_between_two_steps_counts_in_the_next_one_but_for_evaluations(tiny:
     samples = trainer.actor.generate_sequences(["one"], n=2)
     before = trainer.step(["one"])
     pauses[0] = PAUSE
-    trainer.runner.begin(trainer.collector.score(samples)).result(timeout=30)  # as AsyncTrainer begins it
+    trainer.runner.begin(trainer.task.score(samples)).result(timeout=30)  # as AsyncTrainer begins it
     pauses[0] = 0.0
     after = trainer.step(["one"])
     pauses[0] = PAUSE

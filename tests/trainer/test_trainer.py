@@ -241,7 +241,7 @@ def test_rejected_prompts_alone_are_sampled_again_whatever_their_groups_are_call
     )
     batch = verl.Batch.from_rows([{"prompt": p, "group": g} for p, g in zip(PROMPTS[:2], names, strict=True)])
     drawn = collected(trainer, batch)
-    samples, record = drawn.rows, trainer.collector.record(drawn)
+    samples, record = drawn.rows, trainer.task.record(drawn)
     assert (record["rollout/resamples"], record["rollout/rejected_prompts"]) == (1, 0)
     assert len(seen) == 6
     assert [[samples["prompt"][row] for row in group] for group in samples.group_indices()] == [
@@ -334,7 +334,7 @@ def test_rounds_of_resampling_are_in_the_metrics(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), sampling=SHORT)
     trainer = verl.Trainer(actor, reward=source, algorithm="dapo", n=3, log_dir=False)
     drawn = collected(trainer, PROMPTS)
-    samples, record = drawn.rows, trainer.collector.record(drawn)
+    samples, record = drawn.rows, trainer.task.record(drawn)
     assert record["rollout/resamples"] == 1 and len(samples) == 6 and len(seen) == 12
     assert record["rollout/tokens"] == 12 * SHORT.max_new_tokens
     rollouts = [span.seconds for span in trainer.runner.spans if span.node == "rollout"]

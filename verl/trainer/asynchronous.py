@@ -161,7 +161,7 @@ class AsyncTrainer(Trainer):
         waited = time.perf_counter() - began
         groups = {samples["group"][0]: samples for samples in self.schedule.take()}
         scored = [self._scores.pop(name) if name in self._scores else self._score(groups[name]) for name in groups]
-        samples = self.runner.wait(self.collector.collect_drawn(scored, f"s{self.steps}"))
+        samples = self.runner.wait(self.task.collect_drawn(scored, f"s{self.steps}"))
         record = self._record({self.task.name: samples})
         self._add(record, {**self._rollout_record(samples.draws[0].batch), "time/wait": waited})
         with self._receiving():
@@ -274,7 +274,7 @@ class AsyncTrainer(Trainer):
                 self.schedule.lose(group)
 
     def _score(self, samples: Batch) -> Future[Result]:
-        return self.runner.begin(self.collector.score(samples))
+        return self.runner.begin(self.task.score(samples))
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from verl.errors import ConfigError, TrainingError
 from verl.record import Staleness
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.trainer.collector import Samples
+from verl.trainer.active_task import Samples
 from verl.trainer.keywords import TrainerArguments
 from verl.trainer.requirements import check_corrected
 from verl.trainer.trainer import Trainer

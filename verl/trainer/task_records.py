@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from verl.batch import Batch
@@ -16,12 +16,16 @@ _BY_REWARD, _BY_SAMPLE = ("reward", "reward/mean"), ("response/length", "respons
 _BY_TOKEN = ("rollout/entropy", "kl")
 
 
-def joined(samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One record of all tasks, with each task's own under `task/<name>/`.
+def joined(
+    samples: Mapping[str, Batch], records: Mapping[str, Mapping[str, Any]], tasks: Collection[str]
+) -> dict[str, Any]:
+    """One record of all tasks, with each task's own under `task/<name>/`; that of the only task as it is.
 
     `reward` and other means are over all samples, or tokens, that have a value: with rewards on several scales, look at
     those of the tasks.
     """
+    if len(tasks) == 1:
+        return dict(*records.values())
     record: dict[str, Any] = {}
     for name, of_it in records.items():
         record |= of_task(name, of_it) | of_task(name, {"samples": len(samples[name])})

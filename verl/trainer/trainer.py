@@ -47,9 +47,8 @@ from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
 from verl.tasks.task import Task
-from verl.trainer.active_task import ActiveTask, critics_of
+from verl.trainer.active_task import ActiveTask, Samples, critics_of
 from verl.trainer.batches import as_loader, next_batch, one_pass, read_ahead
-from verl.trainer.collector import SampleCollector, Samples
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
 from verl.trainer.mixture import Mixture
 from verl.trainer.options import (
@@ -66,7 +65,7 @@ from verl.trainer.requirements import check_permuted
 from verl.trainer.runner import Run
 from verl.trainer.signals import StopSignal
 from verl.trainer.step import draw, learn
-from verl.trainer.task_records import joined, of_task
+from verl.trainer.task_records import joined
 from verl.trainer.update_buffer import UpdateBuffer
 from verl.weights.layout import Mesh
 
@@ -125,7 +124,6 @@ class Trainer:
     sources: dict[str, Reward] = _of_the_task("sources")
     updater: Updater = _of_the_task("updater")
     critic: Critic | None = _of_the_task("critic")
-    collector: SampleCollector = _of_the_task("collector")
     sampling: SamplingParams = _of_the_task("sampling")
     episodes: Failures = _of_the_task("episodes")
     n: int = _of_the_task("n")
@@ -260,7 +258,7 @@ class Trainer:
     @property
     def graph(self) -> Graph:
         """The whole step of the only task as one graph, to look at or compare."""
-        drawn = self.collector.graph
+        drawn = self.task.graph
         return Graph([*drawn.nodes.values(), *UpdateNode(self.updater).updates("update")], drawn.inputs)
 
     @property
@@ -309,7 +307,7 @@ class Trainer:
             ConfigError: it has none of these forms. In a step: the trainer has a metric of that name.
         """
         for task in self.tasks.values():
-            task.collector.metrics[name] = Metric(name, fn)
+            task.metrics[name] = Metric(name, fn)
 
     def add_guard(self, guard: SafetyGuard) -> None:
         """Watch metrics from now on, and go back to an earlier checkpoint when one falls. Without automatic checkpoints
@@ -387,26 +385,21 @@ class Trainer:
         rows = task.rows(prompts, key)
         task.check(rows)
         self.mixture.begin(name)
-        return task.collector.collect(rows, key)
+        return task.collect(rows, key)
 
     def _learn_from(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
         """The record of a step with these samples of each task; they wait in the buffer until an update is due."""
         record = self._record(samples)
         rows: Mapping[str, Batch] = {name: drawn.rows for name, drawn in samples.items()}
-        due: Mapping[str, Batch] | None = rows
-        if len(self.tasks) == 1:  # several update in every step
-            waiting = self._waiting.add(rows[self.task.name])
-            due = None if waiting is None else {self.task.name: waiting}
+        due = self._waiting.add(rows)
         self._add(record, {"updated": False} if due is None else self._learn(due))
         self.mixture.update(self.steps + 1, rows, record)
         return record
 
     def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
-        records = {name: self.tasks[name].collector.record(drawn) for name, drawn in samples.items()}
+        records = {name: self.tasks[name].record(drawn) for name, drawn in samples.items()}
         sizes = self._note(samples) if pooled(self._loader) else {}
-        if len(self.tasks) == 1:
-            return records[self.task.name] | sizes
-        return joined({name: drawn.rows for name, drawn in samples.items()}, records) | sizes
+        return joined({name: drawn.rows for name, drawn in samples.items()}, records, self.tasks) | sizes
 
     def _note(self, samples: Mapping[str, Samples]) -> dict[str, int]:
         """Tell a loader with pools how its prompts scored; their sizes."""
@@ -417,9 +410,8 @@ class Trainer:
         return note_scores(self._loader, scores)
 
     def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
-        if len(self.tasks) > 1:
-            for name, weight in self.mixture.weights(samples).items():
-                self.tasks[name].updater.weight = weight
+        for name, weight in self.mixture.weights(samples).items():
+            self.tasks[name].updater.weight = weight
         metrics = self.learn(samples if len(self.tasks) > 1 else samples[self.task.name])
         return {**metrics, "updated": "update/empty" not in metrics}
 
@@ -461,10 +453,9 @@ class Trainer:
 
     def _add(self, record: dict[str, Any], more: Mapping[str, Any]) -> None:
         """Add to the record of a step; raises ConfigError where one name has two metrics."""
-        metrics = {name: task.collector.metrics for name, task in self.tasks.items()}
-        users = [of_task(name, of_it) for name, of_it in metrics.items()] if len(metrics) > 1 else metrics.values()
+        users = {task.updater.named(name) for task in self.tasks.values() for name in task.metrics}
         # An algorithm may have an estimate of the KL of its own, which counts instead of that of the samples.
-        add_metrics(record, more, set().union(*users), {"kl", *(f"task/{name}/kl" for name in metrics)})
+        add_metrics(record, more, users, {"kl", *(f"task/{name}/kl" for name in self.tasks)})
 
     def _log_completions(self) -> None:
         """Log the samples that the step learned from; recorded data of offline algorithms are no completions."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from verl.batch import Batch
 from verl.data.buffers import MemoryBuffer, make_buffer
 from verl.errors import ConfigError
@@ -30,10 +32,16 @@ class UpdateBuffer:
         #: Names of samples that have waited since before the first step, which calls its own alike.
         self._former: set[str] | None = None
 
-    def add(self, samples: Batch) -> Batch | None:
-        """Put samples in; what the update takes that is due now, or None."""
+    def add(self, samples: Mapping[str, Batch]) -> Mapping[str, Batch] | None:
+        """Put the samples of each task in; what the update takes that is due now, or None. Those of several tasks never
+        wait."""
         if self.update_freq is None and isinstance(self.buffer, MemoryBuffer) and not len(self.buffer):
             return samples  # none wait, and these do not have to
+        ((task, rows),) = samples.items()
+        due = self._add(rows)
+        return None if due is None else {task: due}
+
+    def _add(self, samples: Batch) -> Batch | None:
         if self._former is None:
             self._former = sample_names(self.buffer.state())
         samples = renamed(samples, self._former)
