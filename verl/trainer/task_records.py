@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from verl.batch import Batch
@@ -56,6 +56,13 @@ def _count(key: str, samples: Batch) -> int:
 def of_task(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of one of several tasks, by the names they have in a record."""
     return {f"task/{name}/{key}": value for key, value in metrics.items()}
+
+
+def trained(samples: Iterable[Batch], metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """The tokens that an update of so many seconds learned from."""
+    tokens = sum(sum(own_samples(batch).lengths("response_tokens")) for batch in samples)
+    tokens -= round(metrics.get("update/tokens_left_out/actor", 0.0))
+    return {"train/tokens": tokens, "train/tokens_per_s": tokens / max(seconds, 1e-9), "time/update": seconds}
 
 
 def rates(name: str, samples: Batch, record: Mapping[str, Any], seconds: float) -> dict[str, float]:

@@ -29,7 +29,6 @@ from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import UpdateNode, log_prob_nodes
-from verl.dataflow.scores import own_samples
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.names import disjoint
 from verl.record import AtOnce, Count, Natural, Portion
@@ -65,7 +64,7 @@ from verl.trainer.requirements import check_permuted
 from verl.trainer.runner import Run
 from verl.trainer.signals import StopSignal
 from verl.trainer.step import draw, learn
-from verl.trainer.task_records import joined
+from verl.trainer.task_records import joined, trained
 from verl.trainer.update_buffer import UpdateBuffer
 from verl.weights.layout import Mesh
 
@@ -662,10 +661,7 @@ class Trainer:
         if "update/empty" in metrics:
             return metrics
         check_finite(self, metrics)
-        tokens = sum(sum(own_samples(batch).lengths("response_tokens")) for batch in by_name.values())
-        tokens -= round(metrics.get("update/tokens_left_out/actor", 0.0))
-        timed = {"train/tokens": tokens, "train/tokens_per_s": tokens / max(seconds, 1e-9), "time/update": seconds}
-        return disjoint("a metric of the algorithm", metrics, timed)
+        return disjoint("a metric of the algorithm", metrics, trained(by_name.values(), metrics, seconds))
 
     @checked
     def evaluate(
