@@ -94,28 +94,23 @@ def _reward(value: Any) -> float | None:
     return number
 
 
-@dataclass(frozen=True)
-class Sandbox:
-    """That a command runs in one.
-
-    Attributes:
-        readable: files and folders that it may read besides its program and the files that it names.
-        seconds: that it may run.
-    """
-
-    readable: tuple[str, ...] = ()
-    seconds: float = 600.0
-
-
 def agent_of(
-    agent: Any, environment: Mapping[str, str] | None = None, sandbox: Sandbox | None = None, seconds: float = 600.0
+    agent: Any,
+    environment: Mapping[str, str] | None = None,
+    readable: Sequence[str] | None = None,
+    seconds: float = 600.0,
 ) -> Agent:
-    """A function, which has so many seconds, a command (a text or its words), or an address `http://127.0.0.1:...`.
+    """A function, a command (a text or its words), or an address `http://127.0.0.1:...`.
+
+    Args:
+        readable: a command runs in a sandbox, where it may read these files and folders besides its program and the
+            files that it names; None: it runs in none.
+        seconds: that a function, and a command in a sandbox, may run.
 
     Raises:
         ConfigError: it is none, or an address of another machine; or no command, and there is a sandbox for one.
     """
-    if sandbox is not None and (callable(agent) or str(agent).startswith(("http://", "https://"))):
+    if readable is not None and (callable(agent) or str(agent).startswith(("http://", "https://"))):
         raise ConfigError("sandbox=True is for a command: a function runs in this process, an address somewhere else")
     if callable(agent):
         return _Function(agent, seconds)
@@ -129,8 +124,8 @@ def agent_of(
         raise ConfigError(
             f"an agent is a function (base_url, api_key, row), a command or an address, not {masked(shown(agent, 200))}"
         )
-    if sandbox is not None:
-        return _Sandboxed(words, environment or {}, sandbox)
+    if readable is not None:
+        return _Sandboxed(words, environment or {}, readable, seconds)
     if shutil.which(words[0], path=(environment or {}).get("PATH")) is None:
         raise ConfigError(f"the agent's command cannot be started: there is no program '{words[0]}'")
     return _Command(words, environment or {})
@@ -208,9 +203,11 @@ class _Command:
 class _Sandboxed(_Command):
     """The same in a sandbox. Its network has one address, the gateway's, whose listening socket it hands out to us."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], sandbox: Sandbox) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], readable: Sequence[str], seconds: float
+    ) -> None:
         super().__init__(words, environment)
-        self._sandbox, self._limits = sandbox, Limits(sandbox.seconds + _SPARE, _MEMORY, _PROCESSES, disk=_DISK)
+        self._readable, self._limits = readable, Limits(seconds + _SPARE, _MEMORY, _PROCESSES, disk=_DISK)
         self._job("http://127.0.0.1:1/v1", "", 0)  # which refuses a command that is not here
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
@@ -231,9 +228,7 @@ class _Sandboxed(_Command):
 
     def _job(self, base_url: str, api_key: str, fd: int) -> dict[str, Any]:
         network = {"port": urlsplit(base_url).port, "fd": fd}
-        return command_job(
-            self._words, self._variables(base_url, api_key), self._limits, self._sandbox.readable, network
-        )
+        return command_job(self._words, self._variables(base_url, api_key), self._limits, self._readable, network)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.extras import load_extra
@@ -89,20 +89,16 @@ def _syntax(family: Family | None) -> tuple[str, str, str, str]:
     return _CALLS[family.name]
 
 
-def _calls(request: ChatRequest, family: Family | None) -> list[Mapping[str, Any]]:
+def _calls(request: ChatRequest, family: Family | None) -> list[dict[str, Any]]:
     """JSON schemas of calls; that of a tool that is not strict may have any arguments."""
     key, calls = _syntax(family)[2], []
+    form = {"type": "object", "required": ["name", key], "additionalProperties": False}
     for function in (tool["function"] for tool in request.tools):
         is_free = request.choice == "auto" and request.schema is None and function["name"] not in request.strict
         arguments = {"type": "object"} if is_free else function["parameters"]
         if request.choice in ("auto", "required", function["name"]):
-            calls.append(_object({"name": {"const": function["name"]}, key: arguments}))
+            calls.append({**form, "properties": {"name": {"const": function["name"]}, key: arguments}})
     return calls
-
-
-def _object(properties: Mapping[str, Any]) -> Mapping[str, Any]:
-    required = list(properties)
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _not_held(what: str) -> RequestError:

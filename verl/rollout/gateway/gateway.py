@@ -26,7 +26,6 @@ from verl.rollout.episode import Client, EndOfRunError, LeftOutError
 from verl.rollout.gateway.agents import (
     AgentError,
     KilledError,
-    Sandbox,
     Verdict,
     agent_of,
     is_loopback,
@@ -123,9 +122,9 @@ class Gateway:
         sampling: Literal["run", "agent"] = "run",
         max_left_out: Portion = 0.5,
     ) -> None:
-        paths = tuple(os.path.abspath(path) for path in readable)
-        self.sandbox = Sandbox(paths, deadline) if sandbox else None
-        self.agent = agent_of(agent, environment, self.sandbox, deadline)
+        #: None: the agent runs in no sandbox.
+        self.readable = [os.path.abspath(path) for path in readable] if sandbox else None
+        self.agent = agent_of(agent, environment, self.readable, deadline)
         #: Those that a command names; a run notes whether they change.
         self.files: Sequence[str] = getattr(self.agent, "files", ())
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
@@ -144,12 +143,12 @@ class Gateway:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template does not show what an agent needs."""
-        if self.sandbox is None:
+        if self.readable is None:
             logger.warning("nothing contains what the agent executes: it runs as you, with your files and your network")
         else:
             require()
             logger.info("the agent runs in the sandbox: no network but the gateway, and of your files only %s",
-                        ", ".join(self.sandbox.readable) or "its own")  # fmt: skip
+                        ", ".join(self.readable) or "its own")  # fmt: skip
         for what in ChatTemplate(tokenizer, self.chat_template).check():
             logger.warning("the chat template drops %s: each call behind one is a conversation of its own", what)
 

@@ -252,11 +252,9 @@ class Session:
             self._tokens += sum(len(sample.tokens) for sample in samples)
             self._freed.set()
         calls = [
-            self._call(request, prompt, sample, params, headers, id, stream)
-            for sample, id, stream in zip(samples, ids, streams, strict=True)
+            self._call(request, prompt, sample, params, headers, id, stream, only)
+            for sample, id, stream, only in zip(samples, ids, streams, forced, strict=True)
         ]
-        for call, only in zip(calls, forced, strict=True):
-            call.forced = only
         replies = tuple(self._reply(request, call, params) for call in calls)
         usage = Usage(len(tokens), prompt.cached, sum(len(sample.tokens) for sample in samples))
         delivery = self._sent[digest] = Delivery(ChatAnswer(request.model, int(time.time()), replies, usage), calls)
@@ -390,6 +388,7 @@ class Session:
         headers: Headers,
         id: str,
         stream: ReplyStream | None,
+        forced: Sequence[bool],
     ) -> Call:
         text = self._template.text(sample.tokens)
         if stream is not None:
@@ -400,7 +399,7 @@ class Session:
         reply = self._template.parse(text, prompt.text, _callable_tools(request, prompt))
         if stream is not None:
             stream.tell_rest(reply)
-        return self.conversations.answer(prompt, sample, reply, id, name=headers.name, left_out=left_out)
+        return self.conversations.answer(prompt, sample, reply, id, name=headers.name, left_out=left_out, forced=forced)
 
     def _reply(self, request: ChatRequest, call: Call, params: SamplingParams) -> Reply:
         text, tokens = self._template.text, call.sample.tokens

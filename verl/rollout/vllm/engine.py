@@ -102,14 +102,12 @@ class VLLMEngine:
         self.lacks_weights = False
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._tied = tied_names(model)
-        self._versions: dict[str, int] = {}
-        self._ready: list[Sample] = []
-        #: Requests with a grammar -> prompt; requests that score such a response -> the sample.
-        self._masked: dict[str, list[int]] = {}
-        #: Requests with stop strings -> their settings.
-        self._stops: dict[str, SamplingParams] = {}
-        self._decode = ResponseText(tokenizer, eos_token_ids)
+        #: What vLLM decodes: id -> the request, and the version of the weights that began it.
+        self._running: dict[str, tuple[Request, int]] = {}
+        #: Requests that score a response which a grammar held -> its sample.
         self._scoring: dict[str, Sample] = {}
+        self._ready: list[Sample] = []
+        self._decode = ResponseText(tokenizer, eos_token_ids)
         self._broken: str | None = None
         #: What has no memory now, by vLLM's names.
         self._asleep: set[str] = set()
@@ -132,7 +130,7 @@ class VLLMEngine:
 
     @property
     def unfinished(self) -> int:
-        return len(self._versions) + len(self._ready) + len(self._scoring)
+        return len(self._running) + len(self._ready) + len(self._scoring)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -142,7 +140,7 @@ class VLLMEngine:
             RolloutError: it is invalid, its id is in use, or vLLM does not support it.
         """
         version = self._version()
-        check_new(request, self._versions)
+        check_new(request, self._running)
         check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
         if request.processors or request.guard is not None or request.top_log_probs:
             lacks = "logits processors, guards or log-probs of other tokens"
@@ -158,11 +156,7 @@ class VLLMEngine:
             return
         params = sampling_arguments(request, self.seed, self.eos_token_ids, room)
         self._submit(request.id, prompt, params | {"flat_logprobs": True})
-        self._versions[request.id] = version
-        if request.params.stop:
-            self._stops[request.id] = request.params
-        if request.grammar is not None:
-            self._masked[request.id] = prompt
+        self._running[request.id] = request, version
 
     def step(self) -> list[Sample]:
         """One step of vLLM's engine; the samples that finished.
@@ -172,7 +166,7 @@ class VLLMEngine:
             RolloutError: vLLM failed; it is not used again.
         """
         self._version()
-        if self._versions or self._scoring:
+        if self._running or self._scoring:
             self._advance()
         done, self._ready = self._ready, []
         return done
@@ -184,35 +178,29 @@ class VLLMEngine:
                 sample.log_probs = prompt_scores(output, sample.tokens)
                 self._ready.append(sample)
                 continue
-            sample = self._sample(output)
-            prompt = self._masked.pop(sample.id, None)
-            if prompt is not None and isinstance(output.outputs[0].stop_reason, str):
-                sample.finish = "length"  # a stop string came before the grammar's end
-            if prompt is None or not self._rescore(sample, prompt):
+            request, version = self._running.pop(output.request_id)
+            sample = self._sample(request, version, output.outputs[0])
+            if request.grammar is None or not sample.tokens:
                 self._ready.append(sample)
-
-    def _rescore(self, sample: Sample, prompt: list[int]) -> bool:
-        """Request log-probs without the grammar's mask, which vLLM's own have. False: the response has no token."""
-        if sample.tokens:
-            name = f"{sample.id}#score"
-            self._submit(name, [*prompt, *sample.tokens], {"max_tokens": 1, "prompt_logprobs": 0})
-            self._scoring[name] = sample
-        return bool(sample.tokens)
+            else:  # vLLM's log-probs have the grammar's mask: ask for those without
+                name = f"{sample.id}#score"
+                prompt = [*request.prompt_tokens, *sample.tokens]
+                self._submit(name, prompt, {"max_tokens": 1, "prompt_logprobs": 0})
+                self._scoring[name] = sample
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns them, whole where only their log-probs were missing. Ids of no
         request are ignored."""
         ids = set(ids)
         processor = self.llm.llm_engine.output_processor
-        for name in ids & self._versions.keys():
+        for name in ids & self._running.keys():
             (inner,) = processor.external_req_ids[name]
             state = processor.request_states[inner]
             tokens = list(state.detokenizer.output_token_ids)
             log_probs = sampled(state.logprobs_processor.logprobs)[: len(tokens)]
             self._call(self.llm.llm_engine.abort_request, [name])
-            self._masked.pop(name, None)
-            self._stops.pop(name, None)
-            self._ready.append(Sample(name, tokens, log_probs, "abort", self._versions.pop(name)))
+            _, version = self._running.pop(name)
+            self._ready.append(Sample(name, tokens, log_probs, "abort", version))
         while any(sample.id in ids for sample in self._scoring.values()):
             self._advance()
 
@@ -296,14 +284,13 @@ class VLLMEngine:
         except ValueError as error:
             raise RolloutError(f"vLLM refuses request '{name}': {error}") from error
 
-    def _sample(self, output: Any) -> Sample:
-        completion = output.outputs[0]
-        name = output.request_id
+    def _sample(self, request: Request, version: int, completion: Any) -> Sample:
         tokens = list(completion.token_ids)
         finish = FINISH.get(completion.finish_reason, "abort")
-        params = self._stops.pop(name, None)
-        text = None if params is None else cut_text(self._decode, tokens, params)
-        return Sample(name, tokens, sampled(completion.logprobs), finish, self._versions.pop(name), text)
+        if request.grammar is not None and isinstance(completion.stop_reason, str):
+            finish = "length"  # a stop string came before the grammar's end
+        text = cut_text(self._decode, tokens, request.params) if request.params.stop else None
+        return Sample(request.id, tokens, sampled(completion.logprobs), finish, version, text)
 
     def _send(self, update: dict[str, Any], shards: Sequence[Shard]) -> None:
         if self._transport is None:
