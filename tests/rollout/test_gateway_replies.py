@@ -44,9 +44,9 @@ def test_a_rendered_conversation_parses_back(family: str, said: Message) -> None
     chat = [Message("user", "And the weather?")]
     first = template.write(chat, [WEATHER], reply=True)
     text = template.write([*chat, said], [WEATHER], reply=False)
-    ended = template.behind(text, first, said, True)
-    assert ended is not None
-    tokens = template.chat.encode(text[len(first) :].partition(ended[0])[0])
+    behind = template.behind(text, first, said, True, [])
+    assert behind
+    tokens = template.chat.encode(text[len(first) :].removesuffix(behind))
     parsed = template.parse(template.text(tokens), first, [WEATHER])
     assert parsed.key == said.key
 

@@ -429,14 +429,14 @@ def test_too_many_open_requests() -> None:
 
 def asking_again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
     """An agent whose first answer is lost on the way, so that it sends the request again."""
-    real, lost = server.Listener._send, list[int]()
+    real, lost = server.Listener._sent, list[int]()
 
-    async def send(self: Any, request: Any, body: Any, delivery: Any) -> Any:
+    async def sent(self: Any, request: Any, response: Any) -> Any:
         if not lost:
             lost.append(1)
             request.transport.close()
             raise ConnectionResetError
-        return await real(self, request, body, delivery)
+        return await real(self, request, response)
 
     def agent(base_url: str, api_key: str, row: Any) -> float:
         with pytest.raises(httpx.HTTPError):
@@ -444,7 +444,7 @@ def asking_again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
         post(base_url, api_key, {"messages": HELLO}, **{"x-stainless-retry-count": "1"})
         return 1.0
 
-    monkeypatch.setattr(server.Listener, "_send", send)
+    monkeypatch.setattr(server.Listener, "_sent", sent)
     return agent
 
 

@@ -326,8 +326,9 @@ class _TemplateForm:
         answers = [Message("tool", result, call_id=call.id) for call, result in zip(said.calls, results, strict=True)]
         before = self._template.write([asked], self._schemas, self._inputs, reply=True)
         text = self._template.write([asked, said, *answers], self._schemas, self._inputs, reply=True)
-        ended = self._template.behind(text, before, said, bool(self._schemas))
-        if ended is None:
+        last = sample.tokens[-1:]
+        behind = self._template.behind(text, before, said, bool(self._schemas), last)
+        if behind is None:
             raise ConfigError(
                 "the chat template does not write results behind a turn that calls tools: name another one, as "
                 "chat_template='hermes'"
@@ -336,9 +337,7 @@ class _TemplateForm:
             {"role": "tool", "name": call.name, "content": result}
             for call, result in zip(said.calls, results, strict=True)
         ]
-        end, rest = ended
-        last = sample.tokens[-1:]
-        return encode_behind(self._template.chat, last, rest if self._template.spelled(last) == end else end + rest)
+        return encode_behind(self._template.chat, last, behind)
 
     def whole(self, turns: Turns) -> list[dict[str, Any]]:
         """All messages of an episode that has ended, the turn that was cut off too."""

@@ -226,7 +226,11 @@ class PendingTokens:
                 going_on.append((row, response, int(token), log_prob))
         for row, response, _, log_prob in going_on:
             if not (math.isfinite(log_prob) or (log_prob == -math.inf and row in self._edited)):
-                raise self._not_finite(response)
+                raise RolloutError(
+                    f"the logits of sample '{response.id}' at token {len(response.tokens)} are not finite: "
+                    f"the weights of policy version {self._version} are broken, or overflow in {self._dtype}"
+                    + (", or a logits processor gave NaN or plus infinity" if response.processors else "")
+                )
         for row, response, token, log_prob in going_on:
             if log_prob == -math.inf:
                 response.finish = "reject"
@@ -235,13 +239,6 @@ class PendingTokens:
                 response.top_log_probs.append(response.likeliest(token, log_prob, self._tops[row]))
             response.append(token, log_prob, self._version)
         _check_guards([response for _, response, *_ in going_on])
-
-    def _not_finite(self, response: Response) -> RolloutError:
-        return RolloutError(
-            f"the logits of sample '{response.id}' at token {len(response.tokens)} are not finite: "
-            f"the weights of policy version {self._version} are broken, or overflow in {self._dtype}"
-            + (", or a logits processor gave NaN or plus infinity" if response.processors else "")
-        )
 
 
 def _check_guards(responses: Sequence[Response]) -> None:

@@ -131,9 +131,11 @@ class Conversations:
             whole = (*call.messages, *messages[len(call.messages) :])
             text = first[1] if first is not None and first[0] == whole else self._write(whole, tools)
             first = first or (whole, text)
-            if (behind := self._behind(call, text)) is not None:
+            last = call.sample.tokens[-1:]
+            behind = self.template.behind(text, call.prompt.text, call.reply, bool(call.prompt.tools), last)
+            if behind is not None:
                 call.is_continued = True
-                read = self.reader.read(call.behind, call.sample.tokens[-1:], behind)
+                read = self.reader.read(call.behind, last, behind)
                 return Prompt(whole, tools, text, call, read, digests[-1])
         # Where the template would show thoughts, they are put back all the same.
         whole, text = first or (tuple(messages), self._write(messages, tools))
@@ -167,15 +169,6 @@ class Conversations:
         for digest in digests[:0:-1]:
             equal = [call for call in self._by_messages.get(digest, ()) if _is_begun(call.messages, messages)]
             yield from sorted(equal, key=lambda call: (not call.delivered, call.is_continued))
-
-    def _behind(self, call: Call, text: str) -> str | None:
-        """What the template writes behind a call's reply in a longer chat; None if that does not continue it."""
-        ended = self.template.behind(text, call.prompt.text, call.reply, bool(call.prompt.tools))
-        if ended is None:
-            return None
-        end, rest = ended
-        is_ended = self.template.spelled(call.sample.tokens[-1:]) == end
-        return rest if is_ended else end + rest
 
 
 def _is_begun(before: Sequence[Message], messages: Sequence[Message]) -> bool:

@@ -238,7 +238,9 @@ class Listener:
                 texts = _texts(dialect.events(asked), answering, news)
                 return await self._stream(request, session, dialect, answering, texts)
             delivery = await answering
-            return await self._send(request, dialect.answer(asked, delivery.answer), delivery)
+            response = await self._sent(request, self._json(dialect.answer(asked, delivery.answer)))
+            delivery.delivered()
+            return response
         finally:
             answering.cancel()  # where the client went away
 
@@ -270,11 +272,6 @@ class Listener:
             raise RequestError(502, f"the model '{name}' cannot be asked: {why}", code="model_failed") from error
         with _taking(request):
             await response.write_eof()
-        return response
-
-    async def _send(self, request: Any, body: Body, delivery: Delivery) -> Any:
-        response = await self._sent(request, self._json(body))
-        delivery.delivered()
         return response
 
     async def _sent(self, request: Any, response: Any) -> Any:

@@ -88,12 +88,13 @@ class ChatTemplate:
         chat = [message.for_template(self.parse.thought or "reasoning_content") for message in messages]
         return self.chat.render(chat, shown, reply=reply, begun=False, check=False)
 
-    def behind(self, text: str, before: str, reply: Message, has_tools: bool) -> tuple[str, str] | None:
-        """How the template ends a reply in a longer chat, and what it writes behind that.
+    def behind(self, text: str, before: str, reply: Message, has_tools: bool, last: Sequence[int]) -> str | None:
+        """What the template writes behind the tokens of a reply in a longer chat, its end included if they lack it.
 
         Args:
             text: the longer chat.
             before: what it wrote up to the reply.
+            last: the last token of the reply, if it has one.
 
         Returns:
             None if it writes the chat up to there otherwise now, leaves out a part of the reply, or does not end it.
@@ -102,7 +103,7 @@ class ChatTemplate:
         position = text.find(end, len(before)) if end and text.startswith(before) else -1
         if position < 0 or not _shows(text[len(before) : position], reply):
             return None
-        return end, text[position + len(end) :]
+        return text[position + len(end) :] if self.spelled(last) == end else text[position:]
 
     def _ending(self, calls: bool, has_tools: bool) -> str:
         """How the template ends a reply: text or calls, in a chat with tools or without; "" if it does not."""
