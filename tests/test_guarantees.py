@@ -19,6 +19,7 @@ ONLY_SLOW = {
     "A rank on Ray that hangs is named": "deadlines of Ray",
     "An error on one rank ends the job": "jobs of ranks and of Ray",
     "The same when a node of a Ray cluster is lost": "a cluster of two nodes",
+    "Ctrl-C and SIGTERM also end a run whose GIL is held": "seconds until a signal counts as unheard",
     "SIGTERM to a run with processes on a Ray cluster": "whole runs with clusters of their own",
 }
 

@@ -203,7 +203,7 @@ class Batch:
             DataError: there is no such column.
         """
         if name not in self.table.column_names:
-            raise DataError(f"the batch has no column '{name}': {nearest(name, self.columns)}")
+            raise DataError(f"the batch has no column {shown(name)}: {nearest(name, self.columns)}")
         return _single(self.table.column(name))
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -348,7 +348,7 @@ class Batch:
             return torch.tensor(array.to_numpy(zero_copy_only=False), dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"column '{name}' cannot be a tensor of dtype={dtype} on device={device!r}: {error}"
+                f"column '{name}' cannot be a tensor of dtype={shown(dtype)} on device={shown(device)}: {error}"
             ) from error
 
     def to_ipc(self) -> bytes:

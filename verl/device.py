@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ def put(module: M, device: str | None = None) -> M:
     try:
         return module if to == of(module) else module.to(to)
     except RuntimeError as error:
-        raise ConfigError(f"a model cannot be put on device='{to}': {error}") from error
+        raise ConfigError(f"a model cannot be put on device={shown(to)}: {error}") from error
 
 
 def target(module: nn.Module, device: str | None = None) -> str:

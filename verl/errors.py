@@ -70,7 +70,7 @@ def shown(value: object, most: int = 60) -> str:
 def nearest(name: object, known: Iterable[str]) -> str:
     """The phrase that ends an unknown-name message: the nearest valid name, else all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name if isinstance(name, str) else shown(name), names, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
     return "known: " + ", ".join(names) if names else "none is known here"

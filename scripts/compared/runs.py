@@ -145,7 +145,7 @@ def tasks(folder: Path) -> Iterator[Any]:
         actor,
         tasks=[
             verl.Task("early", "grpo", {"reward": early}, n=4),
-            verl.Task("short", "ppo", {"reward": short}, n=2, sampling={"max_new_tokens": 8, "temperature": 0.8}),
+            verl.Task("short", "ppo", {"reward": early}, n=2, sampling={"max_new_tokens": 8, "temperature": 0.8}),
             verl.Task("both", "rloo", {"reward": early_and_short}, n=2),
         ],
         log_dir=False,

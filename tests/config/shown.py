@@ -382,7 +382,7 @@ def trainer() -> dict[str, Shown]:
     guarded = {"trainer.guards": [falling], "trainer.total_steps": 20, "trainer.save_every": 1,
                "trainer.keep_checkpoints": 20, "reward.path": "../user.py:falling"}  # fmt: skip
     guards: dict[str, tuple[Any, Any]] = {
-        "monitor_metrics": (["reward"], ["response_length/mean"]), "threshold_delta": (-0.15, -0.95),
+        "monitor_metrics": (["reward"], ["response/length"]), "threshold_delta": (-0.15, -0.95),
         "rollback_steps": (1, 8), "absolute": (False, True), "window": (2, 12), "baseline": (2, 30),
         "max_rollbacks": (3, 0),
     }  # fmt: skip

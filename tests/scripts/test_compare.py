@@ -154,7 +154,7 @@ def test_a_revision_has_a_worktree_for_as_long_as_it_is_needed(tmp_path: Path, m
 def test_a_change_of_1e_12_in_a_loss_is_named(tmp_path: Path) -> None:
     same, changed = copy(tmp_path / "same"), copy(tmp_path / "changed")
     losses = changed / "verl" / "algorithms" / "losses.py"
-    line = "    loss = torch.maximum(free, bounded)\n"
+    line = "    loss = torch.maximum(free, kept)\n"
     text = losses.read_text()
     assert text.count(line) == 1
     losses.write_text(text.replace(line, f"{line[:-1]} * (1 + 1e-12)\n"))

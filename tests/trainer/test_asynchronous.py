@@ -427,7 +427,8 @@ def test_two_ranks_of_torchrun_equal_one_process(make_tiny: Callable[..., Path],
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one", "two"))
     assert one["version"] == two["version"] == 2 and len(set(one["rewards"])) > 1
     assert two["rewards"] == pytest.approx(one["rewards"], abs=1e-9)
-    assert two["weights"] == pytest.approx(one["weights"], abs=1e-9)
+    # Log-probs travel in fp32, so ranks that add in another order may round one of them the other way.
+    assert two["weights"] == pytest.approx(one["weights"], abs=1e-5)
 
 
 def test_what_cannot_be_is_refused(tiny: Path) -> None:

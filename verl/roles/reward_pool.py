@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import math
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -256,7 +257,7 @@ def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[bytes, str, 
     if isinstance(source, str):
         path, function = split_spec(source)
         return b"", f"{Path(path).resolve()}:{function}", digest(source)
-    for module in user_modules.values():
+    for module in (module for name, module in user_modules.items() if sys.modules.get(name) is module):
         cloudpickle.register_pickle_by_value(module)
     try:
         return cloudpickle.dumps(source), "", ""

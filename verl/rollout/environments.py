@@ -121,17 +121,17 @@ class EnvironmentEpisode(ToolEpisode):
         deadline: Seconds = 600.0,
         max_left_out: Portion = 0.5,
     ) -> None:
-        if not factory and not tools:
+        factories = {} if factory is None else factory if isinstance(factory, Mapping) else {None: factory}
+        if not factories and not tools:
             raise ConfigError("EnvironmentEpisode: give it an environment, or tools")
         functions = [one if isinstance(one, Tool) else tool(one) for one in tools]
         self.tools = {one.name: _Method(one.name, one.schema, one.function, deadline) for one in functions}
         if len(self.tools) < len(functions):
             raise ConfigError("EnvironmentEpisode.tools: must have different names")
         #: By the value of the column `environment`; of an only one, None.
-        self.kinds: dict[str | None, EnvironmentKind] = {}
-        if factory is not None:
-            factories = factory if isinstance(factory, Mapping) else {None: factory}
-            self.kinds = {name: self._kind(name, make) for name, make in factories.items()}
+        self.kinds: dict[str | None, EnvironmentKind] = {
+            name: self._kind(name, make) for name, make in factories.items()
+        }
         #: The prompts of rows are rendered here, with the tools of their environments.
         self.schemas: list[dict[str, Any]] = []
         self.chat_template, self.seconds = chat_template, deadline
