@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ALL = 2**62
-
 
 class AutomaticCheckpoints:
     """`step-<number>` directories of a trainer, the newest of which is always the one to go on from.
@@ -35,7 +33,7 @@ class AutomaticCheckpoints:
     """
 
     def __init__(self, directory: str | Path, every: int, keep: int | None, background: bool) -> None:
-        self.every, self.store = every, CheckpointStore(directory, _ALL if keep is None else keep)
+        self.every, self.store = every, CheckpointStore(directory, keep)
         self._background = background
         self._pending: Saving | None = None
         #: The step that was saved or loaded last.

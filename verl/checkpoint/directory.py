@@ -7,15 +7,14 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from verl.checked import checked
 from verl.checkpoint.saving import MANIFEST, SaveResult, Saving, Writer, reason
 from verl.checkpoint.store import Checkpoint, load_checkpoint
 from verl.durable import clear_staging, link_atomic, remove, staging_of
 from verl.errors import CheckpointError, DamagedCheckpointError
+from verl.record import Count
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +22,15 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointStore:
-    """The checkpoints of a run: `step-<number>` directories and a link `latest`, the newest `keep` of them kept.
+    """The checkpoints of a run: `step-<number>` directories and a link `latest`, the newest `keep` of them kept (None:
+    all).
 
     Not for two processes at a time (`run_dir` locks the run). What a crash left half done is cleared when the store
     is made.
     """
 
     @checked
-    def __init__(self, directory: str | Path, keep: Annotated[int, Field(ge=1)] = 2) -> None:
+    def __init__(self, directory: str | Path, keep: Count | None = 2) -> None:
         self.directory = Path(directory)
         self.keep = keep
         #: Steps that must lie between the newest checkpoint and one that is kept besides.
@@ -88,7 +88,7 @@ class CheckpointStore:
         try:
             steps = self.steps()
             far = [saved for saved in steps if saved <= steps[-1] - self.reach][-1:] or steps[:1]
-            for old in steps[: -self.keep]:
+            for old in steps[: -self.keep] if self.keep else ():
                 if old != step and not (self.reach and old >= far[0]):
                     self._discard(self.path(old))
         except OSError as error:

@@ -145,10 +145,9 @@ def check_devices() -> Finding:
     if kind is None and shutil.which("nvidia-smi"):
         advice = "install a CUDA build of torch that the driver can serve"
         return Finding("devices", "warn", "there is an NVIDIA driver, and no device that torch can use", advice)
-    names = [
-        f"{kind}:{i} ({device.total_memory(f'{kind}:{i}') / 2**30:.0f} GiB)" for i in range(device.count(kind or ""))
-    ]
-    listing = ", ".join(names) or f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    names = [f"{kind}:{number}" for number in range(device.count(kind or ""))]
+    sizes = [f"{name} ({device.total_memory(name) / 2**30:.0f} GiB)" for name in names]
+    listing = ", ".join(sizes) or f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
     return Finding("devices", "ok", f"{listing}; a run's default: {device.default_kind()}")
 
 

@@ -94,9 +94,8 @@ def generate(
     data = load_prompts(_source(prompts), **form, limit=limit)
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
     options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
-    by_name = {
-        answer.id: answer for answer in _shown(_answers(model, dtype, options, data.batch, rows, params), len(rows))
-    }
+    done = _shown(_answers(model, dtype, options, data.batch, rows, params), len(rows))
+    by_name = {answer.id: answer for answer in done}
     answers = [by_name[name] for name in rows]
     try:
         write_atomic(out, _content(out.suffix, data.batch.take([*rows.values()]), answers))

@@ -90,7 +90,9 @@ def init(
         _RECIPE.format(schema=SETTINGS.current, model=json.dumps(where)), encoding="utf-8"
     )
     (directory / "rewards.py").write_text(_REWARDS, encoding="utf-8")
-    rows = _sums()
+    pairs = [(a, b) for a in range(1, _LARGEST + 1) for b in range(1, _LARGEST + 1)]  # every sum once
+    random.Random(0).shuffle(pairs)
+    rows: list[dict[str, object]] = [{"prompt": f"What is {a} + {b}?", "answer": a + b} for a, b in pairs]
     _write(directory / "train.jsonl", rows[_HELD_OUT:])
     _write(directory / "held_out.jsonl", rows[:_HELD_OUT])
     names = ", ".join(sorted(path.name for path in directory.iterdir()))
@@ -102,13 +104,6 @@ def _own_command() -> str:
     script = shutil.which("verl")
     is_this = script is not None and Path(script).resolve() == Path(sys.argv[0]).resolve()
     return "verl" if is_this else f"{shlex.quote(sys.executable)} -m verl"
-
-
-def _sums() -> list[dict[str, object]]:
-    """Every sum once, in an order by chance."""
-    pairs = [(a, b) for a in range(1, _LARGEST + 1) for b in range(1, _LARGEST + 1)]
-    random.Random(0).shuffle(pairs)
-    return [{"prompt": f"What is {a} + {b}?", "answer": a + b} for a, b in pairs]
 
 
 def _write(path: Path, rows: list[dict[str, object]]) -> None:

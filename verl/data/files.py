@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.forms import without_fills
+from verl.data.forms import table_rows, without_fills
 from verl.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -37,29 +37,33 @@ def named(source: Any) -> str:
     return str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
 
 
-def read_rows(path: str | Path | Sequence[str | Path]) -> Iterator[Any]:
-    """The rows of a data set on disk, in order: mappings, or whatever a JSON line holds.
+def read_rows(source: Any) -> Iterator[Any]:
+    """The rows of a data set in order, of files (mappings, or whatever a JSON line holds) or in memory (`table_rows`).
 
     A directory means its data files in the order of their names; a JSON file holds a list of rows, or
     `{"files": [...]}`, an index of files beside it. Of several paths the rows follow each other.
 
     Raises:
-        DataError: missing, of an unknown kind, damaged (with file and line), or reaching out of its directory.
+        DataError: a file is missing, of an unknown kind, damaged (with file and line), or reaching out of its
+            directory; see `table_rows` for data in memory.
     """
-    return (row for _, row in rows_by_file(path))
+    return (row for _, row in rows_by_file(source))
 
 
-def rows_by_file(path: str | Path | Sequence[str | Path]) -> Iterator[tuple[Path, Any]]:
-    """The rows of `read_rows`, each after the file that it stands in."""
-    if not isinstance(path, str | Path):
-        for one in path:
-            yield from rows_by_file(one)
+def rows_by_file(source: Any) -> Iterator[tuple[Path | None, Any]]:
+    """The rows of `read_rows`, each after the file that it stands in (None: in memory)."""
+    if not is_files(source):
+        yield from zip(repeat(None), table_rows(source), strict=False)
+        return
+    if not isinstance(source, str | Path):
+        for path in source:
+            yield from rows_by_file(path)
         return
     try:
-        for file in _files(Path(path)):
+        for file in _files(Path(source)):
             yield from _read_file(file)
     except OSError as error:  # such as a directory that is named like a file, or one that is not ours to read
-        raise DataError(f"{path} cannot be read: {error}. Mend or remove it") from error
+        raise DataError(f"{source} cannot be read: {error}. Mend or remove it") from error
 
 
 def _files(path: Path) -> list[Path]:

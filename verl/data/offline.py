@@ -20,7 +20,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import count, filterfalse, repeat, takewhile
+from itertools import count, filterfalse, takewhile
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -30,7 +30,7 @@ from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.cursor import Cursor
 from verl.data.files import digest, is_files, named, recorded_files, rows_by_file
-from verl.data.forms import chat_of, readable_row, table_rows, usual_row
+from verl.data.forms import chat_of, readable_row, usual_row
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
 from verl.errors import ConfigError, DataError, shown
@@ -269,16 +269,12 @@ def _is_text(fields: Mapping[str, Any]) -> bool:
 
 
 def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) -> tuple[str, Batch]:
-    if is_files(source):
-        if recorded := recorded_files(source):  # Parquet keeps its Arrow types
-            batches = [Batch.from_parquet(file) for file in recorded]
-            numbers = [number for number, batch in enumerate(batches) for _ in range(len(batch))]
-            return "experience", _named(Batch.concat(batches), numbers)
-        values: Iterator[tuple[Hashable, Any]] = rows_by_file(source)
-    else:
-        values = zip(repeat(None), table_rows(source), strict=False)
+    if is_files(source) and (recorded := recorded_files(source)):  # Parquet keeps its Arrow types
+        batches = [Batch.from_parquet(file) for file in recorded]
+        numbers = [number for number, batch in enumerate(batches) for _ in range(len(batch))]
+        return "experience", _named(Batch.concat(batches), numbers)
     kind, rows, files = None, [], []
-    for number, (file, value) in enumerate(values):
+    for number, (file, value) in enumerate(rows_by_file(source)):
         where = f"{name}, row {number}"
         value = _renamed(value, columns, where)
         fields = _fields(value, where)

@@ -53,11 +53,9 @@ class PoolOptions(Record):
 
     def bounds(self, task: str) -> tuple[float, float]:
         """`solved_at` and `failed_at` of a task; 1 and 0 where numbers are by task and it has none."""
-        numbers = {"solved_at": 1.0, "failed_at": 0.0}
-        for key, usual in numbers.items():
-            bound = getattr(self, key)
-            numbers[key] = bound.get(task, usual) if isinstance(bound, dict) else bound
-        return numbers["solved_at"], numbers["failed_at"]
+        bounds = ((self.solved_at, 1.0), (self.failed_at, 0.0))
+        solved, failed = (bound.get(task, usual) if isinstance(bound, dict) else bound for bound, usual in bounds)
+        return solved, failed
 
 
 class Pools:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.checked import checked
-from verl.data.files import digest, is_files, named, read_rows
+from verl.data.files import digest, named, read_rows
 from verl.data.forms import COLLATED, chat_of, loaded, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import ConfigError, DataError, nearest
@@ -263,10 +263,8 @@ def load_prompts(
     values: Iterable[Any]
     if is_task:
         name, values = f"task {source['task']}", task_rows(source)
-    elif is_files(source):
-        values = read_rows(source)
     else:
-        values = [source] if is_messages(source) else table_rows(source)
+        values = [source] if is_messages(source) else read_rows(source)
     rows = [form.row(value, f"{name}, row {number}") for number, value in enumerate(islice(values, limit))]
     return PromptDataset(to_batch(rows, name), name)
 

@@ -92,7 +92,7 @@ def make_task(task: str, *, seed: Seed = 0, size: Count = 1, **options: Any) -> 
 
 def decode_problem(text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Name, options and entry out of a row's `TASK_COLUMN`."""
-    content = json.loads(text, object_hook=_untag)
+    content = json.loads(text, object_hook=lambda m: tuple(m["__tuple__"]) if m.keys() == {"__tuple__"} else m)
     return content["task"], content["options"], content["entry"]
 
 
@@ -113,11 +113,6 @@ def _tag(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"__tuple__": [_tag(item) for item in value]}
     return [_tag(item) for item in value] if isinstance(value, list) else value
-
-
-def _untag(mapping: dict[str, Any]) -> Any:
-    """A mapping, from within; that of a tuple as the tuple."""
-    return tuple(mapping["__tuple__"]) if mapping.keys() == {"__tuple__"} else mapping
 
 
 def _held_out(question: str, share: float) -> bool:

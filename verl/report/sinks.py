@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -45,27 +46,26 @@ _FILES = (_METRICS, "completions", "tensorboard", RUN_FILE)
 _numbers_of_runs = itertools.count()
 
 
-class Sink(Protocol):
-    """Takes what it has methods for: the record of a step with `write(step, record)`; what the run does between steps,
-    where a person looks on, with `phase(text)`; its samples with `completions(step, table)`; its end with `close()`."""
-
-    @property
-    def name(self) -> str: ...
-
-
 class Logger:
     """Sends records to sinks and hooks. One that raises is left out from then on, with a warning: logging never stops
-    training."""
+    training.
 
-    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
-        self.sinks: list[Sink] = list(sinks)
+    Args:
+        sinks: each has a `name`, and takes what it has methods for: the record of a step with `write(step, record)`;
+            what the run does between steps, where a person looks on, with `phase(text)`; its samples with
+            `completions(step, table)`; its end with `close()`.
+    """
+
+    def __init__(self, sinks: Iterable[Any] = ()) -> None:
+        self.sinks = list(sinks)
 
     @checked
     def on_log_hook(self, fn: Hook, seconds: float = DEADLINE) -> None:
         """`fn(step, record)` gets every record from now on, in a thread, and has so many seconds; the record is a copy,
         its own to change."""
-        name = f"hook {getattr(fn, '__qualname__', type(fn).__name__)}"
-        self.sinks.append(_HookSink(name, fn, seconds, UserCode(name)))
+        code = UserCode(f"hook {getattr(fn, '__qualname__', type(fn).__name__)}")
+        write = lambda step, record: code.run(seconds, fn, step, dict(record))  # noqa: E731
+        self.sinks.append(SimpleNamespace(name=code.what, write=write))
 
     def log(self, step: int, record: Record) -> None:
         self._call("write", step, record)
@@ -218,16 +218,6 @@ class MlflowSink:
         self._client.set_terminated(self._id)
 
 
-class _HookSink(NamedTuple):
-    name: str
-    fn: Hook
-    seconds: float
-    code: UserCode
-
-    def write(self, step: int, record: Record) -> None:
-        self.code.run(self.seconds, self.fn, step, dict(record))
-
-
 @checked
 def open_logger(
     directory: str | Path | None,
@@ -256,7 +246,7 @@ def open_logger(
 
     wanted = list(sinks)
     check_loggers(wanted)
-    makers: dict[str, Callable[[], Sink]] = {
+    makers: dict[str, Callable[[], Any]] = {
         "console": partial(ConsoleSink, total_steps, start=max(resume_step or 0, 0), eval_every=eval_every)
     }
     makers |= {name: partial(_tracker, name, project, run_id, directory or ".", config or {}) for name in EXTRAS}
@@ -285,7 +275,7 @@ def _metrics(directory: Path) -> JsonlSink:
     return sink
 
 
-def _tracker(name: str, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> Sink:
+def _tracker(name: str, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> Any:
     """The sink of a tracker; `config` are flat settings."""
     if name == "mlflow":
         return MlflowSink(project, run_id, config)

@@ -182,7 +182,9 @@ def _run(study: Study, trial: Trial, search: Search) -> None:
     """Run a trial, or on with one that was cut off, and note what became of it."""
     from optuna.trial import TrialState
 
-    if (same := _tried(study, trial)) is not None:  # which would train the same again: it has the same seed
+    finished = (other for other in ended(study) if other.state.name == "COMPLETE" and "run" in other.user_attrs)
+    same = next((other for other in finished if other.params == trial.params), None)
+    if same is not None:  # this one would train the same again: it has the same seed
         trial.set_user_attr("run", same.user_attrs["run"])
         trial.set_user_attr("as", same.number)
         study.tell(trial, same.value)
@@ -203,12 +205,6 @@ def _run(study: Study, trial: Trial, search: Search) -> None:
         study.tell(trial, state=TrialState.FAIL)
         if isinstance(error, UnknownMetricError) and best_of(study) is None:
             raise VerlError(f"trial {trial.number}: {error}; begin again with another --out") from None
-
-
-def _tried(study: Study, trial: Trial) -> FrozenTrial | None:
-    """The first trial that finished with the values of this one."""
-    finished = (other for other in ended(study) if other.state.name == "COMPLETE" and "run" in other.user_attrs)
-    return next((other for other in finished if other.params == trial.params), None)
 
 
 def _is_hopeless(study: Study, trial: Trial, run: Path, search: Search) -> bool:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.checked import checked
 from verl.data.cursor import permutation
 from verl.errors import ConfigError, DataError, shown
 from verl.record import Count, Natural, Portion, Seed
-
-if TYPE_CHECKING:
-    pass
 
 
 class DynamicBatchSampler:
