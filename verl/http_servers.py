@@ -211,7 +211,9 @@ class ServerPool:
         """
         async with self._naming:  # calls that begin together ask once
             if self._model is None:
-                self._model = await self.ask({"/v1/models": None}, _first_model, method="GET")
+                self._model = await self.ask(
+                    {"/v1/models": None}, lambda answer: str(answer["data"][0]["id"]), method="GET"
+                )
             return self._model
 
     async def send(
@@ -297,10 +299,6 @@ def check_model_path(url: str) -> None:
         raise ConfigError(
             f"servers of models are addresses like http://host:8000, .../v1 or .../generate, not '{masked(url)}'"
         )
-
-
-def _first_model(answer: Any) -> str:
-    return str(answer["data"][0]["id"])
 
 
 def _most_bytes(body: Any, sent: int) -> int:

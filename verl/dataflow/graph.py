@@ -121,7 +121,10 @@ class Graph:
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two nodes of the graph have the name '{twice}'")
         self.inputs = frozenset(inputs)
-        self.source = self._find_source()
+        sources = [node for node in ordered if node.kind == "source"]
+        if len(sources) > 1:
+            raise ConfigError("a graph has one source, got " + " and ".join(f"'{node.name}'" for node in sources))
+        self.source = sources[0] if sources else None
         self.writers = self._find_writers()
         #: node -> the nodes it waits for, in order of declaration
         self.needs: Mapping[str, tuple[str, ...]] = {node.name: self._needs(node) for node in ordered}
@@ -131,21 +134,13 @@ class Graph:
         for name in self.order:
             needs = self.needs[name]
             self.before[name] = frozenset(needs).union(*(self.before[need] for need in needs))
-        if late := [node.name for node in self.of_kind("source", "rows", "batch", "forward") if self._follows(node)]:
-            raise ConfigError(f"node '{late[0]}' comes after the update of the models, which ends a step")
-
-    def _follows(self, node: Node) -> bool:
-        return any(self.nodes[name].kind == "update" for name in self.before[node.name])
+        for node in self.of_kind("source", "rows", "batch", "forward"):
+            if any(self.nodes[name].kind == "update" for name in self.before[node.name]):
+                raise ConfigError(f"node '{node.name}' comes after the update of the models, which ends a step")
 
     def of_kind(self, *kinds: Kind) -> list[Node]:
         """The nodes of these kinds, each after what it waits for."""
         return [node for node in map(self.nodes.__getitem__, self.order) if node.kind in kinds]
-
-    def _find_source(self) -> Node | None:
-        sources = [node for node in self.nodes.values() if node.kind == "source"]
-        if len(sources) > 1:
-            raise ConfigError("a graph has one source, got " + " and ".join(f"'{node.name}'" for node in sources))
-        return sources[0] if sources else None
 
     def _find_writers(self) -> dict[str, str]:
         writers: dict[str, str] = {}

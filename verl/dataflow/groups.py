@@ -144,7 +144,9 @@ class Groups:
             async with aclosing(self._calls.stream(node, prompts)) as stream:
                 async for value in stream:
                     samples = self._accept(node, value)
-                    _check_samples(node, samples)
+                    certain = [column for column, is_certain in {**node.writes, "id": True}.items() if is_certain]
+                    if len(samples) and (lacking := [column for column in certain if column not in samples]):
+                        raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
                     self._calls.clock.timings[node.name].rows += len(samples)
                     if len(samples):
                         progress = time.monotonic()
@@ -219,12 +221,6 @@ def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
     if source is not None and (twice := _twice([id_ for group in groups for id_, _ in group])) is not None:
         raise DataError(f"two samples of source '{source.name}' would have the id '{twice}'")
     return groups
-
-
-def _check_samples(node: Node, samples: Batch) -> None:
-    lacking = [c for c, is_certain in {**node.writes, "id": True}.items() if is_certain and c not in samples]
-    if len(samples) and lacking:
-        raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
 
 
 def _by_sample(samples: Batch) -> list[tuple[str, list[int]]]:

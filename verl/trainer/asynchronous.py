@@ -33,13 +33,12 @@ from verl.dataflow.result import Result
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
-from verl.record import Count, Natural, Portion, Processes, Staleness
+from verl.record import Count, Processes, Staleness
 from verl.report.timeline import Span
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.standalone import Lost, RolloutPool
-from verl.rollout.options import Temperature
 from verl.trainer.batches import next_batch
 from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
@@ -172,20 +171,10 @@ class AsyncTrainer(Trainer):
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)
         return self._finish_step(record, began)
 
-    @checked
-    def evaluate(
-        self,
-        prompts: Any,
-        metrics: Metrics = None,
-        *,
-        n: Count = 1,
-        temperature: Temperature = 0.0,
-        top_p: Portion | None = None,
-        top_k: Natural | None = None,
-    ) -> Evaluation:
+    def evaluate(self, prompts: Any, metrics: Metrics = None, **sampling: Any) -> Evaluation:
         """See `Trainer.evaluate`. It begins once no sample of a step is being scored: failures are counted apart."""
         wait(self._scores.values())
-        return super().evaluate(prompts, metrics, n=n, temperature=temperature, top_p=top_p, top_k=top_k)
+        return super().evaluate(prompts, metrics, **sampling)
 
     def close(self) -> None:
         for scores in self._scores.values():

@@ -19,7 +19,6 @@ from verl.batch import Batch
 from verl.checked import checked
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
-from verl.data.tokenize import Truncation
 from verl.errors import ConfigError, TrainingError
 from verl.record import Staleness
 from verl.roles.actor import Actor
@@ -77,21 +76,11 @@ class InterleavedTrainer(Trainer):
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")
 
-    def fit(
-        self,
-        prompts: Any,
-        steps: int | None = None,
-        *,
-        batch_size: int | None = None,
-        max_prompt_length: int | None = None,
-        truncation: Truncation = "error",
-    ) -> dict[str, Any]:
+    def fit(self, prompts: Any, steps: int | None = None, **of_rows: Any) -> dict[str, Any]:
         if not isinstance(prompts, TaskLoader):
             raise ConfigError(f"interleaved training draws from a TaskLoader, not from a {type(prompts).__name__}")
         try:
-            return super().fit(
-                prompts, steps, batch_size=batch_size, max_prompt_length=max_prompt_length, truncation=truncation
-            )
+            return super().fit(prompts, steps, **of_rows)
         finally:
             self._land()
 

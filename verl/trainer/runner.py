@@ -33,6 +33,7 @@ class Run:
     Attributes:
         spans: what worked when, and is in no step's record yet.
         slots: by name, those that all parts share.
+        step: the number of the step, in the log and the trace.
     """
 
     def __init__(
@@ -42,11 +43,8 @@ class Run:
         self.spans: list[Span] = []
         self.slots = {SLOT: Slot()} if shares_models else {}
         self._trace = None if timeline is None else TraceFile(timeline)
-        self._step = 0
+        self.step = 0
         self._noting = threading.Lock()
-
-    def begin_step(self, step: int) -> None:
-        self._step = step
 
     def take_spans(self) -> list[Span]:
         """What a step's record counts: what has worked since the one before, between the two steps as well."""
@@ -83,9 +81,9 @@ class Run:
         with self._noting:
             self.spans += spans if in_step else []
             for span in spans:
-                logger.debug("step %d: %s (%s) took %.3f s", self._step, span.node, span.role, span.seconds)
+                logger.debug("step %d: %s (%s) took %.3f s", self.step, span.node, span.role, span.seconds)
             if self._trace is not None:
-                self._trace.add(spans, self._step)
+                self._trace.add(spans, self.step)
 
     def models(self) -> AbstractAsyncContextManager[Any]:
         """The models are this part's alone inside."""

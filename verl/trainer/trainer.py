@@ -427,7 +427,7 @@ class Trainer:
         if self.guards is not None:
             self.guards.begin(self)
         assert self.logger is not None
-        self.runner.begin_step(self.steps + 1)
+        self.runner.step = self.steps + 1
         return time.perf_counter()
 
     def _finish_step(self, record: dict[str, Any], began: float) -> dict[str, Any]:
