@@ -411,7 +411,7 @@ def trainer() -> dict[str, Shown]:
         "log_completions": Shown(run, 64, 2, needs=held_out, slow=True),
         "save_every": Shown(run, None, 1, slow=True),
         "keep_checkpoints": Shown(run, 2, 1, {"trainer.save_every": 1}, slow=True),
-        "async_save": Shown(run, False, True, {"trainer.save_every": 1}, count="workers/saving.py:_copied", slow=True),
+        "async_save": Shown(run, False, True, {"trainer.save_every": 1}, count="/threading.py:start", slow=True),
         "loggers": Shown(run, [], ["tensorboard"], slow=True),
         "resume": Shown(again, True, False, slow=True),
         "max_staleness": Shown(run, 0, 2, {"trainer.total_steps": 4}, slow=True),

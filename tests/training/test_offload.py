@@ -80,7 +80,8 @@ def test_messages_lie_where_the_other_side_receives_them(monkeypatch: pytest.Mon
 
 def test_broadcast_shards_lie_where_the_other_side_receives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sent = offloaded(monkeypatch), []
-    monkeypatch.setattr(streams, "_device", lambda group: DEVICE)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE)
     monkeypatch.setattr(streams, "gather_json", lambda held, group: [held, []])
     monkeypatch.setattr(dist, "broadcast", lambda tensor, rank, group: sent.append(tensor.device))
     assert [*streams.broadcast_shards([*engine.shards()], dist.group.WORLD)]
