@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import RewardNode
+from verl.dataflow.nodes import RewardNode, UpdateNode
 from verl.dataflow.stages import register_node
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
@@ -243,3 +243,21 @@ def test_a_graph_without_what_the_algorithm_reads_is_refused_by_name() -> None:
         RewardNode()
     with pytest.raises(ConfigError, match="int is no node"):
         register_node("x")(int)
+
+
+def test_a_node_that_would_not_be_run_is_refused() -> None:
+    class Wrapped:
+        def as_node(self, name: str) -> list[Node]:
+            return UpdateNode(Updater("grpo", actor=actor)).as_node(name)
+
+    actor = tiny_actor()
+    pipeline = RLDataPipeline().add_stage("rollout", actor).add_stage("reward", text_lengths)
+    with pytest.raises(ConfigError, match="node 'prepare' is of kind 'update': give an Updater as a stage"):
+        pipeline.add_stage("update", Wrapped()).run(["once"])
+    with pytest.raises(ConfigError, match="node 'prepare' is of kind 'update'"):
+        Trainer(actor, reward_fn=text_lengths, nodes={"again": Wrapped()}, algorithm="grpo", log_dir=False)
+    late = Node(name="late", run=lambda batch: None, inputs=("response",), after=("update_actor",))
+    stages = RLDataPipeline().add_stage("rollout", actor).add_stage("reward", text_lengths)
+    stages.add_stage("update", Updater("grpo", actor=actor)).add_stage("late", late)
+    with pytest.raises(ConfigError, match="node 'late' comes after the update of the models, which ends a step"):
+        stages.run(["once"])

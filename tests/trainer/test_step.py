@@ -32,9 +32,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append("draw")
         return step.draw(*args, **options)
 
-    def learn(drawn: Any, run: Any) -> Any:
+    def learn(actor: Any, drawn: Any, run: Any) -> Any:
         made.append(f"learn {len(drawn)}")
-        return step.learn(drawn, run)
+        return step.learn(actor, drawn, run)
 
     for module in (trainer_module, active_task, pipeline_module):
         monkeypatch.setattr(module, "draw", draw)

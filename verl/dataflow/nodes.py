@@ -1,7 +1,7 @@
 """The nodes of a training step, out of the handles a user holds. Every way of writing a step down uses these.
 
-An algorithm is handed the whole batch, so what prepares and updates reads `ANY` beside the columns that it names; all
-other columns are named at both ends.
+An algorithm is handed the whole batch, so `prepare` and updates read `ANY` in addition to the columns that they name;
+all other columns are named at both ends.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class RewardNode:
 
     Parameters of `score` that are columns of other nodes make edges: it is called when they are there.
 
-    Of an episode with several trajectories the last is scored, and all have its number. The column "reward" has what
+    The last of several trajectories of an episode is scored, and all have its number. The column "reward" has what
     the episode itself says (`episode_reward`), where it says something and the reward does not read that by name.
 
     Args:
@@ -211,7 +211,7 @@ class UpdateNode:
         read = [*(algorithm.roles & {"reward", "cost"}), *(read.column for read in updater.reads)]
         prepare = Node(
             name="prepare",
-            run=_learn,
+            run=updater.update,
             kind="update",
             inputs=("prompt_tokens", "response_tokens", *(read if algorithm.online else []), ANY),
             outputs=(*(f"{column}?" for column in {"log_probs"}.union(*columns.values()) & _PREPARED), ANY),
@@ -220,7 +220,7 @@ class UpdateNode:
         updates = [
             Node(
                 name=f"{name}_{role}",
-                run=_learn,
+                run=updater.update,
                 kind="update",
                 inputs=(*_SEQUENCE[2:], *(f"{column}?" for column in columns[role]), ANY),
                 slot=SLOT,
@@ -231,10 +231,6 @@ class UpdateNode:
             for role, handle in trained.items()
         ]
         return [prepare, *updates]
-
-
-def _learn(samples: Batch) -> None:
-    """Not called: what the graph shows of an update is code."""
 
 
 def log_prob_nodes(actor: Actor) -> list[Node]:

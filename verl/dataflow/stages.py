@@ -1,4 +1,4 @@
-"""What a user writes a graph with: stages, each a node or several, some of them by a registered name."""
+"""The stages of a graph that a user writes: each is a node or several, some by a registered name."""
 
 from __future__ import annotations
 
@@ -78,6 +78,12 @@ def stage_nodes(name: str, stage: Any) -> list[Node]:
     return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
 
 
+def check_none_updates(nodes: Iterable[Node]) -> None:
+    """Raises ConfigError for a node of kind "update": a step updates by an `Updater`, and would not run it."""
+    if updates := [node.name for node in nodes if node.kind == "update"]:
+        raise ConfigError(f"node '{updates[0]}' is of kind 'update': give an Updater as a stage, or kind='batch'")
+
+
 def is_reward_function(stage: Any) -> bool:
     """Whether a stage is a plain function and not one of a `batch`."""
     if isinstance(stage, Actor | Reward | Updater | Node) or hasattr(stage, "as_node"):
@@ -94,7 +100,7 @@ def make_stages(nodes: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
 
 
 def rollout_of(actor: Actor, stages: Iterable[Any], n: int | None = None) -> RolloutNode:
-    """The rollout of an actor beside other stages. What is learned decides how many samples of a prompt it takes.
+    """The rollout of an actor among other stages. The algorithm decides how many samples of a prompt it takes.
 
     Args:
         n: samples a prompt, instead.

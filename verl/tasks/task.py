@@ -77,10 +77,11 @@ class Task:
         stages: dict[str, Any] = {}
         further: list[Node] = []
         if not isinstance(nodes, tuple | list | dict) or nodes:
-            from verl.dataflow.stages import make_stages, stage_nodes
+            from verl.dataflow.stages import check_none_updates, make_stages, stage_nodes
 
             stages = make_stages(nodes)
             further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
+            check_none_updates(further)
         written = {column for node in further for column in node.writes}
         gives_reward = getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles
         # Where a node writes it, agents need no source; rewards of environments have one, and clash with the node.

@@ -12,7 +12,7 @@ from verl.dataflow.graph import Graph, Node
 from verl.dataflow.groups import DEADLINE
 from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.dataflow.result import Result
-from verl.dataflow.stages import is_reward_function, make_stage, rollout_of, stage_nodes
+from verl.dataflow.stages import check_none_updates, is_reward_function, make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
 from verl.names import disjoint
 from verl.record import Count, Seconds
@@ -89,15 +89,16 @@ class RLDataPipeline:
         return run.wait(self._step(self.graph, prompts, run))
 
     async def _step(self, graph: Graph, prompts: Batch, run: Run) -> Result:
-        drawn = await draw(graph, prompts, run)
         updater = next(filter(None, map(_updater_of, self.stages.values())), None)
         if updater is None:
-            return drawn
+            check_none_updates(graph.nodes.values())
+            return await draw(graph, prompts, run)
+        drawn = await draw(graph, prompts, run)
         samples = drawn.batch
         if not updater.algorithm.online:  # it chooses and adds rows
             async with run.calls() as calls:
                 samples = await calls.in_thread("experience", updater.experience, samples)
-        (prepared,), metrics, _ = await learn([(updater, samples)], run)
+        (prepared,), metrics, _ = await learn(updater.actor, [(updater, samples)], run)
         metrics = disjoint("a metric of the algorithm, or of a node,", drawn.metrics, metrics)
         if samples is not drawn.batch:
             return replace(drawn, metrics=metrics)
@@ -131,5 +132,4 @@ class RLDataPipeline:
 
 
 def _updater_of(stage: Any) -> Updater | None:
-    updater = stage.updater if isinstance(stage, UpdateNode) else stage
-    return updater if isinstance(updater, Updater) else None
+    return stage.updater if isinstance(stage, UpdateNode) else stage if isinstance(stage, Updater) else None

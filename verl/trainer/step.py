@@ -20,6 +20,7 @@ from verl.dataflow.groups import Groups, all_of
 from verl.dataflow.nodes import deadline_of
 from verl.dataflow.result import Result
 from verl.names import disjoint
+from verl.roles.actor import Actor
 from verl.roles.updater import Updater, role_metrics
 from verl.trainer.runner import Run
 from verl.workers.update import UpdatePart
@@ -56,22 +57,26 @@ async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) 
 
 
 class Learned(NamedTuple):
-    """What `learn` gave: the samples of each task as its algorithm has prepared them, metrics (`update/empty` where no
-    model had anything to learn from), and the seconds that the updates took."""
+    """The result of `learn`.
+
+    prepared: the samples of each task, with the columns that its algorithm's `prepare` adds.
+    metrics: `update/empty` is 1 where no model had anything to learn from.
+    seconds: of the updates alone.
+    """
 
     prepared: list[Batch]
     metrics: Metrics
     seconds: float
 
 
-async def learn(drawn: Sequence[tuple[Updater, Batch]], run: Run) -> Learned:
+async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) -> Learned:
     """Advantages, then one update of every model: the critics of each task, and the actor, which all tasks share, on
     the weighted sum of their losses."""
     together = sum(samples.samples for _, samples in drawn)
     all_prepared, losses, updates, metrics = list[Batch](), list[UpdatePart](), list[Metrics](), Metrics()
     async with run.calls() as calls, run.models():
         for updater, samples in drawn:
-            algorithm, limit = updater.algorithm, deadline_of(updater.actor)
+            algorithm, limit = updater.algorithm, deadline_of(actor)
             # Advantages, returns, weights; before them the log-probs before the update, where they are needed.
             prepared, of_algorithm = await calls.in_thread(
                 updater.named("prepare"), updater.prepare, samples, together, role="controller", limit=limit
@@ -82,13 +87,11 @@ async def learn(drawn: Sequence[tuple[Updater, Batch]], run: Run) -> Learned:
                 continue
             for role, critic in updater.critics.items():
                 name, limit = updater.named(f"update_{role}"), deadline_of(critic)
-                updates.append(
-                    await calls.in_thread(name, critic.train, prepared, algorithm, role, role=role, limit=limit)
-                )
-                metrics = disjoint(_METRIC, metrics, updater.metrics(role_metrics(role, updates[-1])))
+                of_critic = await calls.in_thread(name, critic.train, prepared, algorithm, role, role=role, limit=limit)
+                updates.append(of_critic)
+                metrics = disjoint(_METRIC, metrics, updater.metrics(role_metrics(role, of_critic)))
             losses.append(updater.loss(prepared, together))
         if losses:  # mini-batches and their optimizer steps; then the engine that generates gets the weights
-            actor = drawn[0][0].actor
             limit = deadline_of(actor)
             updates.append(await calls.in_thread("update_actor", actor.train_parts, losses, role="actor", limit=limit))
             metrics = disjoint(_METRIC, metrics, role_metrics("actor", updates[-1]))

@@ -443,7 +443,10 @@ class Trainer:
         if self.guards is not None and (unseen := [name for name in self.guards.unseen if name not in record]):
             record["guard/unseen"] = ", ".join(unseen)
         self.logger.log(self.steps, record)
-        self._log_completions()
+        latest, self.latest = self.latest, None
+        # Recorded data of offline algorithms are no completions.
+        if latest is not None and (sampled := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
+            self.logger.completions(self.steps, lambda: completions(sampled, latest[1], self.actor.tokenizer.decode))
         if self.guards is not None and (alert := self.guards.check(self, record)) is not None:
             return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
@@ -455,12 +458,6 @@ class Trainer:
         users = {task.updater.named(name) for task in self.tasks.values() for name in task.metrics}
         # An algorithm may have an estimate of the KL of its own, which counts instead of that of the samples.
         add_metrics(record, more, users, {"kl", *(f"task/{name}/kl" for name in self.tasks)})
-
-    def _log_completions(self) -> None:
-        """Log the samples that the step learned from; recorded data of offline algorithms are no completions."""
-        latest, self.latest = self.latest, None
-        if latest is not None and (sampled := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
-            self.logger.completions(self.steps, lambda: completions(sampled, latest[1], self.actor.tokenizer.decode))
 
     @checked
     def fit(
@@ -656,7 +653,7 @@ class Trainer:
         if self._permute:
             by_name = {name: permuted(batch, seed=self.steps) for name, batch in by_name.items()}
         drawn = [(self.tasks[name].updater, batch) for name, batch in by_name.items()]
-        prepared, metrics, seconds = self.runner.wait(learn(drawn, self.runner))
+        prepared, metrics, seconds = self.runner.wait(learn(self.actor, drawn, self.runner))
         self.latest = by_name, dict(zip(by_name, prepared, strict=True))
         if "update/empty" in metrics:
             return metrics
