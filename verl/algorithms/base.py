@@ -71,18 +71,18 @@ class BaseAlgorithm(ABC):
         coupled: rows of one group meet in the loss, so a group is never cut.
         head: "lm", or "score" to train a model with one score a row.
         samples_per_prompt: what suits it, unless the user says otherwise.
-        greedy_baseline: each prompt gets one greedy sample beside the others in the same rollout, marked by the
+        greedy_baseline: each prompt gets one greedy sample in addition to the others in the same rollout, marked by the
             row column `baseline`; `prepare` takes it out.
         needs_log_probs: the trainer's own `log_probs` must be a column before `prepare`, whichever engine sampled.
         needs_constraint: samples come under one, an episode of the task's or the actor's.
         measures: roles out of "reward" and "cost" that it may be given, is measured by, and does not learn from.
         unread: options that its loss never reads, and why; see `why_unread`.
         read_with: option -> another one, without which it is not read, and the values of that which go with it (none:
-            any that is set). Those of a subclass are added to those of its bases.
+            any that is set). A subclass adds its own to its bases'.
         no_gradient_at_zero: a statement about the losses of the class in which it stands: a token whose weight or whose
             advantage is 0 has a gradient of exactly 0, whatever the model predicts. Rows of such tokens alone need not
             be computed. A subclass that overrides a loss (`compute_loss`, `policy_loss`, `importance`; of critics
-            `compute_critic_loss`, `compute_cost_critic_loss`) has to state it anew.
+            `compute_critic_loss`, `compute_cost_critic_loss`) has to state it again.
     """
 
     name: ClassVar[str] = ""
@@ -201,7 +201,7 @@ class BaseAlgorithm(ABC):
 
     def needs(self, batch: Batch, role: str) -> list[bool] | None:
         """Scored samples for which `prepare` and an update without rows of advantage 0 read what a model computes of
-        them; None: all. Of the role "actor" these are the log-probs before the update; the others have none, and are
+        them; None: all. For the role "actor" these are the log-probs before the update; the others have none, and are
         null there."""
         return None
 
@@ -256,7 +256,7 @@ class BaseAlgorithm(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no cost critic")
 
     def objective(self, role: str) -> RoleObjective:
-        """What a trained role ("actor", "critic", "cost_critic") minimises.
+        """The loss of a trained role ("actor", "critic", "cost_critic") minimises.
 
         Raises:
             ConfigError: the algorithm does not train that role.
@@ -278,7 +278,7 @@ class RoleObjective:
     """What an update of one role needs to know of an algorithm. Workers get it by value and never look one up by name.
 
     Attributes:
-        further_metrics: beside the algorithm's own, measured in the forward pass of the update; None: none.
+        further_metrics: in addition to the algorithm's own, measured in the forward pass of the update; None: none.
         token_weights, loss_columns, needs_entropy, coupled: the algorithm's, for this role.
         needs_statistics: whether the forward pass measures what `further_metrics` read.
         by_token: whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0.

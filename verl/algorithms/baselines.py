@@ -1,7 +1,7 @@
-"""Algorithms that differ in what a reward is compared with: the baseline of an advantage.
+"""Algorithms that differ in the baseline of a reward: the baseline of an advantage.
 
 Their loss is PPO's clipped one, as in verl, which on the first step of a batch is plain REINFORCE; `GPG` has no ratio,
-and that of `RLOO` may be the whole response's.
+and `RLOO`'s may be the whole response's.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RLOO(PolicyGradient):
     """Advantage: the reward minus the mean reward of the group's other samples. Ahmadian et al., "Back to Basics:
     Revisiting REINFORCE Style Optimization" (arXiv:2402.14740).
 
-    Deviation, as in verl: a ratio of each token. With `ratio_of="sequence"` it is that of the whole response, as in the
+    Deviation, as in verl: a ratio of each token. With `ratio_of="sequence"` it is the whole response's, as in the
     paper.
 
     Options:

@@ -1,6 +1,6 @@
 """DAPO: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476).
 
-Clip-higher, token-level loss, dynamic sampling (groups without a signal are sampled anew, within the trainer's
+Clip-higher, token-level loss, dynamic sampling (groups without a signal are sampled again, within the trainer's
 bound) and soft overlong punishment (equation 13). Responses longer than the limit are punished like those at it.
 """
 

@@ -1,6 +1,6 @@
 """Policy and value losses per token: pure, differentiable functions on the flat tokens of one micro-batch.
 
-Shapes: R response tokens of S rows. What is returned is a loss a token; aggregation weights (see `aggregation`)
+Shapes: R response tokens of S rows. Returns a loss per token; aggregation weights (see `aggregation`)
 make it one number. Losses that are one number a row in their paper are spread over the row's tokens, so that
 the same weights serve: "seq-mean-token-mean" is then the mean over rows. Rows are never cut, so a row's statistics
 are whole in every micro-batch.
@@ -19,7 +19,7 @@ from verl.autograd import bounded, sum_rows
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a policy loss is made of; all `[R]`, and 0 where `active` is not set: such tokens cannot spoil a row.
+    """The terms of a policy loss; all `[R]`, and 0 where `active` is not set: such tokens cannot spoil a row.
 
     Attributes:
         log_probs: of the policy now, with gradient.

@@ -1,4 +1,4 @@
-"""Preference pairs: what their losses share, and those of one formula; `dpo` has the others.
+"""Preference pairs: what their losses share, and those with one formula; `dpo` has the others.
 
 A pair is a group of two rows, one with label 1 (chosen), one with 0 (rejected); a loss is the mean over the pairs of
 the mini-batch.
@@ -53,7 +53,7 @@ def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
 
 
 def pairs_by_reward(batch: Batch) -> Batch:
-    """Of each group of samples the one with the highest reward, with `label` 1, and the one with the lowest, with 0.
+    """From each group of samples the one with the highest reward, with `label` 1, and the one with the lowest, with 0.
 
     Groups with a single finite reward, or of equal ones, say nothing and are left out. As online DPO forms its pairs
     (arXiv:2402.04792), of two samples there.

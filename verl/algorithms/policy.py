@@ -1,4 +1,4 @@
-"""What the online policy-gradient algorithms share: token rewards, KL, off-policy correction, and the actor's loss.
+"""The common part of online policy-gradient algorithms: token rewards, KL, off-policy correction, and the actor's loss.
 
 A subclass says how advantages come from rewards (`estimate`) and, where it is not PPO's, what the loss of a
 token is (`policy_loss`).
@@ -82,7 +82,7 @@ class PolicyGradient(BaseAlgorithm):
         kl_in: where KL to the reference counts: "none" (no reference model), "reward" or "loss".
         kl_estimator: see `kl`; None: k1 in the reward (its policy gradient is the KL's), k3 in the loss (GRPO's).
         kl_by_ratio: multiply a token's KL in the loss by its ratio to the old policy, through which it has a gradient,
-            too: then k3's is that of the KL (DeepSeek-V3.2, arXiv:2512.02556).
+            too: then k3's is the KL's (DeepSeek-V3.2, arXiv:2512.02556).
         kl_coef: weight of the KL; with kl_target (nats a token) it starts there and adapts over kl_horizon samples.
         rollout_is, rollout_is_threshold, rollout_is_lower, rollout_is_normalize: importance weights between the
             engine's and the trainer's log-probs, applied when the batch has both; see `correction`. "ratio": no
@@ -216,7 +216,7 @@ class PolicyGradient(BaseAlgorithm):
         return weights
 
     def needs(self, batch: Batch, role: str) -> list[bool] | None:
-        """Of the actor, where rewards alone decide whether an advantage is 0: the samples that have a reward, without
+        """For the actor, where rewards alone decide whether an advantage is 0: the samples that have a reward, without
         those of prompts whose samples all scored alike."""
         alone = states(self, "zero_where_alike", _OF_REWARDS) and self.kl_in == "none"
         if role != "actor" or not alone or self.rollout_rs is not None or self.rollout_is_normalize:
@@ -253,7 +253,7 @@ class PolicyGradient(BaseAlgorithm):
         return episodes.trajectories.store(columns), metrics
 
     def terms(self, x: LossInput, active: Tensor) -> PolicyTerms:
-        """What a loss is made of, 0 at tokens that are not `active`, `[R]`. Without a column `old_log_probs` the old
+        """The terms of a loss, 0 at tokens that are not `active`, `[R]`. Without a column `old_log_probs` the old
         policy is the current one."""
         current = self.needed_log_probs(x)
         old = x.columns.get("old_log_probs", current.detach())

@@ -74,7 +74,7 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
 
     Raises:
         ConfigError: an unknown name or option (the nearest is named), an option's value is of the wrong type,
-            or options are given beside an instance.
+            or options are given together with an instance.
     """
     algorithm = DEFAULT_ALGORITHM if algorithm is None else algorithm
     if isinstance(algorithm, BaseAlgorithm):
@@ -98,7 +98,7 @@ def default_algorithm(batch: Batch) -> BaseAlgorithm:
     """What an update optimises when nobody said: PPO where the batch has values; else GRPO where every group has
     several samples, else REINFORCE++.
 
-    Without KL: an algorithm made anew for each call has no adaptive coefficient, and needs no reference model.
+    Without KL: an algorithm made for each call has no adaptive coefficient, and needs no reference model.
     """
     if "values" in batch:
         return value_algorithm()
