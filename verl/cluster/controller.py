@@ -77,7 +77,7 @@ class Controller:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Which role stands where; of no placement: all on all ranks."""
+        """The placement of each role; of no placement: all on all ranks."""
         return DeviceMesh(ResourcePool.numbered(0, torchrun_ranks()) if self._placement is None else self._placement)
 
     def own_pool(self, role: str) -> ResourcePool | None:
@@ -204,7 +204,7 @@ class Controller:
             each: more arguments, one tuple a rank.
 
         Returns:
-            What it returned, by rank.
+            The results, by rank.
         """
         arguments = [(*args, *(each[rank] if each else ())) for rank in range(self.size)]
         if self._job is None:
@@ -253,7 +253,7 @@ def everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
         args: as JSON has them.
 
     Returns:
-        What it returned, by rank.
+        The results, by rank.
 
     Raises:
         ConfigError: there are several placements: call `Controller.everywhere` of one.

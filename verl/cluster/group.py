@@ -105,7 +105,7 @@ class Job(Protocol):
         """A rank, for messages."""
 
     def stacks(self) -> Mapping[int, str]:
-        """Where every rank stands; `NO_ANSWER` of one that does not say so within `GRACE` seconds."""
+        """The stack of every rank; `NO_ANSWER` of one that does not say so within `GRACE` seconds."""
 
     def close(self, reason: str = ...) -> None:
         """End the processes."""

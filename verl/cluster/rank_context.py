@@ -1,4 +1,4 @@
-"""Where a worker stands among the ranks of its role, and what its calls say about their data.
+"""The place of a worker among the ranks of its role, and what its calls say about their data.
 
 A role has two meshes (`verl.weights.layout.Mesh`): "train" and "rollout", on the same ranks or on others.
 """
@@ -35,7 +35,7 @@ WEIGHTS = "weights"
 
 
 class RankContext(NamedTuple):
-    """Where a worker stands; the default is a role of one rank.
+    """The place of a worker; the default is a role of one rank.
 
     Attributes:
         role: its role, for messages.
@@ -143,7 +143,7 @@ def name_of(method: Callable[..., Any] | str) -> str:
 
 
 def dispatch_of(worker: type, name: str) -> Dispatch:
-    """What a worker's method declares.
+    """The declaration of a worker's method.
 
     Raises:
         ConfigError: a controller cannot call it.

@@ -42,7 +42,7 @@ class RankWorker:
                 )
 
     def execute(self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-        """What a call of this rank's worker of a role yields, or the one value that it returns."""
+        """Results that a call of this rank's worker of a role yields, or the one value that it returns."""
         role, worker = self._workers[key]
         with self._noted(role, method):
             answer = getattr(worker, method)(*args, **kwargs)
@@ -61,7 +61,7 @@ class RankWorker:
 
 
 def stacks() -> str:
-    """Where every thread of this process stands."""
+    """The stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames().items()
     return "\n".join(f"{names.get(i, i)}:\n{''.join(traceback.format_stack(frame))}" for i, frame in frames)

@@ -53,7 +53,7 @@ class World:
         return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
 
     def context(self, role: RoleMeshes) -> RankContext | None:
-        """Where this rank stands in a role; None: nowhere. Called by all ranks of the world in the same order."""
+        """The place of this rank in a role; None: nowhere. Called by all ranks of the world in the same order."""
         ranks = role.ranks
         groups = {name: self.group(mesh.ranks) for name, mesh in role.meshes.items() if mesh.size > 1}
         if len(ranks) > 1:

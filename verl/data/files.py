@@ -41,7 +41,7 @@ def read_rows(source: Any) -> Iterator[Any]:
     """The rows of a data set in order, of files (mappings, or whatever a JSON line holds) or in memory (`table_rows`).
 
     A directory means its data files in the order of their names; a JSON file holds a list of rows, or
-    `{"files": [...]}`, an index of files beside it. Of several paths the rows follow each other.
+    `{"files": [...]}`, an index of files next to it. The rows of several paths follow each other.
 
     Raises:
         DataError: a file is missing, of an unknown kind, damaged (with file and line), or reaching out of its
@@ -51,7 +51,7 @@ def read_rows(source: Any) -> Iterator[Any]:
 
 
 def rows_by_file(source: Any) -> Iterator[tuple[Path | None, Any]]:
-    """The rows of `read_rows`, each after the file that it stands in (None: in memory)."""
+    """The rows of `read_rows`, each after the file that contains it (None: in memory)."""
     if not is_files(source):
         yield from zip(repeat(None), table_rows(source), strict=False)
         return

@@ -79,7 +79,7 @@ class PromptLoader(Iterator[Batch]):
             self._walk.reads_ahead = seconds
 
     def note(self, scores: Mapping[str, Sequence[float | None]]) -> None:
-        """Tell how the samples of drawn prompts scored, by the prompts' `group`; others are none of this."""
+        """Tell how the samples of drawn prompts scored, by the prompts' `group`; others are not."""
         assert self.pools is not None
         for group, of_samples in scores.items():
             if visit := re.fullmatch(r"e(\d+)\.(\d+)", group):

@@ -114,7 +114,7 @@ class OfflineDatasetLoader(Iterator[Batch]):
             self.tokenize(tokenizer)
 
     def tokenize(self, tokenizer: Any) -> None:
-        """Add the token columns, except to experience, which has them. Iteration starts anew."""
+        """Add the token columns, except to experience, which has them. Iteration starts over."""
         if self.kind == "experience":
             return
         encode = PromptTokenizer(tokenizer, max_prompt_length=self.max_prompt_length, truncation=self.truncation)

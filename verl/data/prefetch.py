@@ -53,7 +53,7 @@ class RowsAhead:
         return self._waiting.popleft() if self._waiting else next(self._rows, default)
 
     def read(self, count: int) -> None:
-        """Let so many rows be there when they are asked for."""
+        """Let this many rows be there when they are asked for."""
         if self._ahead is not None and self._ahead.future.done() and self._ahead.future.exception() is None:
             self._ahead = None
         lacking = count - len(self._waiting)
@@ -68,7 +68,7 @@ class RowsAhead:
 
 
 def ahead(batches: Iterator[Any], prepare: Callable[[Any], Any], seconds: float) -> Iterator[Any]:
-    """The same batches, prepared, each read while the one before is used; it may take so many seconds."""
+    """The same batches, prepared, each read while the one before is used; it may take this many seconds."""
 
     rows = RowsAhead(map(prepare, batches), seconds)
     rows.read(1)

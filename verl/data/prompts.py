@@ -71,7 +71,7 @@ class PromptDataset:
 class PromptStream:
     """Prompts read one after another from an iterable that has no length and is not shuffled here.
 
-    The source is iterated anew each epoch (after `set_epoch(epoch)`, where it has that) and must repeat itself:
+    The source is iterated again each epoch (after `set_epoch(epoch)`, where it has that) and must repeat itself:
     resuming skips the rows that were consumed, by the source's own `state_dict` and `load_state_dict` where it has them
     and they lead to the row at which the state was taken.
 
@@ -280,7 +280,7 @@ def stream_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PromptStream:
     """Prompts of an iterable that may have no end: a torch or Hugging Face `IterableDataset`, a MosaicML
-    `StreamingDataset`. Rows and options are those of `load_prompts`."""
+    `StreamingDataset`. Rows and options are as for `load_prompts`."""
     source = table_rows(source) if isinstance(source, Mapping) else source
     form = PromptForm(prompt_column, template, system_prompt, chat, chat_template_kwargs)
     return PromptStream(source, form, type(source).__name__)

@@ -236,7 +236,7 @@ def _only(name: str, names: Sequence[str], row: Batch, number: int) -> Batch:
 
 
 def rescaled(shares: Mapping[str, float], changed: Mapping[str, float]) -> dict[str, float]:
-    """Shares, summing to one, of which some are given anew: the others keep theirs.
+    """Shares, summing to one, of which some are replaced: the others keep theirs.
 
     Raises:
         ConfigError: nothing is left to share.

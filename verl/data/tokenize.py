@@ -131,7 +131,7 @@ def to_prompts(tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] 
 
 class KnownPrompts:
     """`to_prompts`, whose latest results are kept: for problems that are evaluated again and again. Rows are known by
-    what they hold, so that a list which has changed is tokenised anew."""
+    what they hold, so that a list which has changed is tokenised again."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[Any, tuple[Any, ...], Batch, Batch]] = deque(maxlen=4)
@@ -181,7 +181,7 @@ def encode_prompts(
 
 
 def with_prefixes(tokenizer: Any, batch: Batch, prefixes: Sequence[str]) -> Batch:
-    """The rows with these texts before their prompts, in the place of those that they have. The policy alone reads
+    """The rows with these texts before their prompts, instead of their own. The policy alone reads
     them: rewards read `prompt` and `messages` without.
 
     `prompt_tokens` begin with the tokens of the text, behind those with which the tokenizer begins every text (BOS);

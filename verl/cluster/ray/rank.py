@@ -87,7 +87,7 @@ class RayRank:
         threads: int,
         path: list[str],
     ) -> None:
-        """Become a rank of the world, whose ranks stand on `machines` and meet at an address; import from where the
+        """Become a rank of the world, whose ranks run on `machines` and meet at an address; import from where the
         driver does."""
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -106,18 +106,18 @@ class RayRank:
             self.worker.make(key, recipe, role)
 
     def call(self, pickled: bytes, *first: Batch | Stream) -> Any:
-        """What a call returns; None from a rank that does not answer.
+        """The result of a call; None from a rank that does not answer.
 
         Args:
             pickled: arguments of `RankWorker.execute`; this rank's rows of the batch that comes along (None: all of
                 it); and whether it answers.
-            first: the call's first argument, if it is a batch or a stream, which travel beside the others.
+            first: the call's first argument, if it is a batch or a stream, which travel separately from the others.
         """
         return next(self._items(pickled, *first), None)
 
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
     def stream(self, pickled: bytes, *first: Batch | Stream) -> Iterator[Any]:
-        """What a call yields, shards in bunches; nothing from a rank that does not answer. Arguments as of `call`."""
+        """Items of a call, shards in bunches; none from a rank that does not answer. Arguments: see `call`."""
         items = self._items(pickled, *first)
         item = next(items, None)
         if isinstance(item, Shard):
@@ -141,7 +141,7 @@ class RayRank:
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def stacks(self) -> str:
-        """Where every thread stands, while another method runs."""
+        """The stack of every thread, while another method runs."""
         return stacks()
 
     @contextmanager

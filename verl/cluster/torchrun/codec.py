@@ -1,4 +1,4 @@
-"""Values between the ranks of a torchrun job: JSON, and bytes beside it. Nothing is pickled, nothing unpickled.
+"""Values between the ranks of a torchrun job: JSON, followed by bytes. Nothing is pickled, nothing unpickled.
 
 An object that every rank has made before the first call travels as its number (`ranks.registry`), a module-level
 function or class as its qualified name, a dataclass or pydantic model as its class and fields, tensors and Arrow tables
@@ -35,7 +35,7 @@ _PLAIN: tuple[Any, ...] = (bool, int, float, str)
 
 
 def encode(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A value as JSON and the buffers beside it (`uint8`, one dimension).
+    """A value as JSON and its buffers (`uint8`, one dimension).
 
     Raises:
         ConfigError: it cannot travel; says what to do.
@@ -89,11 +89,11 @@ class _Encoder:
         return {name: self.tree(getattr(value, name)) for name in _field_names(type(value))}
 
     def state(self, value: Any) -> dict[str, Any]:
-        """What of an algorithm changes from batch to batch."""
+        """The state of an algorithm that changes from batch to batch."""
         return {"state": self.tree(value.state_dict())} if isinstance(value, BaseAlgorithm) else {}
 
     def changes(self, value: Any) -> dict[str, Any]:
-        """What of a registered algorithm may have changed; an option that cannot travel is as it was."""
+        """The state of a registered algorithm that may have changed; an option that cannot travel is as it was."""
         if not isinstance(value, BaseAlgorithm):
             return {}
         fields = {}
