@@ -23,7 +23,7 @@ _END = object()
 
 
 class Work(NamedTuple):
-    """What a call is called in errors and in the timeline, whose work it is, and the seconds that it may take."""
+    """The name of a call in errors and in the timeline, its role, and the seconds that it may take."""
 
     name: str
     role: str
@@ -87,11 +87,11 @@ class Calls:
     async def in_thread(
         self, name: str, function: Callable[..., T], *args: Any, role: str = "", limit: float | None = None
     ) -> T:
-        """What a plain function returns, called in the compute thread."""
+        """The result of a plain function, called in the compute thread."""
         return await self._compute(Work(name, role, limit or self.deadline), 0, function, *args)  # type: ignore[no-any-return]
 
     async def call(self, node: Node, batch: Batch, rows: int) -> Any:
-        """What `node.run(batch)` returns; `rows` are those of the batch, which may have no columns."""
+        """What `node.run(batch)` returns; `rows` is the length of the batch, which may have no columns."""
         work = self.work(node)
         if not is_async(node.run):
             return await self._compute(work, rows, node.run, batch)
@@ -103,7 +103,7 @@ class Calls:
             return await self._bounded(work, within(code.call(work.limit, node.run, batch), None))
 
     async def stream(self, node: Node, prompts: Batch) -> AsyncGenerator[Any, None]:
-        """What a source yields, each wait bounded. However it ends, the source is closed and frees its engine."""
+        """Batches of a source, each wait bounded. However it ends, the source is closed and frees its engine."""
         work = self.work(node)
         stream = await self._compute(work, 0, node.run, prompts)
         if not isinstance(stream, AsyncIterator | Iterator):

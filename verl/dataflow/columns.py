@@ -1,7 +1,7 @@
-"""What the nodes of a run have written so far, group by group.
+"""The columns that the nodes of a run have written so far, group by group.
 
 A row is known by the number of its group and its number within that: a group is the samples of one prompt, in the order
-of their ids, and how many rows it has is known once it is there. What a node writes of a group is a future, so that a
+of their ids, and how many rows it has is known once it is there. A node's columns of a group are a future, so that a
 reader waits for just the groups it works on.
 """
 
@@ -24,7 +24,7 @@ Written: TypeAlias = tuple[Sequence[Row], Batch]
 
 
 class GroupColumns:
-    """Futures of what is written, by node and group.
+    """Futures of written columns, by node and group.
 
     Args:
         writers: their names; the first is the base, which has all the rows.

@@ -29,7 +29,7 @@ DEADLINE = 1800.0
 
 
 class Groups:
-    """The groups of one batch, and what the nodes of a graph make of them. A group is the samples of one prompt.
+    """The groups of one batch, and the columns that the nodes of a graph add. A group is the samples of one prompt.
 
     Made and used on an event loop, by `verl.trainer.step.draw`.
 
@@ -62,7 +62,7 @@ class Groups:
         self._columns.deliver(self._base, range(number, number + 1), rows, samples)
 
     async def run(self, node: Node) -> None:
-        """Make all calls of a node, each as soon as what it reads is there."""
+        """Make all calls of a node, each as soon as its inputs are there."""
         # A node that works on rows waits for the columns it reads, group by group (`_work`). As a whole it waits only
         # for nodes that it is to follow without reading what they write (`after`).
         await self._columns.ended(self.graph.needs[node.name] if node.kind == "batch" else node.after)
@@ -86,7 +86,7 @@ class Groups:
         return Result(self._columns.everything(self._ran), metrics, self._calls.clock.timings)
 
     async def _work(self, node: Node, groups: range) -> None:
-        """One call of a node: wait for what it reads, run it, deliver what it wrote."""
+        """One call of a node: wait for its inputs, run it, deliver its outputs."""
         # In this order: a node that held its slot while it waits for columns would keep out the very node of the same
         # slot that writes them.
         rows, columns = await self._read(node, groups)

@@ -1,4 +1,4 @@
-"""What a run of a graph gave: all columns, the metrics of its nodes, and when each node worked."""
+"""The result of a run of a graph: all columns, the metrics of its nodes, and when each node worked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Clock:
 
     @contextmanager
     def call(self, name: str, rows: int, role: str = "") -> Iterator[None]:
-        """The node of this name works on so many rows inside, for a role (its name, if none is said)."""
+        """The node of this name works on this many rows inside, for a role (its name, if none is said)."""
         now = time.perf_counter() - self.began
         timing = self.timings.setdefault(name, Timing(role or name))
         timing.calls += 1
@@ -65,7 +65,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave.
+    """The result of a run.
 
     batch: all rows, in the order of the ids, with all columns; null where a node dropped the row.
     metrics: of all nodes. Over the calls of one node, names ending in "/max" combine by maximum, in "/count" by sum,

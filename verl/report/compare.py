@@ -147,7 +147,7 @@ def spread(runs: Sequence[Points], most: int = MAX_POINTS) -> list[tuple[float, 
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """What each key is called among the others: by its last word, or by as many as tell it from them and say what it
+    """The name of each key among the others: by its last word, or by as many as tell it from them and say what it
     is of; "algorithm" for `algorithm.name`."""
     names = {}
     for key in keys:
@@ -163,7 +163,7 @@ def _text(value: object) -> str:
 
 
 def _labels(groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
-    """What is special about each group: the settings that differ, of very many the first; the run's name where none
+    """The difference of each group: the settings that differ, of very many the first; the run's name where none
     does. The page has a table of all."""
     names, more = short_names(keys), len(keys) - _MOST_NAMED
     labels = []
@@ -207,7 +207,7 @@ def _render(groups: Sequence[Group], folder: Path) -> str:
 
 
 def _curves(groups: Sequence[Group], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Of each metric the lines: number of the group, points (step, mean, and where runs differ lowest and highest)."""
+    """The lines of each metric: number of the group, points (step, mean, and where runs differ lowest and highest)."""
     most = max(20, min(MAX_POINTS, _MOST_POINTS // max(1, len(names) * len(groups))))
     curves: dict[str, list[Any]] = {}
     for name in names:
@@ -221,7 +221,7 @@ def _curves(groups: Sequence[Group], names: Sequence[str]) -> dict[str, list[Any
 
 
 def _answers(groups: Sequence[Group], letters: Sequence[str]) -> dict[str, list[Any]]:
-    """Of each run's last evaluation: prompts, and rows (number of the prompt, how many answers to it came before,
+    """From each run's last evaluation: prompts, and rows (number of the prompt, how many answers to it came before,
     answer, reward)."""
     prompts: dict[str, int] = {}
     runs: list[dict[str, Any]] = []
@@ -263,7 +263,7 @@ def _results(groups: Sequence[Group], letters: Sequence[str], labels: Sequence[s
 
 
 def _row(attributes: str, names: Sequence[str], cells: Sequence[str]) -> str:
-    """Cells with the name of their column, which stands beside them on a narrow screen."""
+    """Cells with the name of their column, which is shown next to them on a narrow screen."""
     content = (f"<td data-name='{name}'><span>{cell}</span></td>" for name, cell in zip(names, cells, strict=True))
     return f"<tr{attributes}>{''.join(content)}</tr>"
 

@@ -1,4 +1,4 @@
-"""What a trainer takes besides its models, tasks and data, in records; and the flat keywords that stand for their
+"""The settings of a trainer besides its models, tasks and data, in records; and the flat keywords that stand for their
 fields (`save_every=10` for `checkpoints=CheckpointOptions(save_every=10)`), which are spread over them here."""
 
 from __future__ import annotations

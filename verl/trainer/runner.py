@@ -1,4 +1,4 @@
-"""What the parts of a trainer's steps share: deadlines, the lock of the models, the timeline."""
+"""The common part of a trainer's steps: deadlines, the lock of the models, the timeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """What runs the parts of steps.
+    """Runs the parts of steps.
 
     Args:
         deadline: seconds for one call of a node.
@@ -47,7 +47,7 @@ class Run:
         self._noting = threading.Lock()
 
     def take_spans(self) -> list[Span]:
-        """What a step's record counts: what has worked since the one before, between the two steps as well."""
+        """The work since the record of the step before, which includes the time between the two steps."""
         with self._noting:
             spans, self.spans = self.spans, []
         return spans
