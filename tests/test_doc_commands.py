@@ -398,4 +398,6 @@ def test_settings_of_a_command_go_together(
     assert runner.invoke(app, ["init", "sums", "--model", str(tiny)]).exit_code == 0
     monkeypatch.chdir(tmp_path / "sums")
     result = runner.invoke(app, [*dict.fromkeys([*dry_runs()[command], "--dry-run"])])
+    if extra := re.search(r"is not installed: pip install '(verl-hybrid\[\w+\])'", result.output):
+        pytest.skip(f"needs {extra[1]}")
     assert result.exit_code == 0, result.output
