@@ -29,6 +29,7 @@ from verl.algorithms.loss_terms import LossNeeds, LossPart
 from verl.batch import Batch
 from verl.checkpoint.store import load_checkpoint
 from verl.config import Config, build_config, to_yaml
+from verl.dataflow import loop
 from verl.errors import VerlError
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.packed import PackedModel
@@ -100,9 +101,12 @@ def counted() -> Iterator[Counter[str]]:
 
     threading.setprofile(count)
     sys.setprofile(count)
+    # The compute thread may be there since an earlier observer, whose calls it would go on to count.
+    loop.submit(sys.setprofile, count).result.result()
     try:
         yield named
     finally:
+        loop.submit(sys.setprofile, None).result.result()
         sys.setprofile(None)
         threading.setprofile(None)
         for key, code in dict(codes).items():  # a copy: threads may still count

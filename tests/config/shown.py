@@ -208,7 +208,7 @@ def sharding() -> dict[str, Shown]:
     half = {f"{MODEL}.path": "../llama"}
     gathered = "_fsdp_collectives.py:foreach_all_gather"
     cases = {
-        "fsdp_size": (-1, 1, gathered), "optimizer_offload": (False, True, "training/optimizer.py:offload"),
+        "fsdp_size": (-1, 1, gathered), "optimizer_offload": (False, True, "training/optimizer.py:move"),
         "param_offload": (False, True, "_fsdp_param_group.py:"),
         "reshard_after_forward": (True, False, gathered),
         "forward_prefetch": (False, True, "_fsdp_param_group.py:_prefetch_unshard"),
@@ -422,7 +422,7 @@ def trainer() -> dict[str, Shown]:
             True,
             False,
             {"reward.path": "../user.py:half", "data.batch_size": 8},
-            count="training/forward.py:pack",
+            count="training/micro_batch.py:_branches",
             slow=True,
         ),
         "max_resamples": Shown(run, 0, 4, {"reward.path": "../user.py:third"}, {"algorithm.name": "dapo"}, slow=True),

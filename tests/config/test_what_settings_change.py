@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from tests.config.observed import Observer, Seen, checked, distance, observe, wi
 from tests.config.shown import BASE, SHOWN, Shown
 from tests.config.world import make_world
 from tests.conftest import Plain
+from tests.package import modules
 from verl.config import build_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskSource
@@ -159,6 +161,15 @@ def differ(changes: Change | None, case: Shown, one: Seen, other: Seen) -> bool:
 
 def calls(case: Shown, seen: Seen) -> int:
     return sum(count for name, count in seen.calls.items() if case.count in name)
+
+
+def test_the_functions_that_are_counted_are_there() -> None:
+    """Those of the package; one that is gone would be seen only by the slow test of its setting."""
+    files = {place: text for place, (text, _) in modules().items()}
+    for path, case in SHOWN.items():
+        file, _, function = case.count.rpartition(":")
+        texts = [text for place, text in files.items() if file and f"/{place}".endswith(f"/{file}")]
+        assert not texts or re.search(rf"def {function}", "".join(texts)), f"{path}: {case.count}"
 
 
 @pytest.mark.parametrize("path", [path for path, case in SHOWN.items() if case.needs])
