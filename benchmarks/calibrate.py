@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl import device
+from verl._host import device
 from verl.errors import ClusterError
 from verl.planner.hardware import Efficiency, sheet_of
 

@@ -95,7 +95,7 @@ def machine(chosen: str) -> str:
     import transformers
 
     import verl
-    from verl import device
+    from verl._host import device
 
     lines = [
         f"- Device: {device.device_name(chosen) if chosen != 'cpu' else platform.processor() or platform.machine()}"
@@ -207,7 +207,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """With the import path as it is to be."""
-    from verl import device
+    from verl._host import device
 
     args.device = args.device or device.accelerator()
     if args.device is None:

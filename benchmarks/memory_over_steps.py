@@ -45,7 +45,7 @@ def small_model(args: argparse.Namespace, directory: str) -> str:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.limits:
-        from verl.device import limit_library_memory
+        from verl._host.device import limit_library_memory
 
         limit_library_memory()
     import torch

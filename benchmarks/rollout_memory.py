@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    from verl.device import limit_library_memory
+    from verl._host.device import limit_library_memory
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams, generate
     from verl.rollout.embedded.engine import EmbeddedEngine

@@ -66,7 +66,7 @@ def stop() -> None:
 
 def warm_ray() -> None:
     """From now on, clusters that this process starts through this package have their workers forked."""
-    from verl import ray_session
+    from verl._host import ray_session
 
     import_ray = ray_session.import_ray
 

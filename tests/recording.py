@@ -37,7 +37,7 @@ _active: list[Recording] = []
 
 
 def recorded(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """As `verl.device.recorded`."""
+    """As `verl._host.device.recorded`."""
     for _ in range(2):
         function()
     recording = Recording()

@@ -14,12 +14,12 @@ import grpc
 import pytest
 
 from tests.sockets import LOOPBACK, family, listeners
-from verl import ray_session as cluster
+from verl._host import ray_session as cluster
 from verl.errors import ClusterError, ConfigError
 from verl.roles.reward_pool import RewardPool
 
 NEVER = "127.0.0.1:1"
-JOIN = "from verl.ray_session import connect\nconnect()"
+JOIN = "from verl._host.ray_session import connect\nconnect()"
 
 
 class Head(grpc.GenericRpcHandler):

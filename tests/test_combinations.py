@@ -13,7 +13,7 @@ import pytest
 
 from tests import forked, ranks
 from tests.roles.test_cells import MODELS, ROLLOUTS, STRATEGIES
-from verl.combinations import NOT_TOGETHER, check, conflicts
+from verl._base.combinations import NOT_TOGETHER, check, conflicts
 from verl.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "roles" / "rank_refused.py"

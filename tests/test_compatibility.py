@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import verl
 from tests.conftest import IDS, byte_tokenizer
+from verl._base.schemas import CHECKPOINT, RUN, SETTINGS, Schema
 from verl.checkpoint.saving import dump_manifest, manifest_digest
 from verl.checkpoint.store import load_checkpoint, verify
 from verl.cli.main import app
@@ -29,7 +30,6 @@ from verl.report.sinks import open_logger, set_aside
 from verl.run.export import export
 from verl.run.folder import open_run
 from verl.run.train import train
-from verl.schemas import CHECKPOINT, RUN, SETTINGS, Schema
 
 BEFORE = Path(__file__).parent / "run_of_before"
 

@@ -34,10 +34,10 @@ BOUNDED = {
 #: What waits for nobody, or not without end by itself, and why.
 OTHERS = {
     ("cli/doctor.py", "check_host", "getaddrinfo"): "the system's resolver has deadlines of its own",
-    ("cluster/ray/controller.py", "__init__", "connect"): "verl.ray_session.connect",
-    ("cluster/ray/pool.py", "_start", "connect"): "verl.ray_session.connect",
-    ("data/buffers.py", "__init__", "connect"): "verl.ray_session.connect",
-    ("roles/standalone.py", "__init__", "connect"): "verl.ray_session.connect",
+    ("cluster/ray/controller.py", "__init__", "connect"): "verl._host.ray_session.connect",
+    ("cluster/ray/pool.py", "_start", "connect"): "verl._host.ray_session.connect",
+    ("data/buffers.py", "__init__", "connect"): "verl._host.ray_session.connect",
+    ("roles/standalone.py", "__init__", "connect"): "verl._host.ray_session.connect",
     ("rollout/constrained.py", "__init__", "accept"): "the user's function",
     ("rollout/constrained.py", "__call__", "accept"): "the user's function",
     ("trainer/asynchronous.py", "_feed", "accept"): "of a schedule, which waits for nothing",

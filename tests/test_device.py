@@ -20,14 +20,14 @@ import torch
 
 import verl
 from benchmarks import calibrate
-from verl import device
+from verl._host import device
+from verl._host.device import free_memory, peak_memory
 from verl.algorithms import make_algorithm
 from verl.checkpoint.rng import rng_state, set_rng_state
 from verl.cli.doctor import check_devices, check_space
 from verl.cluster.controller import Controller
 from verl.cluster.placement import DeviceMesh
 from verl.config import build_config
-from verl.device import free_memory, peak_memory
 from verl.errors import ConfigError, ModelError
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.packed import PackedModel
@@ -124,7 +124,7 @@ def test_cgroup_files(tmp_path: Path) -> None:
 
 
 def test_import_without_torch() -> None:
-    code = "import sys, verl.device; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl._host.device; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.durable import clear_staging, link_atomic, publish, write_atomic
+from verl._base.durable import clear_staging, link_atomic, publish, write_atomic
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "directory", "link to a device", "link to a file", "broken link"])

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
-from verl import device
+from verl._host import device
 from verl.attention import flash
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, generate

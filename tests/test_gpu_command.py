@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from verl import device
+from verl._host import device
 
 ROOT = Path(__file__).resolve().parent.parent
 

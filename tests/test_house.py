@@ -34,9 +34,18 @@ FLOORS = (
     "kernels",
     "weights",
     "ground",
+    "_host",
+    "_base",
 )
-#: Files that are no package: import paths of the handles, and the command line's.
-FACADES = {"actor": "roles", "critic": "roles", "reward": "roles", "worker": "roles", "__main__": "cli"}
+#: Files that are no package: import paths of the handles, errors, and the command line's.
+FACADES = {
+    "actor": "roles",
+    "critic": "roles",
+    "reward": "roles",
+    "worker": "roles",
+    "errors": "_base",
+    "__main__": "cli",
+}
 ROOT = Path(__file__).resolve().parents[1]
 
 

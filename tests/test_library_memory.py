@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ENV
-from verl.device import _PRODUCT_CACHES
+from verl._host.device import _PRODUCT_CACHES
 
 GROWTH = """
 import sys
 from pathlib import Path
-from verl.device import limit_library_memory
+from verl._host.device import limit_library_memory
 
 if sys.argv[1] == "limited":
     limit_library_memory()

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import verl
+from verl._base.names import check_logged
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.cluster.placement import DeviceMesh
@@ -27,7 +28,6 @@ from verl.errors import ConfigError, DataError, RolloutError, VerlError
 from verl.models.adapter_names import check_adapter_names
 from verl.models.lora import add_lora
 from verl.models.options import LoraOptions
-from verl.names import check_logged
 from verl.report.sinks import check_loggers
 from verl.rewards.environments import with_episodes
 from verl.rewards.make import make_reward

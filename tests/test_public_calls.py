@@ -33,13 +33,13 @@ from tests import forked
 from tests.algorithms import test_options
 from tests.algorithms.support import OFFLINE, ONLINE
 from tests.conftest import Plain, byte_tokenizer, config_of, save_tiny
+from verl._host.ray_session import connect, remove_sessions
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
 from verl.config.algorithm_options import AlgorithmKeywords
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import get_dataloader
 from verl.errors import ConfigError, VerlError, shown
-from verl.ray_session import connect, remove_sessions
 from verl.rewards.make import make_reward
 from verl.rewards.source import run_reward, source_of
 from verl.roles.columns import as_responses

@@ -37,8 +37,8 @@ HARMLESS = {"torch.load": ("weights_only", True)}
 
 ALLOWED = {
     ("batch.py", "_unpickled", "pickle.loads"): "is part of a batch's pickle, which only Ray makes and reads",
-    ("checked.py", "_evaluated", "builtins.eval"): "an annotation of the package's own source",
-    ("checked.py", "call", "bind"): "arguments to a signature: no socket",
+    ("_base/checked.py", "_evaluated", "builtins.eval"): "an annotation of the package's own source",
+    ("_base/checked.py", "call", "bind"): "arguments to a signature: no socket",
     ("cluster/ray/rank.py", "_items", "pickle.loads"): "an order of the driver, the argument of a Ray call",
     ("cluster/ray/rank.py", "_portable", "pickle.loads"): "what the same line has just pickled",
     ("rewards/processes.py", "_requests", "pickle.loads"): "a call, from the process that forked this one, over a pipe",

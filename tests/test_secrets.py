@@ -19,15 +19,15 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.trainer.runs import run_dir, settings
+from verl._base.secrets import key_of, masked, masked_settings
+from verl._host.http_servers import ServerPool
+from verl._host.log import setup_logging
 from verl.batch import Batch
 from verl.cli.main import app
 from verl.config import build_config, config_hash, load_config
 from verl.errors import ConfigError, TrainingError
-from verl.http_servers import ServerPool
-from verl.log import setup_logging
 from verl.rollout.gateway.agents import AgentError, agent_of
 from verl.run.train import train
-from verl.secrets import key_of, masked, masked_settings
 
 PASSWORD, TOKEN, KEY = "pa55-of-the-judge", "t0ken-of-the-judge", "k3y-of-the-judge"
 SECRETS = (PASSWORD, TOKEN, KEY)

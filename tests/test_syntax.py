@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl.syntax import syntax_tree
+from verl._base.syntax import syntax_tree
 
 SOURCE = "x = [[[[(1, 2, {3: (4, 5)})]]]]\n" * 400
 

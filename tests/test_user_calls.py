@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests import forked
-from verl import watchdog
-from verl.user_calls import MAX_HUNG, HungError, LateError, UserCode, is_users, within
+from verl._host import watchdog
+from verl._host.user_calls import MAX_HUNG, HungError, LateError, UserCode, is_users, within
 
 RELEASE = threading.Event()
 
@@ -82,7 +82,7 @@ def test_after_too_many_calls_that_never_return_there_are_no_more() -> None:
 
 
 def test_after_too_many_async_calls_that_hold_their_loops_there_are_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.user_calls._GRACE", 0.05)
+    monkeypatch.setattr("verl._host.user_calls._GRACE", 0.05)
     code, release = UserCode("f"), threading.Event()
 
     async def holds() -> bool:
@@ -164,7 +164,7 @@ def test_the_users_functions_are_told_from_ours() -> None:
 
 HEAD = """
     import ctypes, os, re, signal, sys, threading, time
-    from verl.user_calls import LateError, UserCode, hear_signals, watched
+    from verl._host.user_calls import LateError, UserCode, hear_signals, watched
     hear_signals()
     code = UserCode("reward mine")
 
@@ -336,4 +336,4 @@ def test_the_watchdog_imports_the_standard_library_alone() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", watchdog.__file__], capture_output=True, text=True)
     assert "not enough values to unpack" in done.stderr
     assert not {"torch", "verl", "logging"} & {*Path(watchdog.__file__).read_text().split("import ")}
-    assert os.path.samefile(watchdog.__file__, Path(__file__).parents[1] / "verl" / "watchdog.py")
+    assert os.path.samefile(watchdog.__file__, Path(__file__).parents[1] / "verl" / "_host" / "watchdog.py")

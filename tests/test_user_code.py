@@ -10,13 +10,13 @@ import pytest
 
 import verl
 from tests.dataflow.test_groups import run_graph
+from verl._host.user_code import describe
+from verl._host.user_functions import load_function
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
 from verl.errors import RewardError, TrainingError
 from verl.report.sinks import Logger
 from verl.rollout.tools import Tool
-from verl.user_code import describe
-from verl.user_functions import load_function
 
 CODE = """
 import json

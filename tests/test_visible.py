@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests import forked
 from tests.properties import examples
-from verl.log import setup_logging
-from verl.visible import visible
+from verl._base.visible import visible
+from verl._host.log import setup_logging
 
 EVIL = "\x1b]0;title\x07\x1b[2J\r2026-01-01 00:00:00 INFO verl: ok\n2026-01-01 00:00:00 INFO verl: forged\x9b31m\u202e"
 

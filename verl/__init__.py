@@ -18,7 +18,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from verl import keywords
+from verl._base import keywords
 
 __version__ = "0.1.0"
 
@@ -114,7 +114,7 @@ try:
 except OSError:  # a folder that may not be listed, or an archive
     _beside = []
 if any(name.startswith("verl-") and name.endswith(".dist-info") for name in _beside):
-    from verl.installed import MEND, other_verl
+    from verl._base.installed import MEND, other_verl
 
     if other := other_verl():
         warnings.warn(f"{other[0]}: {MEND}", RuntimeWarning, stacklevel=2)

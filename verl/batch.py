@@ -48,10 +48,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verl.checked import checked, hinted
+from verl._base.checked import checked, hinted
+from verl._base.exact import ExactType, exact, unified
+from verl._base.record import Natural
 from verl.errors import ConfigError, DataError, nearest, shown
-from verl.exact import ExactType, exact, unified
-from verl.record import Natural
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ class Batch:
     @checked
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """One mapping a row; a key that a row lacks is null there. What one Arrow type would change is kept as it is,
-        see `verl.exact`."""
+        see `verl._base.exact`."""
         if any(not isinstance(odd := row, Mapping) for row in rows):
             raise DataError(f"a row is a mapping of columns to values, not {shown(odd)}")
         names = dict.fromkeys(name for row in rows for name in row)
@@ -134,7 +134,7 @@ class Batch:
     @checked
     def concat(cls, batches: Iterable[Batch]) -> Batch:
         """Rows of all batches in order; a column that one of them lacks is null there. A user's column of several types
-        keeps its values, see `verl.exact`.
+        keeps its values, see `verl._base.exact`.
 
         Raises:
             DataError: a column's types have nothing in common, and some of its values are no JSON.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.algorithms.support import OFFLINE, ONLINE, experience, loss_input, preferences
+from verl._base.record import SettingsError
 from verl.algorithms import make_algorithm
 from verl.algorithms.advantages import gpg
 from verl.algorithms.aggregation import aggregation_weights
@@ -24,7 +25,6 @@ from verl.algorithms.base import BaseAlgorithm, _option_types
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.batch import Batch
 from verl.errors import VerlError
-from verl.record import SettingsError
 
 #: What no type says: values of options that are a text or tuples.
 TEXTS = {"kl_estimator": KL_ESTIMATORS, "filter_metric": ("cost",), "prefixes": (("bad ", "good "),)}

@@ -135,7 +135,7 @@ def site_with_both(folder: Path, replaced: str | None) -> Path:
         elif entry.is_file():
             shutil.copy(entry, folder / "verl")
     shutil.copytree(package / "utils", folder / "verl" / "utils", ignore=shutil.ignore_patterns("__pycache__"))
-    ours = ["verl/__init__.py", "verl/utils/__init__.py", "verl/installed.py"]
+    ours = ["verl/__init__.py", "verl/utils/__init__.py", "verl/_base/__init__.py", "verl/_base/installed.py"]
     lines = []
     for name in ours:
         digest = base64.urlsafe_b64encode(hashlib.sha256((folder / name).read_bytes()).digest()).rstrip(b"=").decode()

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import forked
+from verl._host.user_functions import load_function
 from verl.cli.main import app
 from verl.cli.plan import plan
 from verl.config import load_config
-from verl.user_functions import load_function
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "grpo_arithmetic.yaml"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from verl import device
-from verl import ray_session as cluster
+from verl._host import device
+from verl._host import ray_session as cluster
 from verl.cluster.controller import Controller
 from verl.cluster.local import LocalGroup
 from verl.cluster.ray import pool

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from verl._host.ranks import is_driver, rank_here, torchrun_ranks
 from verl.cluster.torchrun import meeting
 from verl.cluster.torchrun.meeting import meet
 from verl.errors import ClusterError, ConfigError
-from verl.ranks import is_driver, rank_here, torchrun_ranks
 
 
 @pytest.fixture

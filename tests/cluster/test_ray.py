@@ -92,7 +92,7 @@ class Probe:
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.shutdown()  # what another module's tests were connected to
-    verl.ray_session.import_ray()  # and its workers will be forked
+    verl._host.ray_session.import_ray()  # and its workers will be forked
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
     yield
     ray.shutdown()

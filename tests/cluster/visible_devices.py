@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from verl import device
+from verl._host import device
 from verl.cluster.local import LocalGroup
 from verl.cluster.ray.pool import Pool, Worker, close_all
 from verl.errors import ClusterError

@@ -19,11 +19,11 @@ from tests.config.shown import BASE, SHOWN, Shown
 from tests.config.world import make_world
 from tests.conftest import Plain
 from tests.package import modules
+from verl._base.record import Change, Record, extra, section
 from verl.config import build_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskSource
 from verl.errors import ConfigError
-from verl.record import Change, Record, extra, section
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import SamplerOptions
 from verl.training.options import EngineOptions

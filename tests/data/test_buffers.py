@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests import forked
 from tests.properties import examples
+from verl._base.durable import staging_of
 from verl.batch import Batch
 from verl.data.buffers import Buffer, DiskBuffer, MemoryBuffer, make_buffer
-from verl.durable import staging_of
 from verl.errors import ConfigError, DataError
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from verl._host.ray_session import connect
 from verl.batch import Batch
 from verl.data.buffers import Buffer, make_buffer
 from verl.errors import ConfigError, DataError
-from verl.ray_session import connect
 
 ray = pytest.importorskip("ray")
 

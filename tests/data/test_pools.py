@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties import examples
+from verl._base.record import SettingsError
 from verl.data.loader import PromptLoader, note_scores
 from verl.data.pools import PoolOptions, Pools
 from verl.data.prompts import load_prompts, stream_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
 from verl.errors import ConfigError, DamagedCheckpointError, DataError
-from verl.record import SettingsError
 
 SOLVED, FAILED, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
 KINDS = st.sampled_from([SOLVED, FAILED, MIXED, [0.5, 0.5], [None, None], [None, 1.0]])

@@ -20,7 +20,7 @@ def test_ctypes_and_compilers_are_named_by_the_kernels_and_the_sandbox_and_three
     named = re.compile(r"\bctypes\b|\bCDLL\b|\bg\+\+|clang|\bcpp_extension\b|\bcffi\b")
     files = {place for place, (text, _) in modules().items() if named.search(text)}
     # Of a signal's handler in C, of a process's parent, and of C's heap, Python says nothing.
-    of_the_system = {"ray_session.py", "rewards/processes.py", "device.py"}
+    of_the_system = {"_host/ray_session.py", "rewards/processes.py", "_host/device.py"}
     assert {place.partition("/")[0] for place in files - of_the_system} == {"kernels", "sandbox"}
     assert {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.cpp")} == {"kernels"}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.test_device import Fake
-from verl import device
+from verl._host import device
 from verl.models import head_sizes, log_probs
 from verl.models.head_sizes import HeadSizes
 from verl.models.log_probs import token_log_probs

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from tests import forked
+from verl._host.user_calls import MAX_HUNG
 from verl.batch import Batch
 from verl.errors import RewardError
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.reward import Reward
-from verl.user_calls import MAX_HUNG
 
 SAMPLES = Batch.from_rows([{"prompt": "p", "response": text, "reward_model": {"ground_truth": "1"}} for text in "abc"])
 

@@ -285,7 +285,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("process", [True, False])
 def test_tensors_and_models_of_the_users_are_whole_in_the_process(shapes: Path, process: bool, tiny: Path) -> None:
-    from verl.user_functions import load_function
+    from verl._host.user_functions import load_function
 
     here = load_function(f"{shapes}:scores")
     module = here.__module__

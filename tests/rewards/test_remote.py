@@ -11,9 +11,9 @@ import pytest
 
 import verl
 from tests.conftest import Plain
+from verl._host.http_servers import ServerPool
 from verl.config import Config
 from verl.errors import ConfigError, RewardError
-from verl.http_servers import ServerPool
 from verl.rewards.remote import JudgeReward
 
 

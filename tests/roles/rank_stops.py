@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import verl
+from verl._host.ranks import rank_here
 from verl.cluster.controller import Controller
 from verl.errors import VerlError
-from verl.ranks import rank_here
 from verl.workers.trained import TrainedWorker
 
 DEADLINE = 8.0

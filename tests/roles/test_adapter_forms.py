@@ -21,7 +21,7 @@ import verl
 from tests.conftest import byte_tokenizer
 from tests.exact import norm_in_fp64
 from tests.ranks import job
-from verl import device
+from verl._host import device
 from verl.errors import CheckpointError, ModelError
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.lora import adapters_off, has_adapters

@@ -16,7 +16,7 @@ import pytest
 import verl
 from tests.test_device import Fake
 from tests.trainer.runs import settings
-from verl import device
+from verl._host import device
 from verl.algorithms import make_algorithm
 from verl.cli.doctor import check_engine
 from verl.cli.plan import plan

@@ -22,6 +22,7 @@ from tests.rollout.test_gateway_server import ADD, CALL, HELLO, PARAMS, Run, Sle
 from tests.rollout.test_tools import Scripted
 from tests.sockets import listeners
 from tests.templates import TOOL_FAMILIES
+from verl._host.user_calls import MAX_HUNG
 from verl.errors import RolloutError
 from verl.rollout.base import Sample, SamplingParams
 from verl.rollout.episode import run_episodes
@@ -29,7 +30,6 @@ from verl.rollout.gateway import server
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.gateway.linking import Conversations
 from verl.rollout.turns import Outcome
-from verl.user_calls import MAX_HUNG
 
 pytest.importorskip("aiohttp")
 

@@ -24,7 +24,7 @@ import torch
 from tests.rollout.test_tools import Scripted
 from tests.sockets import LOOPBACK, listeners
 from tests.templates import TOOL_FAMILIES
-from verl import user_calls
+from verl._host import user_calls
 from verl.batch import Batch
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams

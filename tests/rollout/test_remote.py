@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 import verl
 from tests.conftest import Plain
 from tests.rollout.plain_server import BODIES
+from verl._host.http_servers import _MAX_BYTES, NoServerError, Server, ServerPool, _most_bytes
 from verl.errors import ConfigError, RolloutError
-from verl.http_servers import _MAX_BYTES, NoServerError, Server, ServerPool, _most_bytes
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
 from verl.rollout.remote import RemoteEngine, ServerEngine
@@ -102,7 +102,7 @@ def test_what_a_bad_server_does_not_answer_a_good_one_does(
 
 def test_answers_that_are_none_are_failures(serve: Callable[..., Plain], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut off, endless, dripping, redirected, not HTTP: each at a server of its own beside a good one."""
-    monkeypatch.setattr("verl.http_servers._MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("verl._host.http_servers._MAX_BYTES", 1 << 20)
     bad = [serve(1, mode) for mode in BODIES]
     remote = engine(*bad, serve(2), path="/generate", timeout=1.5, retries=len(bad))
     samples = list(generate(remote, requests(20, 2)))

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.conftest import CHAT
 from tests.templates import FAMILIES
+from verl._host.user_calls import MAX_HUNG
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, DataError
 from verl.roles.actor import Actor
@@ -26,7 +27,6 @@ from verl.rollout.episode import Client, run_episodes
 from verl.rollout.tools import ToolEpisode, calculator, interpreter, tool
 from verl.rollout.turns import Outcome, Turns
 from verl.sandbox import Limits
-from verl.user_calls import MAX_HUNG
 from verl.weights.shard import Shard
 
 

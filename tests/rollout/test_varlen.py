@@ -16,9 +16,9 @@ from tests import recording
 from tests.rollout.test_exactness import run
 from tests.varlen import PAGE, varlen_attn
 from tests.waits import no_waits, unwatched
-from verl import device
+from verl._host import device
+from verl._host.device import HostCopy
 from verl.attention import flash
-from verl.device import HostCopy
 from verl.models.packed import PackedModel
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded import attention, kv_cache, sampler

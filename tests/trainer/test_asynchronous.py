@@ -23,10 +23,10 @@ import verl
 from tests import ranks
 from tests.trainer import refused_agents
 from tests.trainer.timeline_file import read_timeline
+from verl._host.ray_session import connect
 from verl.batch import Batch
 from verl.cluster.ray import pool
 from verl.errors import CheckpointError, ClusterError, ConfigError, DataError, RewardError, RolloutError
-from verl.ray_session import connect
 from verl.rollout.base import SamplingParams
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.weights.shard import checksum

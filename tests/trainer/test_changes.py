@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import final_state
-from verl import user_functions as loading
+from verl._host import user_functions as loading
 from verl.config import build_config
 from verl.errors import ConfigError, VerlError
 from verl.run.train import train

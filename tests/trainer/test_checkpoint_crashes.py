@@ -14,9 +14,9 @@ import torch
 
 from tests import forked
 from tests.trainer.test_checkpoint import IDENTITY, assert_holds, contents, store_with
+from verl._base.durable import staging_of
 from verl.checkpoint.directory import CheckpointStore
 from verl.checkpoint.store import load_checkpoint, save_checkpoint, verify
-from verl.durable import staging_of
 from verl.errors import CheckpointError
 
 
@@ -190,7 +190,7 @@ def test_half_a_replacement_is_undone(tmp_path: Path) -> None:
 
 def test_staging_is_deleted_only_when_its_process_has_ended_on_this_host(tmp_path: Path) -> None:
     """Not of a living process, and not of one on another host, whose pid says nothing here."""
-    script = "from verl.durable import *; print(staging_of(Path('step-000001')), flush=True); input()"
+    script = "from verl._base.durable import *; print(staging_of(Path('step-000001')), flush=True); input()"
     with process(script, tmp_path) as other:
         living = other.stdout.readline().strip()
         host, pid, started, _ = living.removeprefix(".staging-").split("~")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from verl import user_functions as loading
+from verl._host import user_functions as loading
+from verl._host.user_functions import load_function, user_files
 from verl.errors import ConfigError
 from verl.run.folder import Run, open_run
-from verl.user_functions import load_function, user_files
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import verl
 from tests import forked
+from verl._host.log import setup_logging
 from verl.errors import ConfigError
-from verl.log import setup_logging
 from verl.report.progress import ConsoleSink, describe, duration
 from verl.report.sinks import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from verl import device
+from verl._host import device
 from verl.algorithms import make_algorithm
 from verl.config import Config, load_config
 from verl.errors import ConfigError

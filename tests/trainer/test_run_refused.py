@@ -14,7 +14,7 @@ from tests.trainer.runs import (
     run_dir,
     settings,
 )
-from verl import user_functions as loading
+from verl._host import user_functions as loading
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from verl.run.check import check_settings

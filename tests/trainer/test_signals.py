@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from verl.durable import alive
+from verl._base.durable import alive
 from verl.trainer.signals import StopSignal
 
 TRAIN = """

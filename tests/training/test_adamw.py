@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.test_device import Fake
-from verl import device
+from verl._host import device
 from verl.kernels import inductor
 from verl.training import adamw
 from verl.training.gradients import Weight

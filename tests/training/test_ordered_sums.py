@@ -14,9 +14,9 @@ from tests.training.cases import make_engine
 from tests.training.test_waits import watch
 from tests.varlen import varlen_attn
 from tests.waits import unwatched
-from verl import autograd
+from verl._base import autograd
+from verl._base.autograd import add_rows, sum_rows, take_rows
 from verl.attention import flash
-from verl.autograd import add_rows, sum_rows, take_rows
 from verl.models.heads import ValueModel
 from verl.workers.update import UpdatePart, UpdatePlan, run_updates
 

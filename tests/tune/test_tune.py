@@ -16,8 +16,8 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from tests import forked
+from verl._base.durable import alive
 from verl.config import load_config, to_yaml
-from verl.durable import alive
 from verl.errors import ConfigError, VerlError
 from verl.tune import study as studies
 from verl.tune.space import parse

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from verl._base.autograd import sum_rows
 from verl.algorithms.responses import Responses
-from verl.autograd import sum_rows
 
 #: Added to a group's standard deviation.
 STD_EPSILON = 1e-6

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from verl.autograd import sum_rows
+from verl._base.autograd import sum_rows
 from verl.errors import ConfigError, nearest
 
 AggregationMode: TypeAlias = Literal[

@@ -21,16 +21,16 @@ from typing import Any, ClassVar, Literal, TypeAlias, dataclass_transform, get_t
 import torch
 from torch import Tensor
 
+from verl._base.checked import hinted, validated
+from verl._base.names import check_known
+from verl._base.record import Positive
 from verl.algorithms.advantages import group_centred, group_sums
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.episodes import Episodes
 from verl.algorithms.loss_terms import Loss, LossFn, LossInput
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.checked import hinted, validated
 from verl.errors import ConfigError, DataError
-from verl.names import check_known
-from verl.record import Positive
 
 __all__ = [
     "ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present",

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from verl._base.record import NotNegative, Positive, Share
 from verl.algorithms import advantages as adv
 from verl.algorithms.aggregation import AggregationMode
 from verl.algorithms.base import present
@@ -20,7 +21,6 @@ from verl.algorithms.losses import PolicyLoss, PolicyTerms
 from verl.algorithms.policy import NO_CLIP, Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
-from verl.record import NotNegative, Positive, Share
 
 
 @register_algorithm("grpo")

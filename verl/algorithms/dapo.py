@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from verl._base.record import Count, Natural, NotNegative, Positive
 from verl.algorithms.advantages import group_equal, group_sizes, group_sums
 from verl.algorithms.base import present
 from verl.algorithms.baselines import GRPO
@@ -19,7 +20,6 @@ from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.record import Count, Natural, NotNegative, Positive
 
 
 @register_algorithm("dapo")

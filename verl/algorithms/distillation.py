@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import torch
 
+from verl._base.record import Positive
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, old_log_probs
 from verl.algorithms.losses import bounded_ratio
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.record import Positive
 
 
 @register_algorithm("distillation")

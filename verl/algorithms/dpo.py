@@ -31,14 +31,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
+from verl._base.autograd import sum_rows
+from verl._base.record import Positive
 from verl.algorithms.base import LossInput
 from verl.algorithms.pairs import PreferenceAlgorithm, sequence_tokens
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
-from verl.autograd import sum_rows
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.record import Positive
 
 #: Loss of a pair from a and b `[G]`, of those without options.
 _LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

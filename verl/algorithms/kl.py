@@ -16,7 +16,7 @@ import math
 
 from torch import Tensor
 
-from verl.autograd import bounded
+from verl._base.autograd import bounded
 from verl.errors import ConfigError, nearest
 
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}

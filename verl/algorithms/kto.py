@@ -20,6 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from verl._base.record import Count, NotNegative, Positive
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.algorithms.episodes import one_trajectory
 from verl.algorithms.pairs import sequence_log_probs
@@ -27,7 +28,6 @@ from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.record import Count, NotNegative, Positive
 
 _OF_THE_RESPONSE = ("response_tokens", "response_mask")
 

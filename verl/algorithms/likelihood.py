@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from verl._base.record import AsTuple
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.record import AsTuple
 
 
 @register_algorithm("sft")

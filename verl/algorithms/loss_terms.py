@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from verl.autograd import sum_rows
+from verl._base.autograd import sum_rows
+from verl._base.checked import hinted
 from verl.batch import Batch
-from verl.checked import hinted
 
 
 @hinted

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl._base.autograd import bounded, sum_rows
 from verl.algorithms.kl import MAX_LOG_RATIO
-from verl.autograd import bounded, sum_rows
 
 
 @dataclass(frozen=True)

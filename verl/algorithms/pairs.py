@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from verl._base.autograd import bounded
+from verl._base.record import NotNegative, Positive
 from verl.algorithms.aggregation import aggregation_weights
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.algorithms.episodes import one_trajectory
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
-from verl.autograd import bounded
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.record import NotNegative, Positive
 
 
 def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:

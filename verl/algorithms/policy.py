@@ -17,6 +17,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
+from verl._base.record import Count, NotNegative, Number, Positive
 from verl.algorithms.advantages import group_equal
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs, present, states
 from verl.algorithms.correction import (
@@ -35,7 +36,6 @@ from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipp
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
-from verl.record import Count, NotNegative, Number, Positive
 
 #: `unread` of a token loss without PPO's dual clip.
 NO_DUAL_CLIP = {"clip_ratio_c": "its loss has no dual clip"}

@@ -10,13 +10,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from verl._base.record import Positive, Share
 from verl.algorithms.advantages import gae, whiten
 from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.losses import value_loss
 from verl.algorithms.policy import Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.errors import DataError
-from verl.record import Positive, Share
 
 
 def critic_loss(x: LossInput, prefix: str, clip: float | None) -> Loss:

@@ -10,6 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from verl._base.autograd import bounded
+from verl._base.record import NotNegative, Positive
 from verl.algorithms.aggregation import AggregationMode
 from verl.algorithms.baselines import GRPO
 from verl.algorithms.dapo import DAPO
@@ -17,8 +19,6 @@ from verl.algorithms.kl import MAX_LOG_RATIO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
 from verl.algorithms.policy import NO_CLIP, NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
-from verl.autograd import bounded
-from verl.record import NotNegative, Positive
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 _MIN_LOG_SEQUENCE_RATIO = math.log(1e-8)

@@ -8,13 +8,13 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any, TypeVar
 
+from verl._base.checked import checked
+from verl._base.names import give_name
+from verl._base.record import Name
+from verl._host.user_functions import load_function
 from verl.algorithms.base import BaseAlgorithm
 from verl.batch import Batch
-from verl.checked import checked
 from verl.errors import ConfigError, nearest, shown
-from verl.names import give_name
-from verl.record import Name
-from verl.user_functions import load_function
 
 #: What a trainer or a run uses when nobody said.
 DEFAULT_ALGORITHM = "grpo"

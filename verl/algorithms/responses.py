@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from verl.autograd import sum_rows
+from verl._base.autograd import sum_rows
 from verl.batch import Batch
 from verl.errors import DataError
 

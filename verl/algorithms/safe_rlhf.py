@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from verl._base.record import Count, Natural, NotNegative, Number, Positive, Share
 from verl.algorithms.advantages import gae, grpo, whiten
 from verl.algorithms.base import Loss, LossInput, drop_abstained
 from verl.algorithms.policy import Experience, PolicyGradient
@@ -28,7 +29,6 @@ from verl.algorithms.ppo import critic_loss
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.record import Count, Natural, NotNegative, Number, Positive, Share
 
 
 @register_algorithm("safe_rlhf")

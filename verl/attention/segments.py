@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl._base.autograd import add_rows
+from verl._host.device import is_host, to_device
 from verl.attention import flash
 from verl.attention.prefix_tree import Indices, PrefixTree, families, joined, prefix_tree
 from verl.attention.varlen import Ragged, varlen_attend
-from verl.autograd import add_rows
-from verl.device import is_host, to_device
 from verl.errors import DataError
 from verl.kernels.compiled import VECTOR, layer_kernels
 

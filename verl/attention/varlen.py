@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.device import to_device
+from verl._host.device import to_device
 
 if TYPE_CHECKING:
     from verl.attention.segments import Row

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.durable import clear_staging, link_atomic, remove, staging_of
+from verl._base.record import Count
 from verl.checkpoint.saving import MANIFEST, SaveResult, Saving, Writer, reason
 from verl.checkpoint.store import Checkpoint, load_checkpoint
-from verl.durable import clear_staging, link_atomic, remove, staging_of
 from verl.errors import CheckpointError, DamagedCheckpointError
-from verl.record import Count
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field
 
-from verl import device
+from verl._host import device
 from verl.errors import CheckpointError
 
 

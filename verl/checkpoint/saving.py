@@ -14,9 +14,18 @@ from typing import Any, Protocol
 
 import pyarrow.parquet as pq
 
-from verl.durable import clear_staging, parse_json, publish, seal, seal_all, staging_of, sync_directory, try_remove
+from verl._base.durable import (
+    clear_staging,
+    parse_json,
+    publish,
+    seal,
+    seal_all,
+    staging_of,
+    sync_directory,
+    try_remove,
+)
+from verl._base.schemas import CHECKPOINT
 from verl.errors import CheckpointError
-from verl.schemas import CHECKPOINT
 from verl.weights.shard import Shard, Stream
 from verl.weights.tensor_files import write_shards
 

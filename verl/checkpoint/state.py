@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, Field, JsonValue, PositiveFloat, model_validator
 
+from verl._base.durable import parse_json
 from verl.batch import Batch
 from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
 from verl.checkpoint.saving import SaveResult, TokenizerWriter, Writer
 from verl.checkpoint.store import Checkpoint, VerifyReport, load_checkpoint, model_identity, save_checkpoint
 from verl.checkpoint.store import verify as verify_files
 from verl.cluster.controller import start
-from verl.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError
 from verl.models.int4 import to_int4
 from verl.models.lora import change_layers, layer_changes

@@ -27,13 +27,13 @@ import pyarrow as pa
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
+from verl._base.checked import checked
+from verl._base.durable import digest, read_json, recover
+from verl._base.record import Natural
+from verl._base.schemas import CHECKPOINT
 from verl.batch import Batch
-from verl.checked import checked
 from verl.checkpoint.saving import MANIFEST, NAME, SaveResult, Saving, Writer, dump_manifest, manifest_digest
-from verl.durable import digest, read_json, recover
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
-from verl.record import Natural
-from verl.schemas import CHECKPOINT
 from verl.weights.shard import Shard
 from verl.weights.tensor_files import files_of, is_finite, read_shards
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl._base.visible import visible
 from verl.errors import ConfigError
-from verl.visible import visible
 
 if TYPE_CHECKING:
     from verl.run.agent import CheckedEpisode

@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from verl import device
-from verl.installed import MEND, other_verl
+from verl._base.installed import MEND, other_verl
+from verl._host import device
 
 #: Optional parts: extra -> distribution and module.
 EXTRAS = {

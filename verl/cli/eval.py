@@ -35,8 +35,8 @@ def evaluate(
     $ verl eval MODEL '{task: chain_sum, size: 200}' data.chat=true --json
     $ verl eval MODEL gsm8k.parquet --reward math actor_rollout_ref.rollout.max_new_tokens=512
     """
+    from verl._host.device import limit_library_memory
     from verl.config import load_config
-    from verl.device import limit_library_memory
     from verl.run import evaluate as run
 
     recipe = Path(data) if data.endswith((".yaml", ".yml")) else None

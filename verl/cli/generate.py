@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.durable import clear_staging, write_atomic
+from verl._base.durable import clear_staging, write_atomic
 from verl.errors import ConfigError, DataError, RolloutError
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def generate(
     $ verl generate models/SmolLM2-135M-Instruct problems.parquet samples.parquet -n 8 --max-new-tokens 512
     $ echo 'Once upon a time' | verl generate models/SmolLM2-135M-Instruct - story.jsonl
     """
+    from verl._host.device import limit_library_memory
     from verl.data.prompts import load_prompts
-    from verl.device import limit_library_memory
     from verl.rollout.base import SamplingParams
     from verl.rollout.options import SamplerOptions
 
@@ -139,7 +139,7 @@ def _check_output(out: Path, prompts: str, fresh: bool) -> None:
 
 
 def _chosen_engine(dtype: str) -> str:
-    from verl.device import default_kind
+    from verl._host.device import default_kind
     from verl.rollout.choice import choose_engine
     from verl.rollout.options import RolloutOptions
 
@@ -186,9 +186,9 @@ def _answers(
     Args:
         rows: row of the prompt, by the name of the response.
     """
+    from verl._host.device import put
     from verl.data.text import ResponseText
     from verl.data.tokenize import encode_prompts
-    from verl.device import put
     from verl.models.loading import eos_token_ids, load_model, load_tokenizer
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request
@@ -246,7 +246,7 @@ def _parquet(batch: Batch) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.exact import ExactType
+    from verl._base.exact import ExactType
 
     as_json = [field.name for field in batch.table.schema if isinstance(field.type, ExactType)]
 

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from verl._base.schemas import SETTINGS
 from verl.errors import ConfigError
-from verl.schemas import SETTINGS
 
 _MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: Sums of two numbers up to 20: few and short, so that two CPU cores without bf16 learn them in minutes.

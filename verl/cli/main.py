@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from verl import __version__
+from verl._base.visible import visible
 from verl.cli.agent import app as agent
 from verl.cli.doctor import doctor
 from verl.cli.eval import evaluate
@@ -21,7 +22,6 @@ from verl.cli.generate import generate
 from verl.cli.init import init
 from verl.cli.tune import tune
 from verl.errors import ConfigError, VerlError
-from verl.visible import visible
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -157,7 +157,7 @@ def train(
         return
     if "console" in config.trainer.loggers:
         typer.echo(f"verl train {file}: {visible(_in_short(config))}; loading")
-    from verl.device import limit_library_memory
+    from verl._host.device import limit_library_memory
 
     limit_library_memory()
     from verl.run.train import train as run
@@ -275,7 +275,7 @@ def check(
     """
     from rich.console import Console
 
-    from verl.device import put
+    from verl._host.device import put
     from verl.models.check import check_model
     from verl.models.loading import load_model, load_tokenizer
 

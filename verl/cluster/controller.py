@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.checked import checked, hinted
+from verl._base.checked import checked, hinted
+from verl._base.combinations import MAKE, check
+from verl._base.record import Seconds
+from verl._host.device import claim, count, default_kind
+from verl._host.ranks import local_ranks, torchrun_ranks
 from verl.cluster.local import LocalGroup
 from verl.cluster.placement import DeviceMesh, ResourcePool
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
-from verl.combinations import MAKE, check
-from verl.device import claim, count, default_kind
 from verl.errors import ConfigError
 from verl.models.lora import shape_of
-from verl.ranks import local_ranks, torchrun_ranks
-from verl.record import Seconds
 from verl.rollout.options import SamplerOptions
 from verl.training.options import TrainOptions, check_training, layout_of
 from verl.training.parallelize import rehearse

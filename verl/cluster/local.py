@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from verl._host.device import claim
 from verl.cluster.rank_context import RankContext, check_answer, check_call, dispatch_of, name_of, noted, timed
-from verl.device import claim
 
 W = TypeVar("W")
 

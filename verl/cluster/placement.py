@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.checked import checked, hinted
-from verl.device import default_kind
+from verl._base.checked import checked, hinted
+from verl._base.names import check_known
+from verl._host.device import default_kind
 from verl.errors import ConfigError, nearest, shown
-from verl.names import check_known
 from verl.weights.layout import PARALLEL
 
 ROLES = ("actor", "rollout", "critic", "cost_critic", "reference", "reward", "cost")

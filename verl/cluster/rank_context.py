@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from verl._base.names import check_known
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, nearest
-from verl.names import check_known
 from verl.weights.layout import Mesh
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from verl._host.ranks import who
 from verl.cluster.group import STREAMS
 from verl.cluster.rank_context import RoleMeshes, dispatch_of, noted
 from verl.cluster.world import World
-from verl.ranks import who
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl._host.ranks import who
 from verl.cluster.rank_context import ROLE, WEIGHTS, RankContext, RoleMeshes
 from verl.errors import BrokenCollectiveError
-from verl.ranks import who
 
 
 class World:

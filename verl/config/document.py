@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from verl._base.record import extra, in_words, section
+from verl._base.schemas import SETTINGS
 from verl.config.schema import Config
-from verl.record import extra, in_words, section
-from verl.schemas import SETTINGS
 
 _SECTION = re.compile(r"actor_rollout_ref\.\w+|\w+")
 _PREFACE = """# Settings
@@ -33,8 +33,8 @@ key changes:
 
 
 class Key(NamedTuple):
-    """One setting. `changes`: see `verl.record.Change`. `later` says why nothing but the default is accepted yet, if
-    that is so."""
+    """One setting. `changes`: see `verl._base.record.Change`. `later` says why nothing but the default is accepted
+    yet, if that is so."""
 
     path: str
     type: str

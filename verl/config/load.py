@@ -13,14 +13,14 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl._base.record import Record, SettingsError
+from verl._base.schemas import SETTINGS
+from verl._base.secrets import masked, masked_settings
 from verl.config.algorithm_options import AlgorithmKeywords
 from verl.config.document import keys, subsections
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
-from verl.record import Record, SettingsError
-from verl.schemas import SETTINGS
-from verl.secrets import masked, masked_settings
 
 #: A recipe has a few kilobytes, and five levels at most below a list of the user's own.
 MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000

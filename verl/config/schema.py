@@ -17,12 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from verl.config.tasks import AlgorithmName, TaskConfig, check_names
-from verl.data.pools import PoolOptions
-from verl.errors import nearest
-from verl.models.options import Dtype, ModelOptions
-from verl.names import check_known
-from verl.record import (
+from verl._base.names import check_known
+from verl._base.record import (
     AsTuple,
     AtOnce,
     Count,
@@ -46,9 +42,13 @@ from verl.record import (
     result,
     wrong,
 )
+from verl._base.secrets import masked_settings
+from verl.config.tasks import AlgorithmName, TaskConfig, check_names
+from verl.data.pools import PoolOptions
+from verl.errors import nearest
+from verl.models.options import Dtype, ModelOptions
 from verl.rewards.registry import REWARDS
 from verl.rollout.options import RolloutOptions, Temperature
-from verl.secrets import masked_settings
 from verl.training.options import TrainOptions, TrainSettings
 
 #: The metric of `trainer.eval_metrics` that is not a function: it needs a model.

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from verl.record import AsTuple, AtOnce, NotNegative, Record, function_path, result, wrong
+from verl._base.record import AsTuple, AtOnce, NotNegative, Record, function_path, result, wrong
 
 
 def _name(value: str) -> str:

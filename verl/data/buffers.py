@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field
 
+from verl._base.checked import checked
+from verl._base.durable import clear_staging, lock_file, read_json, write_atomic
+from verl._host.ray_session import connect
 from verl.batch import Batch
-from verl.checked import checked
-from verl.durable import clear_staging, lock_file, read_json, write_atomic
 from verl.errors import ClusterError, ConfigError, DataError, nearest, shown
-from verl.ray_session import connect
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from verl._host.user_calls import HungError, LateError, UserCode
 from verl.data.forms import loaded, tool_schemas
 from verl.data.prompts import SAID, content_text
 from verl.errors import ConfigError, DataError, nearest, shown
-from verl.user_calls import HungError, LateError, UserCode
 
 #: Columns of a row that a chat template reads besides the messages.
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from verl._base.checked import checked
+from verl._base.record import Count
+from verl._host.user_calls import DEADLINE
 from verl.batch import Batch
-from verl.checked import checked
 from verl.data.cursor import Cursor, hashed, saved_count
 from verl.data.pools import PoolOptions, Pools
 from verl.data.prefetch import RowsAhead
 from verl.data.prompts import PromptDataset, PromptStream
 from verl.errors import ConfigError, DataError
-from verl.record import Count
-from verl.user_calls import DEADLINE
 
 
 class PromptLoader(Iterator[Batch]):

@@ -25,8 +25,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from verl._base.checked import checked
+from verl._base.record import Count
 from verl.batch import COMPUTED, Batch
-from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.cursor import Cursor
 from verl.data.files import digest, is_files, named, recorded_files, rows_by_file
@@ -34,7 +35,6 @@ from verl.data.forms import chat_of, readable_row, usual_row
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
 from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
 from verl.errors import ConfigError, DataError, shown
-from verl.record import Count
 
 _RESPONSES = ("completion", "response")
 #: In the place of a prompt, beside responses that have none.

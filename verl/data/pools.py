@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from verl._base.record import Number, Record, result, wrong
 from verl.errors import DamagedCheckpointError
-from verl.record import Number, Record, result, wrong
 
 NAMES = ("solved", "failed")
 #: Large enough for an epoch to draw something before long.

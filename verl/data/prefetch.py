@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from itertools import islice, repeat, starmap
 from typing import Any, Protocol, runtime_checkable
 
+from verl._host.user_calls import DEADLINE, HungError, LateError, Running, UserCode
 from verl.errors import DataError
-from verl.user_calls import DEADLINE, HungError, LateError, Running, UserCode
 
 _END = object()
 

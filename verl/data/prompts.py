@@ -21,13 +21,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from verl._base.checked import checked
+from verl._base.record import Count
 from verl.batch import SCHEMA, WRITTEN, Batch
-from verl.checked import checked
 from verl.data.files import digest, named, read_rows
 from verl.data.forms import COLLATED, chat_of, loaded, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import ConfigError, DataError, nearest
-from verl.record import Count
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verl._base.checked import checked
+from verl._base.names import check_known
+from verl._base.record import Count, Weights
 from verl.batch import Batch
-from verl.checked import checked
 from verl.data.cursor import hashed, saved_count
 from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
 from verl.data.shared_source import read_once
 from verl.errors import ConfigError, DataError
-from verl.names import check_known
-from verl.record import Count, Weights
 
 #: Names the task of a row.
 COLUMN = "task"

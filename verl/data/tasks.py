@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.names import check_known
+from verl._base.record import Count, Record, Seed, result
 from verl.errors import ConfigError, DataError, nearest
-from verl.names import check_known
-from verl.record import Count, Record, Seed, result
 
 #: The column that carries a problem to its verifier.
 TASK_COLUMN = "reasoning_gym"

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from verl._base.checked import checked
+from verl._base.record import Count
 from verl.batch import Batch
-from verl.checked import checked
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
 from verl.data.forms import TRAINED
 from verl.data.prompts import PromptDataset, PromptStream, content_text, load_prompts
 from verl.data.text import spelled
 from verl.errors import DataError
-from verl.record import Count
 
 Truncation = Literal["left", "right", "drop", "error"]
 #: Numbers that models computed for tokens behind the prompt that a sample was drawn with.

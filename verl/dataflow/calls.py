@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from verl._host.user_calls import LateError, UserCode, is_async, is_users, watching, within
+from verl._host.user_code import describe, line_of
 from verl.batch import Batch
 from verl.dataflow import loop
 from verl.dataflow.graph import Node
 from verl.dataflow.result import Clock
 from verl.errors import ClusterError, DataError, TrainingError, VerlError
-from verl.user_calls import LateError, UserCode, is_async, is_users, watching, within
-from verl.user_code import describe, line_of
 
 T = TypeVar("T")
 _END = object()

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from verl._base.names import check_known
 from verl.batch import SCHEMA, WRITTEN, Batch
 from verl.errors import ConfigError, nearest
-from verl.names import check_known
 
 Kind = Literal["source", "rows", "batch", "forward", "update"]
 #: As an input: every column of the samples and of all nodes that come before by other columns or `after`.

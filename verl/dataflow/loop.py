@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from verl._host.user_calls import hear_signals, ordinary
 from verl.errors import ClusterError, ConfigError
-from verl.user_calls import hear_signals, ordinary
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
+from verl._base.checked import checked
+from verl._base.record import Count
 from verl.algorithms import BaseAlgorithm
 from verl.batch import COMPUTED, EPISODE, SCHEMA, Batch
-from verl.checked import checked
 from verl.dataflow.graph import ANY, OPTIONAL, Node
 from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError, shown
-from verl.record import Count
 from verl.rewards.forms import trajectories_of
 from verl.rewards.scores import rounded
 from verl.rewards.source import RewardResult, columns_read, say_failures

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from verl._base.checked import checked
+from verl._base.names import give_name
+from verl._base.record import Name
 from verl.batch import Batch
-from verl.checked import checked
 from verl.dataflow.graph import ANY, Node
 from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
 from verl.errors import ConfigError, nearest
-from verl.names import give_name
-from verl.record import Name
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater

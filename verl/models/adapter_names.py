@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from verl.names import check_known
+from verl._base.names import check_known
 
 #: The number of a layer in the name of a module, as peft finds it, and the name of the list that holds it.
 _NUMBER = re.compile(r".*?([^.]+)\.(\d+)\.")

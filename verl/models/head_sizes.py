@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from verl import device
+from verl._host import device
 
 
 class HeadSizes(NamedTuple):

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from verl.autograd import Embedding, give
+from verl._base.autograd import Embedding, give
 from verl.kernels.compiled import VECTOR, Kernels, layer_kernels
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from verl._base.extras import load_extra
 from verl.errors import ConfigError, ModelError
-from verl.extras import load_extra
 from verl.models.adapter_names import check_layers
 from verl.models.options import LoraOptions
 from verl.weights.layout import ModelShape

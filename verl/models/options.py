@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from verl.record import Count, Record, Strings, cost, limit, result, wrong
+from verl._base.record import Count, Record, Strings, cost, limit, result, wrong
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 

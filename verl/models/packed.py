@@ -26,9 +26,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from verl._base.autograd import take_rows
+from verl._host.device import limit_library_memory
 from verl.attention.segments import pack_rows
-from verl.autograd import take_rows
-from verl.device import limit_library_memory
 from verl.errors import ModelError
 from verl.models.llama import AttentionRecorder, FusedLayers, is_close
 from verl.models.log_probs import token_log_probs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl import device
+from verl._host import device
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.int4 import Int4Linear, has_int4, weight_bytes

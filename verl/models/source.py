@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from verl.durable import digest
+from verl._base.durable import digest
 from verl.errors import ModelError
 from verl.models.fit import WeightSource, model_weights, weight_sources
 from verl.models.heads import ValueModel, read_head, score_model, weight_files

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Portion
 from verl.errors import ConfigError, nearest
 from verl.models.head_sizes import HeadSizes
-from verl.record import Portion
 
 GB = 1e9
 #: Seconds of one hop of a collective beside its bytes: within a machine, between machines.

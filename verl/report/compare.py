@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from verl._base.durable import write_atomic
+from verl._base.schemas import SETTINGS, check_run_schema
 from verl.config.load import flat, read_settings
-from verl.durable import write_atomic
 from verl.errors import ConfigError, DataError
 from verl.report.page import (
     FIRST,
@@ -40,7 +41,6 @@ from verl.report.page import (
     table_row,
     value_text,
 )
-from verl.schemas import SETTINGS, check_run_schema
 
 Points = list[list[float]]
 #: Points of all curves of a page together, and answers of all runs.

@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl._base.durable import write_atomic
 from verl.batch import Batch
 from verl.data.prompts import content_text
 from verl.dataflow.scores import left_out_words, own_samples
-from verl.durable import write_atomic
 from verl.report.page import TOKENS
 
 logger = logging.getLogger(__name__)

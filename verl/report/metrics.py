@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
+from verl._host.user_calls import DEADLINE, LateError, UserCode
+from verl._host.user_code import describe, show_once, traceback_of
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, RewardError, shown
 from verl.rewards.failures import Failures
 from verl.rewards.forms import TEXTS, recognise
 from verl.rewards.functions import FunctionReward
 from verl.rewards.source import run_reward
-from verl.user_calls import DEADLINE, LateError, UserCode
-from verl.user_code import describe, show_once, traceback_of
 
 logger = logging.getLogger(__name__)
 

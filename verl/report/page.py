@@ -36,10 +36,10 @@ from typing import Any, TypeGuard, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl._base.durable import parse_json, read_json, write_atomic
+from verl._base.schemas import check_run_schema
 from verl.config.load import read_settings
-from verl.durable import parse_json, read_json, write_atomic
 from verl.errors import ConfigError, DataError
-from verl.schemas import check_run_schema
 
 P = TypeVar("P")
 

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from verl.checked import checked
-from verl.durable import LineFile, RecordFile, append_lines
+from verl._base.checked import checked
+from verl._base.durable import LineFile, RecordFile, append_lines
+from verl._base.extras import load_extra
+from verl._base.names import check_known
+from verl._base.record import Count, Natural
+from verl._base.schemas import RUN_FILE, write_run_schema
+from verl._host.user_calls import DEADLINE, UserCode
+from verl._host.user_code import describe, show_once, traceback_of
 from verl.errors import ConfigError
-from verl.extras import load_extra
-from verl.names import check_known
-from verl.record import Count, Natural
 from verl.report.completions import CompletionFiles, without_tokens
-from verl.schemas import RUN_FILE, write_run_schema
-from verl.user_calls import DEADLINE, UserCode
-from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl._base.durable import LineFile
 from verl.dataflow.result import Clock
-from verl.durable import LineFile
 
 
 class Span(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from verl._base.names import check_known
 from verl.batch import Batch
 from verl.errors import DataError, RewardError
-from verl.names import check_known
 from verl.rewards.answers import boxes
 
 GSM8K = ("openai/gsm8k",)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from verl._host.user_calls import HungError, LateError, UserCode, is_async
 from verl.errors import RewardError
 from verl.rewards.generators import leave_calls, notes_here
 from verl.rewards.scores import Call, Score, call_async, call_plain
-from verl.user_calls import HungError, LateError, UserCode, is_async
 
 ASYNC_CALLS = 64
 #: First calls of an async function that are watched for random numbers, which takes half a millisecond.

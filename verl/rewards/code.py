@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Unpack
 from pydantic import Field
 
 from verl import sandbox
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Processes, Retries, Seconds
 from verl.data.text import behind_thoughts
 from verl.errors import RewardError
-from verl.record import Processes, Retries, Seconds
 from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.sandbox.code_tests import Tests, judge, parse

@@ -23,12 +23,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Unpack
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Seconds
+from verl._base.syntax import syntax_tree
 from verl.errors import ConfigError, shown
-from verl.record import Seconds
 from verl.rewards.code import extract_code
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.syntax import syntax_tree
 
 _SKIPPED = (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 _WORD = re.compile(r"\w+|[^\w\s]")

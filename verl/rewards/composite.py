@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from verl._base.checked import checked, validated
+from verl._base.names import check_known, disjoint
 from verl.batch import Batch
-from verl.checked import checked, validated
 from verl.errors import CheckpointError, ConfigError
-from verl.names import check_known, disjoint
 from verl.rewards.scores import rounded
 from verl.rewards.source import RewardResult, RewardSource, source_of
 

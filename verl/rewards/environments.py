@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl._host.user_calls import is_async
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
 from verl.rewards.calls import ThreadCaller
@@ -15,7 +16,6 @@ from verl.rewards.make import make_reward
 from verl.rewards.processes import ProcessCaller
 from verl.rewards.scores import read_score
 from verl.rewards.source import RewardResult, leaves
-from verl.user_calls import is_async
 
 #: What the parameter of a reward function is called that gets the environments of its samples.
 PARAMETER = "environments"

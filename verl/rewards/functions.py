@@ -17,10 +17,13 @@ from itertools import chain
 from os import PathLike
 from typing import Any, ClassVar, TypedDict
 
+from verl._base.checked import checked
+from verl._base.record import Count, Portion, Retries, Seconds
+from verl._host.user_calls import is_async
+from verl._host.user_code import show_once
+from verl._host.user_functions import load_function, split_spec
 from verl.batch import WRITTEN, Batch
-from verl.checked import checked
 from verl.errors import ConfigError, RewardError, nearest
-from verl.record import Count, Portion, Retries, Seconds
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.forms import has_value, name_of, recognise, user_columns
@@ -28,9 +31,6 @@ from verl.rewards.generators import seed_of
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Call, Score, failure
 from verl.rewards.source import RewardResult
-from verl.user_calls import is_async
-from verl.user_code import show_once
-from verl.user_functions import load_function, split_spec
 
 logger = logging.getLogger(__name__)
 #: What torch says where a fork uses an accelerator that was in use before.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from verl.user_code import NOT_THE_USERS
+from verl._host.user_code import NOT_THE_USERS
 
 #: Of the call of a user's function that this is inside of; None: of none.
 notes_here: ContextVar[list[str] | None] = ContextVar("notes_here", default=None)

@@ -12,14 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from verl._base.keywords import takes
+from verl._host.user_functions import split_spec
 from verl.errors import ConfigError, nearest, shown
-from verl.keywords import takes
 from verl.rewards.calls import Caller
 from verl.rewards.composite import CompositeReward, Smoothed
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.registry import REWARDS, registered
 from verl.rewards.source import RewardSource, source_of
-from verl.user_functions import split_spec
 
 #: Options of a reward in workers that are not passed on to the reward within each of them.
 _OURS = ("default_reward", "max_failure_rate", "name")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal, Unpack
 
+from verl._base.checked import checked
+from verl._base.record import Retries, Seconds
 from verl.batch import Batch
-from verl.checked import checked
 from verl.errors import ConfigError, RewardError
-from verl.record import Retries, Seconds
 from verl.rewards.answers import answer_in, plain
 from verl.rewards.calls import Caller
 from verl.rewards.equality import UnsureError, is_same

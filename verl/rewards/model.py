@@ -8,15 +8,15 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Count, Retries, Seconds
+from verl._host.device import put
 from verl.data.chat import ChatTokenizer
 from verl.data.tokenize import encode_chat, encode_pair, encode_plain
-from verl.device import put
 from verl.errors import DataError, ModelError
 from verl.models.heads import SCORE_AT_EOS
 from verl.models.loading import find_tokenizer, load_model, load_tokenizer
 from verl.models.packed import evaluating
-from verl.record import Count, Retries, Seconds
 from verl.rewards.functions import FunctionReward, OnFailure
 
 

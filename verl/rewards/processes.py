@@ -22,11 +22,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl._host.user_functions import new_user_files, note_files
 from verl.rewards import generators
 from verl.rewards.calls import WATCHED, FunctionCaller
 from verl.rewards.scores import Call, Score, call_async, call_plain, failure
 from verl.sandbox.jail import die_with_parent
-from verl.user_functions import new_user_files, note_files
 
 logger = logging.getLogger(__name__)
 #: In the place of a request's number: files of the user's that the process has imported.

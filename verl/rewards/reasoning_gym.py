@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Retries, Seconds
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import RewardError
-from verl.record import Retries, Seconds
 from verl.rewards.calls import Caller
 from verl.rewards.forms import has_value
 from verl.rewards.functions import FunctionReward, OnFailure

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.names import give_name
+from verl._base.record import Name
 from verl.errors import ConfigError
-from verl.names import give_name
-from verl.record import Name
 
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
 _REGISTERED: dict[str, Any] = {}

@@ -15,19 +15,19 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Annotated, Any, Unpack
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import AsTuple, Count, NotNegative, Retries, Seconds
+from verl._base.secrets import key_of
+from verl._host.http_servers import ServerPool, check_model_path
+from verl._host.user_calls import UserCode
+from verl._host.user_code import describe, traceback_of
 from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RewardError, RolloutError, nearest
-from verl.http_servers import ServerPool, check_model_path
-from verl.record import AsTuple, Count, NotNegative, Retries, Seconds
 from verl.rewards.calls import Slots
 from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_score, read_scores
-from verl.secrets import key_of
-from verl.user_calls import UserCode
-from verl.user_code import describe, traceback_of
 
 logger = logging.getLogger(__name__)
 

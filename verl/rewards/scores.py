@@ -12,10 +12,10 @@ from itertools import islice
 from numbers import Real
 from typing import Any, NamedTuple
 
+from verl._base.secrets import masked
+from verl._host.user_calls import awaited, in_steps
+from verl._host.user_code import describe, traceback_of
 from verl.rewards.generators import seeded, watching_draws
-from verl.secrets import masked
-from verl.user_calls import awaited, in_steps
-from verl.user_code import describe, traceback_of
 
 _REASON_LENGTH = 300
 

@@ -13,9 +13,9 @@ from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from verl._host.user_calls import beside
 from verl.batch import Batch
 from verl.errors import RewardError
-from verl.user_calls import beside
 
 
 @dataclass

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 from uuid import uuid4
 
-from verl import device
+from verl._base.checked import checked
+from verl._base.combinations import check
+from verl._base.names import disjoint
+from verl._base.record import Count, Seed
+from verl._host import device
+from verl._host.log import follow_log_level
+from verl._host.ranks import registry
 from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
-from verl.checked import checked
-from verl.combinations import check
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText, vocabulary_id
 from verl.data.tokenize import to_prompts, with_prefixes
 from verl.errors import ConfigError, DataError, ModelError
-from verl.log import follow_log_level
 from verl.models.heads import ValueModel, score_model
 from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
 from verl.models.lora import has_adapters, reference_weights
@@ -28,9 +31,6 @@ from verl.models.portable import PortableModel, empty_copy
 from verl.models.rope import original_length
 from verl.models.source import ModelFiles, ModelSource
 from verl.models.wrapped import unwrapped
-from verl.names import disjoint
-from verl.ranks import registry
-from verl.record import Count, Seed
 from verl.roles.columns import add_rewards, aligned, as_sequences, expand
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import experience, prepare, reads

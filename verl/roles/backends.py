@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Count
 from verl.cluster.controller import Controller
 from verl.errors import ModelError
-from verl.record import Count
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.keywords import ActorArguments

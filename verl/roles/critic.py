@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Unpack
 
+from verl._base.checked import checked
+from verl._base.record import Seed
+from verl._host.log import follow_log_level
+from verl._host.ranks import registry
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
-from verl.checked import checked
 from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled, tokenizer_of, vocabulary_id, written_turns
 from verl.errors import ConfigError, ModelError
-from verl.log import follow_log_level
 from verl.models.heads import ValueModel
 from verl.models.loading import as_tokenizer
 from verl.models.options import ModelOptions
 from verl.models.wrapped import unwrapped
-from verl.ranks import registry
-from verl.record import Seed
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.handle import H, ModelHandle, P
 from verl.roles.settings import as_name

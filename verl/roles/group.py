@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Concatenate
 
+from verl._base.checked import hinted
 from verl.algorithms import make_algorithm
-from verl.checked import hinted
 from verl.cluster.group import P, R
 from verl.errors import ConfigError
 from verl.roles.actor import Actor

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
+from verl._base.record import Record
 from verl.cluster.controller import Controller
 from verl.errors import CheckpointError, ConfigError
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.source import Kind, ModelFiles, ModelSource
-from verl.record import Record
 from verl.roles.settings import engine_options, model_options, optimizer_settings, with_keywords
 from verl.training.options import EngineOptions, TrainOptions
 from verl.weights.shard import Shard

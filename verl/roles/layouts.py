@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
+from verl._host.device import device_name, free_memory, is_here
 from verl.cluster.controller import Controller
-from verl.device import device_name, free_memory, is_here
 from verl.errors import ConfigError, shown
 from verl.models.memory import ModelSize
 from verl.roles.actor import Actor

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from verl._base.checked import checked
+from verl._base.record import Processes
+from verl._host.log import follow_log_level
+from verl._host.ranks import registry
 from verl.batch import Batch
-from verl.checked import checked
 from verl.cluster.controller import Controller, start
 from verl.errors import CheckpointError, ConfigError, RewardError, nearest
-from verl.log import follow_log_level
 from verl.models.portable import PortableModel
-from verl.ranks import registry
-from verl.record import Processes
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.source import RewardSource, leaves, run_reward, say_failures, score_finished

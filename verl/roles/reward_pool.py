@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Processes
+from verl._host.ray_session import START_DEADLINE, import_ray
+from verl._host.user_functions import digest, split_spec, user_modules
 from verl.cluster.ray.pool import Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
-from verl.ray_session import START_DEADLINE, import_ray
-from verl.record import Processes
 from verl.rewards.calls import Slots
 from verl.rewards.scores import Call, Score, failure
-from verl.user_functions import digest, split_spec, user_modules
 from verl.workers.scorer import Scorer
 
 #: Calls that may stand in the queue.

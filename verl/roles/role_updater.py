@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.checked import checked
+from verl._base.checked import checked
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic

@@ -9,15 +9,15 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from verl._base.checked import checked
+from verl._base.record import Retries, Seconds, Seed
+from verl._host.http_servers import ServerPool
 from verl.batch import Batch
-from verl.checked import checked
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.data.tokenize import to_prompts
 from verl.errors import ConfigError, ModelError
-from verl.http_servers import ServerPool
 from verl.models.loading import load_tokenizer
-from verl.record import Retries, Seconds, Seed
 from verl.rewards.remote import JudgeReward
 from verl.rewards.source import RewardResult, run_reward
 from verl.roles.columns import expand

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from verl.combinations import check, named
+from verl._base.combinations import check, named
+from verl._base.keywords import takes
+from verl._base.record import Record, SettingsError
 from verl.errors import ConfigError, nearest
-from verl.keywords import takes
 from verl.models.lora import has_adapters
 from verl.models.options import ModelOptions
-from verl.record import Record, SettingsError
 from verl.rollout.choice import choose_engine
 from verl.rollout.options import RolloutOptions, SamplerOptions
 from verl.training.options import EngineOptions, OptimConfig, TrainOptions

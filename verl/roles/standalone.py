@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from verl._host.ray_session import START_DEADLINE, connect
 from verl.cluster.ray.pool import Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
-from verl.ray_session import START_DEADLINE, connect
 from verl.weights.shard import Shard, in_buckets
 from verl.workers.standalone import EngineRecipe, Finished, StandaloneWorker, Weights
 

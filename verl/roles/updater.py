@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from verl._base.checked import checked
+from verl._base.combinations import check
+from verl._base.names import disjoint
+from verl._host.ranks import registry
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
-from verl.checked import checked
-from verl.combinations import check
 from verl.errors import ConfigError
-from verl.names import disjoint
-from verl.ranks import registry
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic, critic_like

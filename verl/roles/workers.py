@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from verl._base.names import check_known
+from verl._host.ranks import local_ranks, registry, torchrun_ranks
 from verl.errors import ConfigError
-from verl.names import check_known
-from verl.ranks import local_ranks, registry, torchrun_ranks
 from verl.roles.actor import Actor
 from verl.roles.keywords import ActorArguments
 from verl.training.options import FSDPConfig, OptimConfig, TrainOptions

@@ -13,9 +13,9 @@ from collections.abc import Callable, Container, Generator, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import AsTuple, Natural, Portion, Share, Strings
 from verl.errors import ConfigError, RolloutError, nearest, shown
-from verl.record import AsTuple, Natural, Portion, Share, Strings
 from verl.rollout.options import Temperature
 from verl.weights.shard import Shard
 
@@ -30,7 +30,7 @@ class LongPromptError(RolloutError):
     """A prompt leaves the model no room for a response."""
 
 
-#: Of a field that changes what is sampled, see `verl.record.Change`.
+#: Of a field that changes what is sampled, see `verl._base.record.Change`.
 _RESULT = {"changes": "result"}
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from verl.combinations import conflicts
+from verl._base.combinations import conflicts
 from verl.models.options import ModelOptions
 from verl.rollout.options import RolloutOptions
 

@@ -34,14 +34,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from verl._base.checked import checked
+from verl._base.names import check_known
+from verl._base.record import Count, Portion, Seconds
+from verl._host.user_calls import HungError, LateError, UserCode, is_async, within
+from verl._host.user_code import describe, show_once, traceback_of
+from verl._host.user_functions import load_function
 from verl.batch import WRITTEN, Batch
-from verl.checked import checked
 from verl.data.chat import template_inputs
 from verl.data.prompts import USER_PREFIX
 from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, RolloutError, shown
-from verl.names import check_known
-from verl.record import Count, Portion, Seconds
 from verl.rewards.forms import user_columns
 from verl.rollout.base import Sample
 from verl.rollout.episode import Client
@@ -49,9 +52,6 @@ from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.tools import Call, Tool, ToolEpisode, tool
 from verl.rollout.turns import Turns
-from verl.user_calls import HungError, LateError, UserCode, is_async, within
-from verl.user_code import describe, show_once, traceback_of
-from verl.user_functions import load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,6 +23,8 @@ from contextlib import aclosing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from verl._host.user_calls import LateError, UserCode, is_users, within
+from verl._host.user_code import describe, show_once, traceback_of
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.errors import ConfigError, RolloutError, shown
@@ -30,8 +32,6 @@ from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, ch
 from verl.rollout.hooks import Guard, LogitsProcessor
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.turns import Outcome, Turns
-from verl.user_calls import LateError, UserCode, is_users, within
-from verl.user_code import describe, show_once, traceback_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

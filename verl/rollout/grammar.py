@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.device import to_device
+from verl._base.extras import load_extra
+from verl._host.device import to_device
 from verl.errors import ConfigError, RolloutError
-from verl.extras import load_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

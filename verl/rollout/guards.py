@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from verl import device
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.names import check_known
+from verl._base.record import Count, Strings
+from verl._host import device
 from verl.data.chat import ChatTokenizer
 from verl.data.prompts import content_text
 from verl.data.text import ResponseText, behind_thoughts
 from verl.data.tokenize import encode_plain
 from verl.errors import ConfigError, ModelError, shown
-from verl.names import check_known
-from verl.record import Count, Strings
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 _GUARDS: dict[str, Callable[..., Any]] = {}

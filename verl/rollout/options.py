@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from verl.combinations import conflicts, named
-from verl.errors import nearest
-from verl.record import (
+from verl._base.combinations import conflicts, named
+from verl._base.record import (
     ONLY_GPUS,
     AtOnce,
     Count,
@@ -24,6 +23,7 @@ from verl.record import (
     result,
     wrong,
 )
+from verl.errors import nearest
 
 ENGINES = ("embedded", "hf", "vllm")
 _NAMES = ("auto", *ENGINES)
@@ -113,7 +113,7 @@ class RolloutOptions(Record):
             raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
 
     def asked(self) -> dict[str, str]:
-        """What the settings are, as `verl.combinations` names it."""
+        """What the settings are, as `verl._base.combinations` names it."""
         engine = self.name if self.name in _NAMES else "other engine"
         return named({
             engine: f"'{self.name}'",

@@ -13,13 +13,13 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
+from verl._host.http_servers import NoServerError, Server, ServerPool, check_model_path
+from verl._host.user_calls import DEADLINE
 from verl.errors import RolloutError
-from verl.http_servers import NoServerError, Server, ServerPool, check_model_path
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.response import check_prompt
 from verl.rollout.vllm.engine import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm.transport import FileTransport
-from verl.user_calls import DEADLINE
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:

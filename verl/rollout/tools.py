@@ -28,18 +28,18 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from verl import sandbox
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Count, Processes, Seconds
+from verl._base.syntax import syntax_tree
+from verl._host.user_calls import HungError, LateError, UserCode
+from verl._host.user_code import show_once, traceback_of
 from verl.data.chat import ChatTokenizer, template_inputs
 from verl.data.text import runs, spelled
 from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, nearest
-from verl.record import Count, Processes, Seconds
 from verl.rollout.base import LongPromptError, Sample
 from verl.rollout.episode import Client
 from verl.rollout.turns import Turns
-from verl.syntax import syntax_tree
-from verl.user_calls import HungError, LateError, UserCode
-from verl.user_code import show_once, traceback_of
 
 if TYPE_CHECKING:
     from pathlib import Path

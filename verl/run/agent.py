@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from verl._host.user_functions import load_function
 from verl.batch import Batch
 from verl.errors import ConfigError
 from verl.report.completions import spans
@@ -21,7 +22,6 @@ from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Call
 from verl.rollout.gateway.messages import Message
 from verl.rollout.turns import Turns
-from verl.user_functions import load_function
 
 #: Characters of a message in a warning.
 _SHOWN = 60

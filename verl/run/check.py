@@ -8,6 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl._base.names import check_known
+from verl._host.user_functions import load_function
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart, differences
@@ -15,7 +17,6 @@ from verl.config.schema import KL
 from verl.data.prompts import PromptDataset
 from verl.data.task_loader import by_task
 from verl.errors import ConfigError
-from verl.names import check_known
 from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
 from verl.rewards.forms import recognise
@@ -27,7 +28,6 @@ from verl.tasks.file import algorithm_of, check_sampling, samples_of
 from verl.tasks.task import MAIN, check_heads
 from verl.trainer.reads import check_reads
 from verl.trainer.requirements import check_asynchronous, check_corrected, check_permuted
-from verl.user_functions import load_function
 
 #: Options of a task's reward that are of how it is called.
 _OF_THE_CALLS = ("workers", "max_workers")

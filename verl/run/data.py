@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from verl._base.record import MOST_AT_ONCE
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.config import Config
@@ -18,7 +19,6 @@ from verl.data.prompts import PromptDataset, check_disjoint, load_prompts
 from verl.data.task_loader import COLUMN, MixedLoader, TaskLoader, by_task
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError, DataError
-from verl.record import MOST_AT_ONCE
 
 if TYPE_CHECKING:
     from verl.roles.actor import Actor

@@ -9,16 +9,16 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from verl._base.durable import publish, staging_of, try_remove
+from verl._base.schemas import check_run_schema
 from verl.checkpoint import state
 from verl.checkpoint.directory import CheckpointStore
 from verl.checkpoint.saving import MANIFEST, TOKENIZER
 from verl.checkpoint.store import Checkpoint, load_checkpoint
 from verl.config import load_config
-from verl.durable import publish, staging_of, try_remove
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
 from verl.models.save import save_pretrained_dir
-from verl.schemas import check_run_schema
 
 
 def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, adapter: bool = False) -> Checkpoint:

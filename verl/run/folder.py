@@ -3,7 +3,7 @@
     runs/
         latest -> grpo-tiny-1a2b3c4d
         grpo-tiny-1a2b3c4d/
-            run.json              the version of this form (`verl.schemas`)
+            run.json              the version of this form (`verl._base.schemas`)
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
             code.json             digests of the user's files and of models', and what was edited between attempts
             logs/001.log          one for each attempt; logs/001.rank1.log of another rank
@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.durable import clear_staging, digest, link_atomic, parse_json, read_json, remove, write_atomic
+from verl._base.durable import clear_staging, digest, link_atomic, parse_json, read_json, remove, write_atomic
+from verl._base.schemas import check_run_schema, write_run_schema
 from verl.errors import CheckpointError, ConfigError
 from verl.run.lock import RunLock
-from verl.schemas import check_run_schema, write_run_schema
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from verl._base.durable import digest
+from verl._host.user_functions import load_function, shown_path, user_files
 from verl.config import Config
-from verl.durable import digest
 from verl.errors import ConfigError
 from verl.run.planned import reward_models
-from verl.user_functions import load_function, shown_path, user_files
 
 #: Of a model's directory: what a model, a tokenizer and their own code are made from, and the weights.
 _SMALL, _WEIGHTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"), (".safetensors", ".bin")

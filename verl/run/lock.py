@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl.durable import Process, boot_id, parse_json
+from verl._base.durable import Process, boot_id, parse_json
 from verl.errors import ConfigError
 
 if sys.platform != "win32":

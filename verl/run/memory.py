@@ -9,7 +9,8 @@ from functools import partial
 from itertools import product
 from typing import Literal
 
-from verl import device
+from verl._host import device
+from verl._host.ranks import local_ranks
 from verl.algorithms import BaseAlgorithm
 from verl.cluster.placement import DeviceMesh
 from verl.config import Config
@@ -21,7 +22,6 @@ from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE
-from verl.ranks import local_ranks
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.run.check import roles_of

@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl._base.durable import read_json
 from verl.config import Config, RewardPart
-from verl.durable import read_json
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
 from verl.planner.cost import Workload

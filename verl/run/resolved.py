@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from verl._base.durable import read_json, write_atomic
 from verl.config import Config
-from verl.durable import read_json, write_atomic
 from verl.errors import ConfigError
 from verl.models.loading import resolved_dtype
 from verl.roles.actor import Actor

@@ -17,6 +17,11 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from verl._base.secrets import masked_settings
+from verl._host.device import default_kind
+from verl._host.log import setup_logging
+from verl._host.user_calls import beside
+from verl._host.user_functions import new_user_files
 from verl.batch import Batch
 from verl.cluster.controller import Controller
 from verl.config import Config, config_hash, run_id, to_yaml
@@ -24,10 +29,8 @@ from verl.config.load import flat
 from verl.config.schema import KL
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
-from verl.device import default_kind
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.kernels.build import library
-from verl.log import setup_logging
 from verl.report.completions import save_table
 from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, scale, write_report
 from verl.report.sinks import Logger, open_logger
@@ -38,11 +41,8 @@ from verl.run.folder import Run, open_run
 from verl.run.inputs import inputs_of
 from verl.run.memory import check_memory
 from verl.run.resolved import resolve, resolve_engine
-from verl.secrets import masked_settings
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
-from verl.user_calls import beside
-from verl.user_functions import new_user_files
 
 logger = logging.getLogger(__name__)
 

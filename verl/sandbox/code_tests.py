@@ -19,11 +19,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from verl._base.syntax import syntax_tree
 from verl.errors import RewardError, nearest
 from verl.sandbox.link import alike, encode
 from verl.sandbox.run import Limits, Run, run_python
 from verl.sandbox.run_tests import ASKS_NOTHING, FAILED
-from verl.syntax import syntax_tree
 
 _HERE = Path(__file__).parent
 #: Keys of tests in mappings.

@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from verl._host.user_functions import load_function
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
@@ -14,7 +15,6 @@ from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.grammar import Grammar
 from verl.rollout.guards import make_guard
 from verl.tasks.task import Task, check_sources
-from verl.user_functions import load_function
 
 #: As the constructors of `Grammar` are called.
 _GRAMMARS = ("regex", "json_schema", "ebnf")

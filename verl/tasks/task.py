@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from verl._base.checked import checked
+from verl._base.keywords import takes
+from verl._base.record import AtOnce, NotNegative
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.checked import checked
 from verl.config.tasks import TaskName
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
-from verl.keywords import takes
-from verl.record import AtOnce, NotNegative
 from verl.rollout.base import SamplingParams
 from verl.rollout.environments import as_episode
 from verl.rollout.episode import Episode

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.names import check_logged
+from verl._base.record import Count, Share, Weights
 from verl.errors import CheckpointError, ConfigError, nearest
-from verl.names import check_logged
-from verl.record import Count, Share, Weights
 
 logger = logging.getLogger(__name__)
 

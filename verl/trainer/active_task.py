@@ -11,6 +11,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from verl._base.names import disjoint
+from verl._host.user_calls import is_async
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.data.forms import uncollated
@@ -30,7 +32,6 @@ from verl.dataflow.scores import (
     written_tokens,
 )
 from verl.errors import ConfigError, DataError, RolloutError
-from verl.names import disjoint
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
 from verl.rewards.failures import Failures
@@ -44,7 +45,6 @@ from verl.trainer.options import LimitOptions
 from verl.trainer.reads import check_reads
 from verl.trainer.runner import Run
 from verl.trainer.step import draw
-from verl.user_calls import is_async
 from verl.workers.actor import load_episode
 
 logger = logging.getLogger(__name__)

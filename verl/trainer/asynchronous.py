@@ -24,8 +24,10 @@ from typing import Any, Literal, Unpack
 
 from pydantic import BaseModel, ConfigDict
 
+from verl._base.checked import checked, validated
+from verl._base.record import Count, Processes, Staleness
+from verl._host.user_calls import beside
 from verl.batch import Batch
-from verl.checked import checked, validated
 from verl.checkpoint.state import Count as SavedCount
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
@@ -33,7 +35,6 @@ from verl.dataflow.result import Result
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
-from verl.record import Count, Processes, Staleness
 from verl.report.timeline import Span
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
@@ -45,7 +46,6 @@ from verl.trainer.guard import SafetyGuard
 from verl.trainer.keywords import TrainerArguments
 from verl.trainer.requirements import check_asynchronous
 from verl.trainer.trainer import Trainer
-from verl.user_calls import beside
 from verl.workers.standalone import EngineRecipe, Finished
 
 #: Options of `Trainer` that mean nothing here, and what they are if they are not set.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from verl._host.user_calls import UserCode
 from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader, pooled, sources_of
@@ -17,7 +18,6 @@ from verl.data.prefetch import Loader, Prefetch, in_time
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
 from verl.errors import ConfigError, shown
-from verl.user_calls import UserCode
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from verl._base.checked import checked
+from verl._base.record import Count, Natural, Seed
+from verl._host.user_calls import DEADLINE
 from verl.batch import Batch
-from verl.checked import checked
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
 from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError, DataError
-from verl.record import Count, Natural, Seed
 from verl.report.metrics import Metric, MetricFn, mean
 from verl.report.page import SHARES, finite
 from verl.report.samples import renamed, sample_names
 from verl.rollout.options import Temperature
-from verl.user_calls import DEADLINE
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A step as an expression of collectives, which is lazy and a graph like any other:
 
-from verl.checked import checked
+from verl._base.checked import checked
 from verl.dataflow import prompts, responses, experience, advantages, updates
 
 flow = (controller.broadcast(prompts)

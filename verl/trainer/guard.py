@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.names import check_logged
+from verl._base.record import Count, Natural, Strings
 from verl.errors import CheckpointError, ConfigError, TrainingError
-from verl.names import check_logged
-from verl.record import Count, Natural, Strings
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer

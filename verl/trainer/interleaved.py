@@ -15,12 +15,12 @@ from typing import Annotated, Any, Unpack
 
 from pydantic import Field
 
+from verl._base.checked import checked
+from verl._base.record import Staleness
 from verl.batch import Batch
-from verl.checked import checked
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
-from verl.record import Staleness
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.trainer.active_task import Samples

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl._base.names import check_known
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.names import check_known
 from verl.report.metrics import add_metrics
 from verl.trainer.active_task import ActiveTask
 from verl.trainer.task_records import rates

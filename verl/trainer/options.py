@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, InstanceOf
 
+from verl._base.checked import validated
+from verl._base.keywords import takes
+from verl._base.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
 from verl.algorithms import BaseAlgorithm
-from verl.checked import validated
 from verl.errors import ConfigError
-from verl.keywords import takes
-from verl.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
 from verl.report.sinks import Logger
 from verl.rollout.base import SamplingParams
 from verl.tasks.file import read_tasks

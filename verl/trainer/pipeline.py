@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from verl._base.checked import checked
+from verl._base.names import disjoint
+from verl._base.record import Count, Seconds
 from verl.batch import Batch
-from verl.checked import checked
 from verl.cluster.controller import Controller
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.groups import DEADLINE
@@ -14,8 +16,6 @@ from verl.dataflow.nodes import RolloutNode, UpdateNode
 from verl.dataflow.result import Result
 from verl.dataflow.stages import check_none_updates, is_reward_function, make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
-from verl.names import disjoint
-from verl.record import Count, Seconds
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
 from verl.trainer.runner import Run

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verl import ranks
-from verl import ray_session as cluster
+from verl._host import ranks
+from verl._host import ray_session as cluster
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from verl._base.names import disjoint
 from verl.batch import Batch
 from verl.dataflow.graph import Graph
 from verl.dataflow.groups import Groups, all_of
 from verl.dataflow.nodes import deadline_of
 from verl.dataflow.result import Result
-from verl.names import disjoint
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater, role_metrics
 from verl.trainer.runner import Run

@@ -16,9 +16,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+from verl._base.checked import checked
+from verl._base.names import disjoint
+from verl._base.record import AtOnce, Count, Natural, Portion
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.checked import checked
 from verl.checkpoint.automatic import AutomaticCheckpoints
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
@@ -30,8 +32,6 @@ from verl.dataflow.graph import Graph
 from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import UpdateNode, log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
-from verl.names import disjoint
-from verl.record import AtOnce, Count, Natural, Portion
 from verl.report.completions import completions
 from verl.report.metrics import Metric, MetricFn, add_metrics
 from verl.report.samples import kl_to_reference, permuted

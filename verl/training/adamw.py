@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from verl.device import is_accelerator, total_memory
+from verl._host.device import is_accelerator, total_memory
 from verl.kernels.compiled import VECTOR, kernels
 from verl.kernels.inductor import lacking
 from verl.training.gradients import Weight, zeros_like

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl._base.autograd import take_rows
 from verl.algorithms.loss_terms import LossNeeds
 from verl.attention.prefix_tree import PrefixTree
 from verl.attention.segments import Packed, pack_rows
-from verl.autograd import take_rows
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.kernels.inductor import lacking
@@ -60,7 +60,7 @@ class Forward(nn.Module):
         self.stage: Stage | None = None
 
     def asked(self) -> dict[str, str]:
-        """What of the model decides what it goes with, as `verl.combinations` names it."""
+        """What of the model decides what it goes with, as `verl._base.combinations` names it."""
         if not self.is_padded:
             return {}
         kind = f"{type(self.packed.model).__name__} cannot be called so"

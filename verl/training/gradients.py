@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.autograd import add_rows
+from verl._base.autograd import add_rows
 from verl.errors import TrainingError
 from verl.kernels.compiled import accumulate
 

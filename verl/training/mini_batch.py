@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl._host.device import to_device
 from verl.algorithms.loss_terms import Loss, LossInput, LossPart
 from verl.batch import Batch
-from verl.device import to_device
 from verl.errors import DataError, TrainingError
 
 

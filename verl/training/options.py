@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from verl.combinations import check, named
+from verl._base.combinations import check, named
+from verl._base.names import check_known
+from verl._base.record import AsTuple, Count, FunctionPath, Natural, Record, Share, Strings, cost, result, wrong
 from verl.errors import ConfigError
 from verl.models.options import full_name
-from verl.names import check_known
-from verl.record import AsTuple, Count, FunctionPath, Natural, Record, Share, Strings, cost, result, wrong
 from verl.weights.layout import PARALLEL, Layout, ModelShape
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -178,7 +178,7 @@ class TrainOptions(TrainSettings):
         return "fsdp" if self.strategy == "deepspeed" and not self.trains else self.strategy
 
     def asked(self) -> dict[str, str]:
-        """What the settings are, as `verl.combinations` names it."""
+        """What the settings are, as `verl._base.combinations` names it."""
         fsdp, optim = self.fsdp_config, self.optim if self.trains else None
         decays = optim is not None and optim.total_steps is None and optim.schedule in ("linear", "cosine")
         return named({
@@ -293,7 +293,7 @@ def check_training(options: TrainOptions, layout: Layout, shape: ModelShape, **m
     """Refuse training that cannot be: on the driver before anything is started, and in engines of ranks.
 
     Args:
-        more: what else is asked for, as `verl.combinations` names it.
+        more: what else is asked for, as `verl._base.combinations` names it.
 
     Raises:
         ConfigError: the settings, the layout and the model do not go together.

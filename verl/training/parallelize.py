@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from verl.combinations import check
+from verl._base.combinations import check
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
 from verl.models.portable import empty_copy

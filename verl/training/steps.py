@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from verl._host.device import return_free_memory
 from verl.algorithms.loss_terms import Loss, LossPart
-from verl.device import return_free_memory
 from verl.errors import TrainingError
 from verl.training.local_weights import LocalWeights
 from verl.training.optimizer import MixedPrecisionOptimizer

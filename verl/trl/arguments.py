@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import yaml  # type: ignore[import-untyped]
 from transformers import TrainingArguments
 
-from verl.checked import validated
+from verl._base.checked import validated
+from verl._base.record import Count, Natural, NotNegative, Positive, Seed, Share
+from verl._host.ranks import torchrun_ranks
 from verl.errors import ConfigError, nearest, shown
-from verl.ranks import torchrun_ranks
-from verl.record import Count, Natural, NotNegative, Positive, Seed, Share
 from verl.trl.names import DEFAULTS, NO_EFFECT, OTHERWISE, REMOVED
 
 ConfigT = TypeVar("ConfigT")

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 
+from verl._host.ranks import torchrun_ranks
 from verl.errors import ConfigError
-from verl.ranks import torchrun_ranks
 from verl.trl.optim import lr_factor
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from verl._host.ranks import torchrun_ranks
 from verl.algorithms import BaseAlgorithm, PolicyGradient, make_algorithm
 from verl.cluster.controller import Controller
 from verl.errors import ConfigError, nearest
@@ -19,7 +20,6 @@ from verl.models.heads import SCORE_AT_EOS, ValueModel, as_classifier, share_hea
 from verl.models.lora import has_adapters
 from verl.models.options import ModelOptions
 from verl.models.source import ModelFiles
-from verl.ranks import torchrun_ranks
 from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
 from verl.roles.handle import LoraBase

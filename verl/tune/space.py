@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]
 
+from verl._base.extras import load_extra
 from verl.errors import ConfigError
-from verl.extras import load_extra
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

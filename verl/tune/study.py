@@ -12,10 +12,10 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from verl._base.durable import append_lines, lock_file, write_atomic
+from verl._base.extras import load_extra
 from verl.config import Config, load_config, run_id, to_yaml
-from verl.durable import append_lines, lock_file, write_atomic
 from verl.errors import ConfigError, VerlError
-from verl.extras import load_extra
 from verl.report.compare import short_names, write_comparison
 from verl.report.page import curves_of
 from verl.run.check import check_settings

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Count, Natural, Portion, Seed
 from verl.data.cursor import permutation
 from verl.errors import ConfigError, DataError, shown
-from verl.record import Count, Natural, Portion, Seed
 
 
 class DynamicBatchSampler:

@@ -10,10 +10,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as make_mesh
 
-from verl import device
+from verl._host import device
+from verl._host.ranks import torchrun_ranks
 from verl.cluster.world import stay_on_loopback
 from verl.errors import ConfigError
-from verl.ranks import torchrun_ranks
 
 
 def init_device_mesh(

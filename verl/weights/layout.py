@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from itertools import chain, combinations
 from typing import Any
 
-from verl.combinations import MAKE, check, named
+from verl._base.combinations import MAKE, check, named
+from verl._base.names import check_known
 from verl.errors import ConfigError, shown
-from verl.names import check_known
 from verl.weights.tensor_plan import tensor_plan
 
 #: The dimensions of a layout, outermost first: pipeline, replicas, fully sharded, sequence, expert, tensor.
@@ -77,7 +77,7 @@ class ModelShape:
         )
 
     def asked(self) -> dict[str, str]:
-        """What the model is, as `verl.combinations` names it."""
+        """What the model is, as `verl._base.combinations` names it."""
         dtype = self.dtypes[0] if len(self.dtypes) == 1 else "several dtypes" * bool(self.dtypes)
         return named({
             dtype: " and ".join(self.dtypes),
@@ -157,7 +157,7 @@ class Layout:
         return index
 
     def asked(self, strategy: str = "") -> dict[str, str]:
-        """What the layout is, and which back end trains in it under a strategy, as `verl.combinations` names them."""
+        """The layout, and the back end that trains in it under a strategy, as `verl._base.combinations` names them."""
         is_zero, name = strategy == "deepspeed" and self.size > 1, f"strategy '{strategy}'"
         return named({
             **{dim: f"{dim}={size}" * (size > 1) for dim, size in zip(DIMS, self.sizes, strict=True)},

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import pairwise, product, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from verl.checked import hinted
+from verl._base.checked import hinted
 
 if TYPE_CHECKING:
     import torch

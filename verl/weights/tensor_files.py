@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from verl.durable import parse_json
+from verl._base.durable import parse_json
 from verl.errors import CheckpointError, DamagedCheckpointError
 from verl.weights.shard import Shard, buckets
 

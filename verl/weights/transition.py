@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl._base.names import check_known
 from verl.errors import BrokenCollectiveError, ConfigError, TrainingError
-from verl.names import check_known
 from verl.weights.layout import Mesh
 from verl.weights.plan import BUCKET_BYTES, transition
 from verl.weights.shard import Shard, local_part, sharded_dims_of

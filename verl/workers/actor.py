@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from verl._base.combinations import check
+from verl._base.names import check_known
+from verl._host.user_functions import load_function
 from verl.batch import Batch
 from verl.cluster.rank_context import ALONE, ROLE, WEIGHTS, RankContext, dispatch
-from verl.combinations import check
 from verl.errors import ConfigError, shown
 from verl.models.lora import has_adapters
 from verl.models.packed import PackedModel
 from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
-from verl.names import check_known
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
@@ -26,7 +27,6 @@ from verl.rollout.turns import Outcome, sampled_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
-from verl.user_functions import load_function
 from verl.weights.shard import Shard, Stream
 from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates

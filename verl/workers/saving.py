@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from verl.durable import seal_all
+from verl._base.durable import seal_all
 from verl.errors import CheckpointError
 from verl.training.ranks import gather_json
 from verl.weights.shard import Shard, Stream

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from verl._host.user_functions import digest, load_function, split_spec
 from verl.errors import RewardError
 from verl.rewards import generators
 from verl.rewards.scores import Call, Score, call_plain
-from verl.user_functions import digest, load_function, split_spec
 from verl.workers.pooled import PooledWorker
 
 

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from verl._host.device import peak_memory, put
 from verl.cluster.rank_context import ALONE, RankContext, dispatch
-from verl.device import peak_memory, put
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource

@@ -22,14 +22,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl._host.ray_session import START_DEADLINE, connect
+from verl._host.user_functions import user_modules
 from verl.batch import Batch
 from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause, stalled
 from verl.cluster.placement import Device, DeviceMesh
 from verl.cluster.rank_context import RoleMeshes
 from verl.cluster.ray.rank import RayRank, Stream, WorkerError
 from verl.errors import ClusterError, ConfigError
-from verl.ray_session import START_DEADLINE, connect
-from verl.user_functions import user_modules
 from verl.weights.shard import in_buckets
 
 _LEAST_CPUS = 0.02

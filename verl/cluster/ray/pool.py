@@ -22,10 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Processes
+from verl._host.ray_session import check_count, connect, device_variables, is_own
 from verl.errors import ClusterError, ConfigError
-from verl.ray_session import check_count, connect, device_variables, is_own
-from verl.record import Processes
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import ray
 
+from verl._host.ranks import registry, who
 from verl.batch import Batch
 from verl.cluster.rank_context import RoleMeshes
 from verl.cluster.rank_worker import RankWorker, stacks
 from verl.cluster.world import World
 from verl.errors import ClusterError
-from verl.ranks import registry, who
 from verl.weights.shard import Shard, in_buckets
 
 logger = logging.getLogger(__name__)

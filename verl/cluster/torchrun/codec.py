@@ -23,13 +23,13 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 import verl.errors
+from verl._host.ranks import registry, who
+from verl._host.user_functions import load_function, user_modules
 from verl.algorithms.base import BaseAlgorithm
 from verl.batch import Batch
 from verl.errors import ClusterError, ConfigError
 from verl.models.loading import load_tokenizer
 from verl.models.portable import PortableModel
-from verl.ranks import registry, who
-from verl.user_functions import load_function, user_modules
 
 _PLAIN: tuple[Any, ...] = (bool, int, float, str)
 

@@ -24,7 +24,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from verl import ranks
+from verl._host import ranks
+from verl._host.ranks import local_ranks, rank_here, registry, torchrun_ranks, who
 from verl.batch import Batch
 from verl.cluster.group import GRACE, NO_ANSWER, Call, died, raise_cause
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
@@ -33,7 +34,6 @@ from verl.cluster.torchrun.codec import decode_error, encode_error
 from verl.cluster.torchrun.link import Link, Message, control_group
 from verl.cluster.world import World
 from verl.errors import BrokenCollectiveError, ClusterError
-from verl.ranks import local_ranks, rank_here, registry, torchrun_ranks, who
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl._host.device import is_host, to_device
 from verl.attention import flash
-from verl.device import is_host, to_device
 from verl.errors import ModelError
 from verl.rollout.embedded.kv_cache import KVCache, blocks_for
 from verl.rollout.embedded.scheduler import ScheduledBatch

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from verl import device
+from verl._host import device
 from verl.attention import flash
 from verl.models.packed import PackedModel
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from verl.device import free_memory, is_host
+from verl._host.device import free_memory, is_host
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.models.packed import PackedModel
 from verl.models.rope import original_length

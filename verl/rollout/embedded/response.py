@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from verl._host.device import HostCopy, to_device
 from verl.data.text import ResponseText
-from verl.device import HostCopy, to_device
 from verl.errors import RolloutError, shown
 from verl.kernels.compiled import Kernels
 from verl.rollout.base import Finish, LongPromptError, Request, Sample, SamplingParams

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.device import to_device
+from verl._host.device import to_device
 from verl.errors import RolloutError
 from verl.kernels.compiled import kernels
 from verl.models.packed import PackedModel, evaluating

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from verl.device import is_host, to_device
+from verl._host.device import is_host, to_device
 from verl.kernels import compiled
 from verl.kernels.compiled import Kernels
 from verl.rollout.base import SamplingParams

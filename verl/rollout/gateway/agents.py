@@ -19,15 +19,15 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from verl._base.secrets import is_secret, masked, note_secret
+from verl._host.user_calls import HungError, LateError, UserCode
+from verl._host.user_code import describe
 from verl.data.forms import plain
 from verl.errors import ConfigError, shown
 from verl.rewards.scores import as_number, is_usable
 from verl.rollout.episode import EndOfRunError
 from verl.rollout.gateway.server import listening
 from verl.sandbox import Limits, command_job, jailed
-from verl.secrets import is_secret, masked, note_secret
-from verl.user_calls import HungError, LateError, UserCode
-from verl.user_code import describe
 
 #: Of the environment of a command's process, what it gets besides the gateway's address and key.
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.extras import load_extra
+from verl._base.extras import load_extra
 from verl.rollout.gateway.dialects.form import ChatRequest, RequestError
 from verl.rollout.gateway.replies import Family
 

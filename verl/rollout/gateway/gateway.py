@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Count, Portion, Seconds
+from verl._base.secrets import key_of, masked
+from verl._host.user_calls import LateError, within
 from verl.data.chat import template_inputs
 from verl.errors import ConfigError, VerlError, nearest
-from verl.record import Count, Portion, Seconds
 from verl.rollout.episode import Client, EndOfRunError, LeftOutError
 from verl.rollout.gateway.agents import (
     AgentError,
@@ -37,8 +39,6 @@ from verl.rollout.gateway.session import START, Bounds, Rules, Session
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Turns
 from verl.sandbox import require
-from verl.secrets import key_of, masked
-from verl.user_calls import LateError, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

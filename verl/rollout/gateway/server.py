@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from verl.extras import load_extra
+from verl._base.extras import load_extra
 from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
 from verl.rollout.gateway.dialects.chat import CHAT
 from verl.rollout.gateway.dialects.form import Body, ChatAnswer, Dialect, Events, Part, RequestError

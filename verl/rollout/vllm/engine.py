@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.combinations import check
+from verl._base.combinations import check
+from verl._host.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states, variable
 from verl.data.text import ResponseText
-from verl.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states, variable
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.rollout.base import Finish, Request, Sample, SamplingParams, check_new

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from verl.device import synchronize
+from verl._host.device import synchronize
 from verl.weights.shard import Shard, checksum
 
 #: Every tensor begins at a multiple of so many bytes, whatever its dtype.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.device import variable
+from verl._host.device import variable
 from verl.errors import ConfigError
 from verl.training.forward import Forward
 from verl.training.optimizer import MOMENTS, adamw_options, lr_factor

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from verl._base.names import check_known
+from verl._host.user_functions import load_function
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel
-from verl.names import check_known
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import FSDPConfig
 from verl.training.ranks import Parallel, Ranks
-from verl.user_functions import load_function
 from verl.weights.shard import sharded_dims_of
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from verl.autograd import exchange
+from verl._base.autograd import exchange
 from verl.errors import ConfigError
 from verl.training.forward import Forward
 from verl.training.ranks import Parallel, Ranks

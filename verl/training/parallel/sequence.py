@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verl._base.autograd import exchange, joined
 from verl.attention.segments import Packed
-from verl.autograd import exchange, joined
 from verl.training.forward import Forward
 from verl.training.ranks import Ranks
 

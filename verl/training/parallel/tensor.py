@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.pytorch_utils import Conv1D
 
-from verl.autograd import joined, shared, split, summed
+from verl._base.autograd import joined, shared, split, summed
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel
 from verl.training.forward import Forward

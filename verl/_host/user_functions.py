@@ -13,9 +13,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from verl.durable import digest as file_digest
+from verl._base.durable import digest as file_digest
+from verl._host.user_code import NOT_THE_USERS, describe
 from verl.errors import ConfigError, RewardError, nearest
-from verl.user_code import NOT_THE_USERS, describe
 
 DEFAULT_FUNCTION = "compute_score"
 #: Modules imported from users' files, by the names that they have here.

@@ -24,10 +24,10 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import httpx
 
-from verl.checked import checked
+from verl._base.checked import checked
+from verl._base.record import Retries, Seconds
+from verl._base.secrets import from_environment, is_secret, key_of, masked
 from verl.errors import ConfigError, RolloutError, shown
-from verl.record import Retries, Seconds
-from verl.secrets import from_environment, is_secret, key_of, masked
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

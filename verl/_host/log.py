@@ -7,11 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-from verl.durable import LineFile
-from verl.names import check_known
-from verl.ranks import is_driver, torchrun_ranks, who
-from verl.user_code import DETAIL
-from verl.visible import visible
+from verl._base.durable import LineFile
+from verl._base.names import check_known
+from verl._base.visible import visible
+from verl._host.ranks import is_driver, torchrun_ranks, who
+from verl._host.user_code import DETAIL
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

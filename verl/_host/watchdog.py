@@ -1,5 +1,6 @@
 """A process that watches another one, whose interpreter may be held by a call of the user's code, so that no thread of
-it runs and no signal is heard: `python -I -S watchdog.py PID TABLE SIGNALS STACKS FOLDER ...`, see `verl.user_calls`.
+it runs and no signal is heard: `python -I -S watchdog.py PID TABLE SIGNALS STACKS FOLDER ...`. Started by
+`verl._host.user_calls`.
 
 Imports the standard library alone.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from verl.secrets import masked
+from verl._base.secrets import masked
 
 #: What a terminal acts on, or what shows text in another order or place than it has: control characters but for tab and
 #: line feed, line separators, marks of direction.

@@ -2,7 +2,7 @@
 
 A plain function is called in a daemon thread, which is left behind when it is late; an async one on an event loop that
 serves nothing else. What holds the interpreter (a regular expression, a huge power, a sleep in C) stops all threads of
-this process, its signals too: another process, `verl.watchdog`, ends it then, by name.
+this process, its signals too: another process, `verl._host.watchdog`, ends it then, by name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, Generic, TypeVar
 
-from verl import watchdog
-from verl.user_code import NOT_THE_USERS, line_of
+from verl._host import watchdog
+from verl._host.user_code import NOT_THE_USERS, line_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl import device
-from verl.durable import staging_of
+from verl._base.durable import staging_of
+from verl._host import device
 from verl.errors import ClusterError, ConfigError
 
 #: Seconds for the head of a cluster to answer the first question.

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import AfterValidator, ConfigDict, InstanceOf, PlainValidator, TypeAdapter, ValidationError
 
+from verl._base.keywords import takes
+from verl._base.record import Problem, SettingsError, problems_of, section
 from verl.errors import ConfigError, nearest
-from verl.keywords import takes
-from verl.record import Problem, SettingsError, problems_of, section
 
 _CONFIG = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _SCALARS = (bool, int, float, str, bytes, type(None))

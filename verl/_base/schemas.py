@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.durable import read_json, write_atomic
+from verl._base.durable import read_json, write_atomic
 from verl.errors import CheckpointError, ConfigError, VerlError
 
 
