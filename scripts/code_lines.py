@@ -1,9 +1,9 @@
-"""Count lines of code, without docstrings, comments and blank lines.
+"""Count lines and tokens of code, without docstrings, comments and blank lines.
 
     python scripts/code_lines.py [FOLDER]      # verl
 
-One row a package of FOLDER, and the total. A line counts if a token of code stands on it; so a string over several
-lines counts with all of them, unless it is a docstring.
+One row a package of FOLDER, and the total: lines of Python and of C++, and tokens of Python. A line counts if it has a
+token of code. A string over several lines counts with all of them, unless it is a docstring.
 """
 
 from __future__ import annotations
@@ -25,31 +25,24 @@ _NO_CODE = frozenset((
 _CPP_PART = re.compile(r'R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-def python_lines(source: str) -> int:
-    """How many lines of code a Python file has.
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
+    """The tokens of a Python file that are code.
 
     Raises:
-        SyntaxError: it is none.
-    """
-    return len(code_lines(source))
-
-
-def code_lines(source: str) -> set[int]:
-    """The numbers of the lines of a Python file on which code stands.
-
-    Raises:
-        SyntaxError: it is none.
+        SyntaxError: the file is not Python.
     """
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
         kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
             docstrings.add((node.body[0].lineno, node.body[0].col_offset))
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE and token.start not in docstrings:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return lines
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token for token in tokens if token.type not in _NO_CODE and token.start not in docstrings]
+
+
+def code_lines(source: str) -> set[int]:
+    """The numbers of the lines of a Python file that have code."""
+    return {line for token in code_tokens(source) for line in range(token.start[0], token.end[0] + 1)}
 
 
 def cpp_lines(source: str) -> int:
@@ -58,24 +51,28 @@ def cpp_lines(source: str) -> int:
     return sum(bool(line.strip()) for line in bare.splitlines())
 
 
-def count(folder: Path) -> dict[str, tuple[int, int]]:
-    """Lines of (Python, C++) of each package of a folder; files directly in it are under ".py"."""
+def count(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Lines of Python and C++, and tokens of Python, by package; "*.py" is the files directly in the folder."""
     python: Counter[str] = Counter()
     cpp: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
     for file in folder.rglob("*"):
         parts = file.relative_to(folder).parts
         package = f"{parts[0]}/" if len(parts) > 1 else "*.py"
         if file.suffix == ".py":
-            python[package] += python_lines(file.read_text(encoding="utf-8"))
+            source = file.read_text(encoding="utf-8")
+            python[package] += len(code_lines(source))
+            tokens[package] += len(code_tokens(source))
         elif file.suffix in CPP:
             cpp[package] += cpp_lines(file.read_text(encoding="utf-8"))
-    return {package: (python[package], cpp[package]) for package in sorted(python.keys() | cpp.keys())}
+    packages = sorted(python.keys() | cpp.keys())
+    return {package: (python[package], cpp[package], tokens[package]) for package in packages}
 
 
-def table(counts: dict[str, tuple[int, int]]) -> str:
-    total = tuple(sum(column) for column in zip((0, 0), *counts.values(), strict=True))
-    rows = [("", "Python", "C++"), *((name, *pair) for name, pair in {**counts, "total": total}.items())]
-    return "\n".join(f"{name:14}{python:>8}{cpp:>8}" for name, python, cpp in rows)
+def table(counts: dict[str, tuple[int, int, int]]) -> str:
+    total = tuple(sum(column) for column in zip((0, 0, 0), *counts.values(), strict=True))
+    rows = [("", "Python", "C++", "tokens"), *((name, *row) for name, row in {**counts, "total": total}.items())]
+    return "\n".join(f"{name:14}{python:>8}{cpp:>8}{tokens:>9}" for name, python, cpp, tokens in rows)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""Refuse words and phrases for which this project has plain ones.
+"""Refuse words and phrases for which the field has plain ones.
 
     python scripts/plain_words.py [FILE ...]      # the package, the documentation and the examples
     python scripts/plain_words.py --sentences [FILE ...]      # of pages: the lengths of sentences, and the ten longest
+    python scripts/plain_words.py --dialect [FOLDER]      # sentences of docstrings that do not read like the field's
 
 To add one, write it into WORDS with what to use instead. A word also counts as a part of an identifier (`_is_told`).
 """
@@ -43,6 +44,24 @@ NAMES = {
     "made": "what it is: actor_class, record, guard",
     "place": "context, position, offset, address",
 }
+#: What this project's docstrings used to say instead of the field's idiom. A match is a place to look at.
+DIALECT = {
+    "noun clause": r"\b(?:all|and|as|by|for|from|in|of|on|than|that|what|with)\s+what\s+"
+    r"(?:a|each|had|has|is|it|no|one|the|they|was)\b|(?:^|\. )What (?:a|each|has|is|it|no|of|the|they|was)\b",
+    "those of": r"\bth(?:at|ose) of\b",
+    "stands": r"\bstands?\b(?! for)",
+    "beside": r"\bbeside\b",
+    "there is none": r"\bthere is none\b|\bwhere there (?:is|are) no(?:ne)?\b",
+    "is none": r"\b(?:are|has|have|is) none\b",
+    "is of": r"\b(?:are|is|was|were) of (?:a|an|its|one|that|the|their|this)\b",
+    "Of a ...": r"(?:^|\. )Of (?:a|an|each|several|that|the|those|what)\b",
+    "so many": r"\bso many\b",
+    "anew": r"\banew\b",
+    "in the place of": r"\bin its place\b|\bin the place of\b",
+    "as they say": r"\bas (?:it|they) (?:say|stand)s?\b",
+}
+#: The most sentences of docstrings in it. It only falls: whoever lowers the count lowers this.
+MOST_DIALECT = 845
 ANY_WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(WORDS)})(?![a-z])", re.IGNORECASE)
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("verl", "docs", "examples")
@@ -81,6 +100,28 @@ def named_faults(source: str) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, name, NAMES[name]  # type: ignore[attr-defined]
 
 
+def dialect(folder: Path) -> Iterator[tuple[Path, str, list[str]]]:
+    """(file, sentence, the patterns of `DIALECT` that it matches) of each sentence of the docstrings in a folder."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            for part in re.split(r"(?<=[.:;!?])\s+|\n\s*\n", text or ""):
+                sentence = " ".join(part.split())
+                if len(part.split()) > 2:
+                    yield file, sentence, [name for name, form in DIALECT.items() if re.search(form, sentence)]
+
+
+def show_dialect(folder: Path) -> int:
+    """Print the sentences in dialect and their share; returns their number."""
+    sentences = list(dialect(folder))
+    matches = [row for row in sentences if row[2]]
+    for file, sentence, names in matches:
+        print(f"{file}: {sentence[:140]}  [{', '.join(names)}]")
+    print(f"{len(matches)} of {len(sentences)} sentences of docstrings: {len(matches) / max(1, len(sentences)):.1%}")
+    return len(matches)
+
+
 def files() -> Iterator[Path]:
     yield from (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
     for folder in FOLDERS:
@@ -112,6 +153,10 @@ def show_sentences(names: list[str]) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--sentences"]:
         return show_sentences(sys.argv[2:])
+    if sys.argv[1:2] == ["--dialect"]:
+        if show_dialect(Path(sys.argv[2] if sys.argv[2:] else ROOT / "verl")) > MOST_DIALECT:
+            sys.exit(f"more than {MOST_DIALECT}, which was reached before: write these as the field does")
+        return None
     count = 0
     for file in [Path(name).resolve() for name in sys.argv[1:]] or files():
         text = file.read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.code_lines import count, cpp_lines, python_lines, table
+from scripts.code_lines import code_lines, code_tokens, count, cpp_lines, table
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -59,8 +59,9 @@ int f() {  // 2
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code(tmp_path: Path) -> None:
-    assert python_lines(PYTHON) == 12
-    assert python_lines("") == python_lines('"""Only a docstring."""\n') == 0
+    assert len(code_lines(PYTHON)) == 12
+    assert code_lines("") == code_lines('"""Only a docstring."""\n') == set()
+    assert [token.string for token in code_tokens('"""A."""\nx = [1]  # why\n')] == ["x", "=", "[", "1", "]"]
     assert cpp_lines(CPP) == 9
     (tmp_path / "a" / "deep").mkdir(parents=True)
     (tmp_path / "top.py").write_text("x = 1\n")
@@ -69,8 +70,8 @@ def test_docstrings_comments_and_blank_lines_are_no_code(tmp_path: Path) -> None
     (tmp_path / "a" / "deep" / "three.h").write_text(CPP)
     (tmp_path / "a" / "notes.md").write_text("text\n")
     counts = count(tmp_path)
-    assert counts == {"*.py": (1, 0), "a/": (14, 9)}
-    assert table(counts).splitlines()[-1].split() == ["total", "15", "9"]
+    assert counts == {"*.py": (1, 0, 3), "a/": (14, 9, 39)}
+    assert table(counts).splitlines()[-1].split() == ["total", "15", "9", "42"]
 
 
 @pytest.mark.slow
@@ -78,8 +79,9 @@ def test_the_command_prints_a_row_for_each_package() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "code_lines.py"), str(ROOT / "verl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert rows[0] == ["Python", "C++"]
+    assert rows[0] == ["Python", "C++", "tokens"]
     assert {"trainer/", "kernels/", "total"} <= {row[0] for row in rows[1:]}
     assert int(rows[-1][1]) == sum(int(row[1]) for row in rows[1:-1]) > 10_000
+    assert int(rows[-1][3]) > 5 * int(rows[-1][1])
     done = subprocess.run([*command[:2], "/nowhere"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "is no folder" in done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.plain_words import faults, named_faults
+from scripts.plain_words import MOST_DIALECT, dialect, faults, named_faults
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "plain_words.py"
 
@@ -50,3 +50,19 @@ def test_the_command_names_file_line_and_what_to_write(tmp_path: Path) -> None:
 def test_the_project_keeps_to_it() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_sentences_in_dialect_are_seen_and_their_number_only_falls(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        '"""Rows of a batch. They are so many as it says."""\n\n\n'
+        'def f():\n    """Add what is there.\n\n    Beside that of f. Stands for itself."""\n'
+    )
+    rows = [(sentence, names) for _, sentence, names in dialect(tmp_path)]
+    assert rows == [
+        ("Rows of a batch.", []),
+        ("They are so many as it says.", ["so many", "as they say"]),
+        ("Add what is there.", []),
+        ("Beside that of f.", ["those of"]),
+        ("Stands for itself.", []),
+    ]
+    assert sum(bool(names) for _, _, names in dialect(SCRIPT.parents[1] / "verl")) <= MOST_DIALECT
