@@ -49,6 +49,8 @@ _ADAPTERS = (
     "{} holds adapters of peft, not a model: give their base and lora, or write the model that they make with it by "
     "PeftModel.from_pretrained(base, ...).merge_and_unload().save_pretrained(...)"
 )
+# A model without weights still has a module for each layer: one of a billion layers would never be made.
+_MOST_OF_A_SIZE = 1 << 24
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -135,7 +137,12 @@ def configured_model(
     name = _located(path_or_name, "configuration")
     with _explained(name, "model"), _quiet():
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+        text = config.get_text_config()
+        for size in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"):
+            value = getattr(text, size, None)
+            if value is not None and not (type(value) is int and 0 < value < _MOST_OF_A_SIZE):
+                raise ModelError(f"{size} of {name}, by its config.json, is {value!r}, no number of them")
+        stored = getattr(text, "dtype", None) or torch.float32
         options = {"dtype": stored if dtype == "auto" else _DTYPES[dtype], "trust_remote_code": trust_remote_code}
         return on_meta(partial(_AUTO.get(kind, AutoModel).from_config, config, **options))
 

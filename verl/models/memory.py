@@ -19,7 +19,8 @@ from verl.weights.layout import count_of
 
 class ModelSize(NamedTuple):
     """What the memory of a model depends on. `itemsize`: bytes of a live weight; `fused`: see models/llama.py;
-    `trained`: of the parameters, None for all; `int4_bytes`: of the weights in 4 bits, beside the parameters."""
+    `trained`: of the parameters, None for all; `int4_bytes`: of the weights in 4 bits, beside the parameters;
+    `experts`: of a layer, 0 if it is dense."""
 
     parameters: int
     layers: int
@@ -33,6 +34,7 @@ class ModelSize(NamedTuple):
     fused: bool = False
     trained: int | None = None
     int4_bytes: int = 0
+    experts: int = 0
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelSize:
@@ -62,6 +64,7 @@ class ModelSize(NamedTuple):
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             # A linear layer has buffers where its weight is in 4 bits.
             int4_bytes=sum(buffer.nbytes for layer in linear for buffer in layer.buffers(recurse=False)),
+            experts=count_of(config, "num_experts", "num_local_experts", "n_routed_experts"),
         )
 
     @property

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Literal
 
 from verl._host import device
 from verl._host.ranks import local_ranks
@@ -16,8 +15,6 @@ from verl.cluster.placement import DeviceMesh
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.models.head_sizes import HeadSizes
-from verl.models.loading import configured_model
-from verl.models.lora import add_lora
 from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
@@ -25,7 +22,7 @@ from verl.planner.memory import RESERVE
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.run.check import roles_of
-from verl.run.planned import reward_models
+from verl.run.planned import model_size, reference_model, reward_models
 from verl.training.options import OptimConfig, TrainOptions, layout_of
 
 logger = logging.getLogger(__name__)
@@ -143,7 +140,7 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
     """
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     cut = _cut_over(config, "actor", policy.actor, cluster)
-    size = _size(policy.model)
+    size = model_size(policy.model)
     reserve = int(RESERVE * cluster.device.memory)
     others = dict(_beside(config, algorithms, cluster))
     generates = any(algorithm.online for algorithm in algorithms) and not _is_apart(config, "rollout")
@@ -173,32 +170,20 @@ def _beside(
     policy = config.actor_rollout_ref
     roles = roles_of(config, algorithms)
     if "reference" in roles and not _is_apart(config, "reference") and policy.model.lora is None:
-        path = policy.ref.path or policy.model.path
-        model = ModelOptions(path=path, dtype=policy.ref.dtype or policy.model.dtype)
         cut = _cut_over(config, "reference", policy.actor, cluster)
-        yield "reference", MemoryEstimate(_size(model).weight_bytes // cut)
+        yield "reference", MemoryEstimate(model_size(reference_model(policy)).weight_bytes // cut)
     for role in sorted(roles & {"critic", "cost_critic"}):
         if not _is_apart(config, role):
             train = config.critic.options(policy.actor)
             model = config.critic.model.replace(path=config.critic.model.path or policy.model.path)
             cut = _cut_over(config, role, train, cluster)
-            estimate = estimate_memory(_size(model, "score"), moments=train.optim.moments, cut_over=cut)
+            estimate = estimate_memory(model_size(model, "score"), moments=train.optim.moments, cut_over=cut)
             # Of one that is cut none is whole: a critic generates nothing.
             yield role, estimate._replace(weights=0) if cut > 1 else estimate
     for role, part in reward_models(config):
         if not _is_apart(config, role):
-            scored = _size(ModelOptions(path=part.model, dtype=part.dtype), "score")
+            scored = model_size(ModelOptions(path=part.model, dtype=part.dtype), "score")
             yield f"{role} model", estimate_memory(scored, trained=False)
-
-
-def _size(model: ModelOptions, kind: Literal["causal", "score"] = "causal") -> ModelSize:
-    if model.dtype == "int4":
-        raise ConfigError("--device: the memory of weights in int4 is not modelled: try it with model.dtype=bfloat16")
-    trust = model.trust_remote_code
-    configured = configured_model(str(model.path), dtype=model.dtype, kind=kind, trust_remote_code=trust)
-    if model.lora is not None:
-        add_lora(configured, model.lora)
-    return ModelSize.from_model(configured)._replace(fused=False)
 
 
 def _is_apart(config: Config, role: str) -> bool:

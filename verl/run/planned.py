@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from math import ceil
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from verl._base.durable import read_json
 from verl.config import Config, RewardPart
+from verl.config.schema import ActorRolloutRefConfig
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
+from verl.models.options import ModelOptions
 from verl.planner.cost import Workload
 from verl.planner.hardware import Cluster
 from verl.planner.memory import Strategy, ddp, fsdp
@@ -20,7 +20,6 @@ from verl.planner.search import Choice, Model, PlacementPlan, Problem
 from verl.rollout.choice import planned_engine
 from verl.training.options import DeepSpeedOptions, FSDPConfig, TrainOptions
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 #: Tokens of a prompt where data.max_prompt_length does not say.
 PROMPT = 1024
 
@@ -40,24 +39,31 @@ def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_se
         raise ConfigError("verl plan: runs with LoRA or asynchronous training are not modelled: leave them out")
     if policy.rollout.name == "hf":
         raise ConfigError("verl plan: the engine 'hf' is not modelled: set rollout.name=embedded or vllm")
-    actor = model_size(policy.model.path or "", policy.model.dtype)
+    actor = model_size(policy.model)
     trained = _strategies("actor_rollout_ref.actor", policy.actor, actor)
     models = [Model("actor", actor, True, trained)]
     if critics := [role for role in ("critic", "cost_critic") if role in roles]:
         model = config.critic.model
-        size = model_size(model.path or policy.model.path or "", model.dtype)
+        size = model_size(model.replace(path=model.path or policy.model.path), "score")
         strategies = _strategies("critic", config.critic.options(config.actor_rollout_ref.actor), size)
         models.append(Model(critics[0], size, True, strategies, beside=tuple(critics[1:])))
     if "reference" in roles:
-        dtype = policy.ref.dtype or policy.model.dtype
-        size = model_size(policy.ref.path or policy.model.path or "", dtype)
+        size = model_size(reference_model(policy))
         models.append(Model("reference", size, False, trained, follows="actor"))
-    scored = [(role, model_size(part.model or "", part.dtype)) for role, part in reward_models(config)]
+    parts = reward_models(config)
+    scored = [(role, model_size(ModelOptions(path=part.model, dtype=part.dtype), "score")) for role, part in parts]
     if scored:  # they share their devices, and the largest stands for each of them
         largest = max((size for _, size in scored), key=lambda size: size.parameters)
         first, *others = (role for role, _ in scored)
         models.append(Model(first, largest, False, (ddp(largest.itemsize),), whole=True, beside=tuple(others)))
+    if any(model.size.experts for model in models):
+        raise ConfigError("verl plan: mixtures of experts are not modelled")
     return Problem(tuple(models), _workload(config), cluster, most_seconds)
+
+
+def reference_model(policy: ActorRolloutRefConfig) -> ModelOptions:
+    """The model of a run's reference."""
+    return ModelOptions(path=policy.ref.path or policy.model.path, dtype=policy.ref.dtype or policy.model.dtype)
 
 
 def _workload(config: Config) -> Workload:
@@ -82,47 +88,24 @@ def _workload(config: Config) -> Workload:
     )
 
 
-def model_size(path: str, dtype: str = "auto") -> ModelSize:
-    """The size of a model by its `config.json`, in a directory or on the hub; no weights are read.
+def model_size(model: ModelOptions, kind: Literal["causal", "score"] = "causal") -> ModelSize:
+    """The size of a model by its configuration, in a directory or on the hub; no weights are read.
 
     Raises:
-        ConfigError: there is none, or it is of a mixture of experts.
+        ModelError: there is no configuration, or it describes no model.
+        ConfigError: its weights are in int4, which is not modelled; or see `add_lora`.
     """
-    raw = _configuration(path)
-    text = raw.get("text_config")
-    raw = {**raw, **(text if isinstance(text, Mapping) else {})}
+    from verl.models.loading import configured_model
+    from verl.models.lora import add_lora
 
-    def first(*names: str, default: Any = None) -> Any:
-        return next((raw[name] for name in names if raw.get(name) is not None), default)
-
-    def count(*names: str, default: int | None = None) -> int:
-        value = first(*names, default=default)
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise ConfigError(f"verl plan: {names[0]} of {path}, by its config.json, is {value!r}, no number of them")
-        return value
-
-    if first("num_experts", "num_local_experts", "n_routed_experts"):
-        raise ConfigError(f"verl plan: {path} is a mixture of experts, which is not modelled")
-    layers, hidden = count("num_hidden_layers", "n_layer"), count("hidden_size", "n_embd")
-    heads, vocab = count("num_attention_heads", "n_head"), count("vocab_size")
-    kv_heads, width = count("num_key_value_heads", default=heads), count("head_dim", default=hidden // heads)
-    intermediate, is_gpt2 = count("intermediate_size", "n_inner", default=4 * hidden), raw.get("model_type") == "gpt2"
-    embeddings = (1 if first("tie_word_embeddings", default=is_gpt2) else 2) * vocab
-    embeddings += count("n_positions") if is_gpt2 else 0
-    # Query, key, value and output; two or three matrices of the MLP; two norms. Biases are left out.
-    layer = 2 * hidden * width * (heads + kv_heads) + (2 if is_gpt2 else 3) * hidden * intermediate + 2 * hidden
-    name = str(first("dtype", "torch_dtype", default="bfloat16")) if dtype == "auto" else dtype
-    return ModelSize(
-        parameters=layers * layer + embeddings * hidden + hidden,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        vocab=vocab,
-        itemsize=_BYTES.get(name, 2),
+    if model.dtype == "int4":
+        raise ConfigError(f"{model.path}: the memory of weights in int4 is not modelled: try it with dtype=bfloat16")
+    configured = configured_model(
+        str(model.path), dtype=model.dtype, kind=kind, trust_remote_code=model.trust_remote_code
     )
+    if model.lora is not None:
+        add_lora(configured, model.lora)
+    return ModelSize.from_model(configured)._replace(fused=False)
 
 
 def pasted(plan: PlacementPlan) -> str:
@@ -176,21 +159,3 @@ def reward_models(config: Config) -> list[tuple[str, RewardPart]]:
     sections = [(role, getattr(config, role)) for role in ("reward", "cost")]
     parts = [(role, part) for role, section in sections for part in (section, *section.components.values())]
     return [(role, part) for role, part in parts if part.model is not None]
-
-
-def _configuration(path: str) -> Mapping[str, Any]:
-    file = Path(path).expanduser() / "config.json"
-    if not file.is_file():
-        from huggingface_hub import hf_hub_download
-
-        try:
-            file = Path(hf_hub_download(path, "config.json"))
-        except (OSError, ValueError) as error:  # no such file or host; a name that the hub does not allow
-            raise ConfigError(
-                f"verl plan: no configuration of '{path}': give a directory with its config.json, or a hub name "
-                f"that can be reached ({type(error).__name__})"
-            ) from None
-    try:
-        return read_json(file, dict[str, Any])  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"verl plan: {file} is no JSON of a model: {error}") from None
