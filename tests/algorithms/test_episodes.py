@@ -22,7 +22,7 @@ from verl.algorithms.base import BaseAlgorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.training.left_out import left_out
+from verl.training.micro_batch import zero_gradient_rows
 from verl.workers.update import UpdatePlan, loss_needs, mini_batches
 
 COMPARING = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "gspo"]
@@ -134,7 +134,7 @@ def test_the_loss_is_that_of_the_reference(name: str, mode: str, seed: int) -> N
         return
     log_probs = new_log_probs(prepared, episodes)
     needs = loss_needs(algorithm.objective("actor"))
-    leave = left_out(prepared, algorithm.token_weights(prepared), needs)
+    leave = zero_gradient_rows(prepared, algorithm.token_weights(prepared), needs)
     rows = [row for row in range(len(prepared)) if row not in leave]
     rng.shuffle(rows)
     parts = [rows[start : start + 2] for start in range(0, len(rows), 2)]

@@ -22,7 +22,7 @@ from verl.algorithms.loss_terms import LossNeeds
 from verl.algorithms.losses import PolicyLoss, PolicyTerms
 from verl.algorithms.ppo import PPO
 from verl.batch import Batch
-from verl.training.left_out import left_out
+from verl.training.micro_batch import zero_gradient_rows
 
 CRITICS = {"safe_rlhf": {"baseline": "critics"}}
 KL, ENTROPY = {"kl_in": "loss", "kl_coef": 0.05}, {"entropy_coeff": 0.01}
@@ -105,7 +105,7 @@ def test_a_token_of_weight_or_advantage_0_has_a_gradient_of_exactly_0(
         for leaf in outputs.values():
             gradient = torch.zeros(tokens) if leaf.grad is None else leaf.grad
             assert bool((gradient[is_zero] == 0).all())
-        rows = left_out(batch, objective.token_weights(batch), needs_of(objective))
+        rows = zero_gradient_rows(batch, objective.token_weights(batch), needs_of(objective))
         expected = [row for row, part in enumerate(is_zero.split(batch.lengths("response_tokens"))) if bool(part.all())]
         assert rows == expected
 
@@ -121,7 +121,7 @@ def test_the_gradient_of_a_loss_without_the_statement_does_not_hang_on_weights()
         x = loss_input(objective, batch, log_probs=outputs)
         objective.compute_loss(LossInput(**{**vars(x), "weights": torch.zeros_like(x.weights)})).total.backward()
         assert outputs.grad is not None and bool(outputs.grad.any())
-        assert left_out(batch, torch.zeros(len(outputs)), needs_of(objective)) == []
+        assert zero_gradient_rows(batch, torch.zeros(len(outputs)), needs_of(objective)) == []
 
 
 class Squared(GRPO):
@@ -214,9 +214,9 @@ GRPO_NEEDS = needs_of(GRPO().objective("actor"))
 def test_rows_whose_advantages_are_all_0_as_stored_are_left_out() -> None:
     batch = rows_with(ADVANTAGES)
     weights = torch.ones(9)
-    assert left_out(batch, weights, GRPO_NEEDS) == [0, 4, 5]
+    assert zero_gradient_rows(batch, weights, GRPO_NEEDS) == [0, 4, 5]
     weights[7] = 0.0  # of the token that alone had an advantage
-    assert left_out(batch, weights, GRPO_NEEDS) == [0, 3, 4, 5]
+    assert zero_gradient_rows(batch, weights, GRPO_NEEDS) == [0, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -232,20 +232,24 @@ def test_where_more_than_advantages_counts_only_rows_of_weight_0_are_left_out(ch
     """An entropy bonus, KL in the loss, a head of values, and a loss that reads no advantages."""
     needs = needs_of(GRPO().objective("actor"), **change)
     weights = torch.ones(9)
-    assert left_out(rows_with(ADVANTAGES), weights, needs) == [4]
+    assert zero_gradient_rows(rows_with(ADVANTAGES), weights, needs) == [4]
     weights[2:5] = 0.0
-    assert left_out(rows_with(ADVANTAGES), weights, needs) == [1, 2, 4]
+    assert zero_gradient_rows(rows_with(ADVANTAGES), weights, needs) == [1, 2, 4]
 
 
 def test_kl_in_the_loss_counts_whatever_its_coefficient() -> None:
     for options in ({"kl_in": "loss", "kl_coef": 0.0}, {"entropy_coeff": 1e-9}):
-        assert left_out(rows_with(ADVANTAGES), torch.ones(9), needs_of(GRPO(**options).objective("actor"))) == [4]
+        assert zero_gradient_rows(
+            rows_with(ADVANTAGES), torch.ones(9), needs_of(GRPO(**options).objective("actor"))
+        ) == [4]
 
 
 @pytest.mark.parametrize("change", [{"coupled": True}, {"no_gradient_at_zero": False}])
 def test_without_the_statement_or_with_coupled_rows_none_is_left_out(change: dict[str, Any]) -> None:
-    assert left_out(rows_with(ADVANTAGES), torch.zeros(9), needs_of(GRPO().objective("actor"), **change)) == []
+    assert (
+        zero_gradient_rows(rows_with(ADVANTAGES), torch.zeros(9), needs_of(GRPO().objective("actor"), **change)) == []
+    )
 
 
 def test_beside_a_loss_of_the_model_none_is_left_out() -> None:
-    assert left_out(rows_with(ADVANTAGES), torch.zeros(9), GRPO_NEEDS, auxiliary_loss=True) == []
+    assert zero_gradient_rows(rows_with(ADVANTAGES), torch.zeros(9), GRPO_NEEDS, auxiliary_loss=True) == []

@@ -417,7 +417,7 @@ def trainer() -> dict[str, Shown]:
         "max_staleness": Shown(run, 0, 2, {"trainer.total_steps": 4}, slow=True),
         "timeline": Shown(run, False, True, slow=True),
         "control": Shown(run, None, "zero_lr", slow=True),
-        "leave_out": Shown(
+        "skip_zero_advantage_rows": Shown(
             run,
             True,
             False,

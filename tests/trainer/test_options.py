@@ -25,7 +25,15 @@ from verl.trainer.options import (
 
 RECORDS = (PlacementOptions, BufferOptions, CheckpointOptions, LoggingOptions, LimitOptions)
 #: Keywords that are no field of a record.
-OTHERS = {"reward_fn", "cost", "environment", "config_path", "dataloader", "permute_rewards", "leave_out"}
+OTHERS = {
+    "reward_fn",
+    "cost",
+    "environment",
+    "config_path",
+    "dataloader",
+    "permute_rewards",
+    "skip_zero_advantage_rows",
+}
 
 
 def named(call: Callable[..., Any]) -> set[str]:

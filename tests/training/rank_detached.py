@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.training.left_out_steps import prepared_steps
-from tests.training.rank_left_out import Case, Zero
-from tests.training.test_left_out import Detached
+from tests.training.rank_zero_advantage import Case, Zero
+from tests.training.test_zero_advantage import Detached
+from tests.training.zero_advantage_steps import prepared_steps
 from verl.errors import TrainingError
 from verl.training.ranks import gather_json
 from verl.weights.layout import Layout

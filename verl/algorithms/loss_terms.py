@@ -59,7 +59,7 @@ class LossInput:
     computed_tokens: int = -1
     """Of `total_active` those in rows that are computed, for the means of metrics; without it, all."""
     computed_sequences: int = -1
-    """Of `total_sequences` those that are computed; see `verl.training.left_out`."""
+    """Of `total_sequences` those that are computed; see `verl.training.micro_batch`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Number columns of the batch: token-aligned `[R]`, one a row `[S]`; `group` as an int64 index `[S]`."""
 
@@ -130,20 +130,19 @@ class LossPart:
         rows: the mini-batch, of all ranks.
         loss: from the record of a micro-batch to its additive loss.
         weights: `[R]` aggregation weights of the response tokens of `rows`.
-        left_out: those of the rows that are not computed, because their gradient is known to be 0; ascending.
+        skipped: rows that are not computed, because their gradient is known to be 0; ascending.
     """
 
     rows: Batch
     loss: LossFn
     weights: Tensor
     needs: LossNeeds = LossNeeds()
-    left_out: Sequence[int] = ()
+    skipped: Sequence[int] = ()
 
     @cached_property
     def computed(self) -> list[int]:
         """The other rows, ascending."""
-        left_out = {*self.left_out}
-        return [row for row in range(len(self.rows)) if row not in left_out]
+        return sorted({*range(len(self.rows))}.difference(self.skipped))
 
 
 def combine_metrics(parts: list[Mapping[str, Tensor | float]]) -> dict[str, float]:

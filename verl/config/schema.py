@@ -395,7 +395,7 @@ class TrainerConfig(Record):
     control: Literal["permute_rewards", "zero_lr"] | None = result(
         None, "a run that should learn nothing: shuffled rewards, or learning rate 0"
     )
-    leave_out: bool = cost(
+    skip_zero_advantage_rows: bool = cost(
         True,
         "rows whose gradient is known to be 0, such as samples of a prompt that all scored alike, are not computed in "
         "updates; metrics of the update's forward pass are then means over the other rows (false: all are computed)",

@@ -537,7 +537,7 @@ class Actor(ModelHandle[ActorWorker]):
         """`loss` and the metrics of an update on a prepared batch, without the update."""
         prepared = self.prefixed(prepared, algorithm).drop(["rollout_log_probs"])
         part = UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared))
-        return self.group.call(ActorWorker.loss, part, self.plan.leave_out)
+        return self.group.call(ActorWorker.loss, part, self.plan.skip_zero_advantage_rows)
 
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, under its names."""

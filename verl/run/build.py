@@ -22,7 +22,7 @@ from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
 
 #: Settings of the trainer that it takes under their names.
-_AS_SET = ("max_resamples", "max_skipped_updates", "leave_out", "deadline", "async_save")
+_AS_SET = ("max_resamples", "max_skipped_updates", "skip_zero_advantage_rows", "deadline", "async_save")
 
 
 def placed_roles(config: Config, algorithms: Iterable[BaseAlgorithm]) -> list[str]:

@@ -27,7 +27,7 @@ class TrainerKeywords(AlgorithmKeywords, total=False):
     config_path: str | Path | None
     dataloader: Iterable[Any] | None
     permute_rewards: bool
-    leave_out: bool
+    skip_zero_advantage_rows: bool
     checkpoint_dir: str | Path | None
     save_every: int | None
     keep_checkpoints: int | None

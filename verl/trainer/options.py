@@ -108,7 +108,7 @@ _OTHERS: dict[str, Any] = {
     "config_path": str | Path | None,
     "dataloader": InstanceOf[Iterable[Any]] | None,
     "permute_rewards": bool,
-    "leave_out": bool,
+    "skip_zero_advantage_rows": bool,
 }
 
 

@@ -107,7 +107,7 @@ class Trainer:
             - `config_path`: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`
             - `dataloader`: what `train` goes over
             - `permute_rewards`: a control: rewards are shuffled among the samples, so nothing can be learned
-            - `leave_out`: rows whose gradient is known to be 0 are not computed in updates (True)
+            - `skip_zero_advantage_rows`: rows whose gradient is known to be 0 are not computed in updates (True)
             - options of the algorithm, such as `kl_coef`
 
     Raises:
@@ -155,7 +155,7 @@ class Trainer:
         #: What `train` goes over.
         self.dataloader: Iterable[Any] | None = of_tasks.pop("dataloader", None)
         permute_rewards = of_tasks.pop("permute_rewards", False)
-        leave_out = of_tasks.pop("leave_out", True)
+        skip_zero_advantage_rows = of_tasks.pop("skip_zero_advantage_rows", True)
         tasks = tasks_of(
             rest,
             **of_tasks,
@@ -175,7 +175,7 @@ class Trainer:
         self.actor = actor if isinstance(actor, Actor) else Actor(actor, head=tasks[0].algorithm.head)
         self._make_tasks(tasks, critic, options)
         for handle in self.roles.values():
-            handle.plan = replace(handle.plan, leave_out=leave_out)
+            handle.plan = replace(handle.plan, skip_zero_advantage_rows=skip_zero_advantage_rows)
         self._permute = permute_rewards
         #: The samples of the latest update by task, and the same as `prepare` left them.
         self.latest: tuple[Mapping[str, Batch], Mapping[str, Batch]] | None = None

@@ -1,6 +1,6 @@
 """How one model is trained: engines, optimizer, micro-batches, and the record a loss function reads.
 
-Reading order: `engine`, `torch_engine`, `options`, `runner`, `left_out`, `micro_batch`, `mini_batch`,
+Reading order: `engine`, `torch_engine`, `options`, `runner`, `micro_batch`, `mini_batch`,
 `forward`, `steps`, `gradients`, `optimizer`, `adamw`, `checkpointing`, `local_weights`, `parallelize`,
 `parallel`, `ranks`, `backends`.
 """

@@ -1,9 +1,8 @@
 """The dealing of rows: which rank computes which rows of a mini-batch, and in which micro-batches.
 
-This is the one place that may see fewer rows than the mini-batch has (`computed` of `deal`). All else is decided over
-all of its rows, whether they are computed or not: mini-batches and shuffles (`workers.update`), weights, denominators
-and totals (`MiniBatch`), and whether there is an optimizer step. So rows whose gradient is known to be 0 (`left_out`)
-are missing here, and nothing else changes.
+Only here may rows be missing (`computed` of `deal`): those whose gradient is known to be 0 (`zero_gradient_rows`).
+Mini-batches and shuffles (`workers.update`), weights, denominators and totals (`MiniBatch`), and whether there is an
+optimizer step, are decided over all rows.
 
 A micro-batch costs its flat tokens: what several of its rows begin with (`attention.prefix_tree`) counts once, and the
 last token of a response does not count, because nothing is predicted from it.
@@ -18,7 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
+from verl.algorithms.loss_terms import LossNeeds
 from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.batch import Batch
 
@@ -90,6 +91,26 @@ def deal(
     micro_batches = [_split(costs, rows, limits) for rows in by_rank]
     most = max(map(len, micro_batches)) if in_step else 0
     return Deal([parts + [[]] * (most - len(parts)) for parts in micro_batches], costs.tree)
+
+
+def zero_gradient_rows(rows: Batch, weights: Tensor, needs: LossNeeds, *, auxiliary_loss: bool = False) -> list[int]:
+    """The rows of a mini-batch whose gradient is 0 whatever the model predicts, ascending: all of their tokens have a
+    weight of 0 or, where nothing else counts in the loss (`LossNeeds.advantages_decide`), an advantage of exactly 0.
+
+    None, unless the loss states `no_gradient_at_zero`, rows are not coupled in it, and the model adds no loss of its
+    own (`auxiliary_loss`).
+
+    Args:
+        weights: `[R]`, of the response tokens of all rows.
+    """
+    lengths = rows.lengths("response_tokens")
+    fits = len(weights) == sum(lengths)  # else `MiniBatch` refuses it
+    if not needs.no_gradient_at_zero or needs.coupled or auxiliary_loss or not fits:
+        return []
+    counts = weights != 0
+    if needs.advantages_decide and "advantages" in rows and rows.lengths("advantages") == lengths:
+        counts &= rows.tensor("advantages") != 0
+    return [row for row, tokens in enumerate(counts.split(lengths)) if not tokens.any()]
 
 
 def balanced(batch: Batch, parts: int, coupled: bool = False) -> list[list[int]]:

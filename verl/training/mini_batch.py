@@ -39,7 +39,7 @@ class MiniBatch:
             "total_tokens": int(rows.tensor("response_mask").count_nonzero()) if masked else sum(lengths),
             "total_active": active,
             "total_groups": len(rows.group_indices()),
-            "computed_tokens": active - sum(int(self._weights[row].count_nonzero()) for row in part.left_out),
+            "computed_tokens": active - sum(int(self._weights[row].count_nonzero()) for row in part.skipped),
             "computed_sequences": len(part.computed),
         }
 

@@ -262,9 +262,9 @@ class ActorWorker(TrainedWorker):
         return Batch.from_columns(self.engine.predict(batch, ("scores",)))
 
     @dispatch("train")
-    def loss(self, part: UpdatePart, leave_out: bool = False) -> dict[str, float]:
+    def loss(self, part: UpdatePart, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
         """`loss` and metrics, as an update has them, without one."""
-        return compute_loss(self.engine, part, leave_out)
+        return compute_loss(self.engine, part, skip_zero_advantage_rows)
 
     @dispatch("train")
     def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:

@@ -14,8 +14,7 @@ from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossPart
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
-from verl.training.left_out import left_out
-from verl.training.micro_batch import shared_tokens
+from verl.training.micro_batch import shared_tokens, zero_gradient_rows
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class UpdatePlan:
         epochs: passes over the batch.
         temperature: of the rollout, where samples do not say another.
         seed: of the order in which groups are visited.
-        leave_out: rows whose gradient is known to be 0 are not computed; see `verl.training.left_out`.
+        skip_zero_advantage_rows: rows whose gradient is known to be 0 are not computed; see `zero_gradient_rows`.
     """
 
     mini_batch_size: int | None = None
     epochs: int = 1
     temperature: float = 1.0
     seed: int = 0
-    leave_out: bool = True
+    skip_zero_advantage_rows: bool = True
 
     def __post_init__(self) -> None:
         if self.mini_batch_size is not None and self.mini_batch_size < 1:
@@ -135,13 +134,13 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
         present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]
         losses = [_loss(part, rows) for part, rows in present]
         losses = [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]
-        if plan.leave_out:
+        if plan.skip_zero_advantage_rows:
             losses = [_without_zeros(loss, engine) for loss in losses]
         if losses:
             steps.append(engine.update(losses))
-        rows_left_out += sum(len(loss.left_out) for loss in losses)
+        rows_left_out += sum(len(loss.skipped) for loss in losses)
         shared += sum(shared_tokens(loss.rows.take(loss.computed)) for loss in losses)
-        tokens_left_out += sum(sum(loss.rows.take(loss.left_out).lengths("response_tokens")) for loss in losses)
+        tokens_left_out += sum(sum(loss.rows.take(loss.skipped).lengths("response_tokens")) for loss in losses)
     if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
         engine.free_gradients()
     skipped = [step for step in steps if step["update/skipped"]]
@@ -158,10 +157,10 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
     return mean_metrics([step for step in steps if not step["update/skipped"]] or skipped) | counts
 
 
-def compute_loss(engine: TrainEngine, part: UpdatePart, leave_out: bool = False) -> dict[str, float]:
-    """`loss` and metrics of a whole batch under the weights as they are; `leave_out` as of `UpdatePlan`."""
+def compute_loss(engine: TrainEngine, part: UpdatePart, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
+    """`loss` and metrics of a whole batch under the weights as they are."""
     loss = _loss(part, part.rows)
-    return engine.loss([_without_zeros(loss, engine) if leave_out else loss])
+    return engine.loss([_without_zeros(loss, engine) if skip_zero_advantage_rows else loss])
 
 
 def _counts(part: UpdatePart, loss: LossPart) -> bool:
@@ -188,8 +187,8 @@ def _loss(part: UpdatePart, rows: Batch) -> LossPart:
 
 
 def _without_zeros(loss: LossPart, engine: TrainEngine) -> LossPart:
-    rows = left_out(loss.rows, loss.weights, loss.needs, auxiliary_loss=engine.has_auxiliary_loss)
-    return replace(loss, left_out=rows)
+    rows = zero_gradient_rows(loss.rows, loss.weights, loss.needs, auxiliary_loss=engine.has_auxiliary_loss)
+    return replace(loss, skipped=rows)
 
 
 def _weighted(part: UpdatePart, x: LossInput) -> Loss:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.training.cases import OPTIM, tiny_model
-from tests.training.left_out_steps import GROUP, KL, farthest, prepared_steps, stepped
+from tests.training.zero_advantage_steps import GROUP, KL, farthest, prepared_steps, stepped
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.cluster.rank_context import RankContext
@@ -148,10 +148,10 @@ def compare(case: Case | Zero | Megatron, group: Any) -> Iterator[tuple[str, Any
     options = dict(case.options)
     tasks = [prepared_steps(name, FOUR, rejected=case.tasks == ("ppo",), **options) for name in case.tasks]
     found, forwards = [], []
-    for leave_out in (True, False):
+    for skip in (True, False):
         engine = case.engine(group)
-        run = lambda engine=engine, is_on=leave_out: found.append(  # noqa: E731
-            stepped(engine, tasks, role=case.role, leave_out=is_on, whole=lambda e: whole(e, group))
+        run = lambda engine=engine, is_on=skip: found.append(  # noqa: E731
+            stepped(engine, tasks, role=case.role, skip=is_on, whole=lambda e: whole(e, group))
         )
         forwards.append(forwards_of(engine, run)[0])
         in_step = engine.runner.parallel.in_step

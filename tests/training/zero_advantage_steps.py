@@ -84,7 +84,7 @@ def stepped(
     algorithms: Sequence[tuple[BaseAlgorithm, Sequence[Batch]]],
     *,
     role: str = "actor",
-    leave_out: bool,
+    skip: bool,
     whole: Callable[[TrainEngine], dict[str, Tensor]] | None = None,
     **plan: Any,
 ) -> Stepped:
@@ -96,7 +96,7 @@ def stepped(
             UpdatePart(batches[step], algorithm.objective(role), weight=1.0 + number, name=f"task/{number}" * several)
             for number, (algorithm, batches) in enumerate(algorithms)
         ]
-        metrics.append(run_updates(engine, parts, UpdatePlan(leave_out=leave_out, **plan), step))
+        metrics.append(run_updates(engine, parts, UpdatePlan(skip_zero_advantage_rows=skip, **plan), step))
     return Stepped((whole or weights_of)(engine), metrics)
 
 

@@ -37,12 +37,12 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("exact") / "model", "gpt2", torch.float64)
 
 
-def trainer_of(path: Path, leave_out: bool, training: dict[str, Any], **options: Any) -> verl.Trainer:
+def trainer_of(path: Path, skip_zero_advantage_rows: bool, training: dict[str, Any], **options: Any) -> verl.Trainer:
     # A step that is not the sign of a gradient: a rounding stays one.
     actor = verl.Actor(str(path), optim={"lr": 1e-2, "adam_eps": 1e-4}, sampling=SHORT, **training)
     if "tasks" not in options:
         options = {"reward_fn": by_prompt, "algorithm": "grpo", "n": 4, **options}
-    return verl.Trainer(actor, leave_out=leave_out, log_dir=False, **options)
+    return verl.Trainer(actor, skip_zero_advantage_rows=skip_zero_advantage_rows, log_dir=False, **options)
 
 
 def two_tasks() -> list[verl.Task]:
@@ -65,8 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 def test_training_learns_the_same(exact: Path, case: str) -> None:
     training, options = CASES[case]
     weights, records = [], []
-    for leave_out in (True, False):
-        trainer = trainer_of(exact, leave_out, training, **options())
+    for skip_zero_advantage_rows in (True, False):
+        trainer = trainer_of(exact, skip_zero_advantage_rows, training, **options())
         steps = ALIKE if len(trainer.tasks) == 1 else [{"a": prompts, "b": prompts[:1]} for prompts in ALIKE]
         records.append([trainer.step(prompts) for prompts in steps])
         weights.append(
@@ -226,9 +226,11 @@ def test_a_guard_takes_a_metric_that_is_absent_as_no_reading(exact: Path, tmp_pa
 
 
 def test_the_option_is_of_every_model(exact: Path) -> None:
-    for leave_out in (True, False):
-        trainer = trainer_of(exact, leave_out, {}, algorithm="ppo")
-        assert [handle.plan.leave_out for handle in trainer.roles.values()] == [leave_out] * 2
+    for skip_zero_advantage_rows in (True, False):
+        trainer = trainer_of(exact, skip_zero_advantage_rows, {}, algorithm="ppo")
+        assert [handle.plan.skip_zero_advantage_rows for handle in trainer.roles.values()] == [
+            skip_zero_advantage_rows
+        ] * 2
 
 
 def test_every_policy_gradient_that_states_it_has_advantages_of_0_where_samples_score_alike() -> None:

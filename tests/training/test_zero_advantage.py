@@ -13,7 +13,16 @@ import torch
 
 from tests.ranks import job
 from tests.training.cases import OPTIM, make_engine, state_of, tiny_model
-from tests.training.left_out_steps import GROUP, KL, STEPS, VARIANTS, farthest, prepared_steps, stepped, weights_of
+from tests.training.zero_advantage_steps import (
+    GROUP,
+    KL,
+    STEPS,
+    VARIANTS,
+    farthest,
+    prepared_steps,
+    stepped,
+    weights_of,
+)
 from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.baselines import GRPO
 from verl.algorithms.loss_terms import LossNeeds, LossPart
@@ -23,7 +32,7 @@ from verl.training.forward import Forward
 from verl.training.torch_engine import TorchEngine
 from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
 
-SCRIPT = Path(__file__).with_name("rank_left_out.py")
+SCRIPT = Path(__file__).with_name("rank_zero_advantage.py")
 FAST = [("grpo", {}), ("gmpo", KL), ("safe_rlhf", {"baseline": "critics"}), ("sft", {}), ("orpo", {})]
 ALIKE = (STEPS[1],)
 #: A step is not the sign of a gradient: a rounding stays one.
@@ -73,7 +82,7 @@ def check_weights(name: str, options: dict[str, Any]) -> None:
         head = algorithm.head if role == "actor" else "value"
         for plan in ({}, {"mini_batch_size": 2 * GROUP, "epochs": 2}):
             one, other = (
-                stepped(engine_of(head), [(algorithm, batches)], role=role, leave_out=is_on, **plan)
+                stepped(engine_of(head), [(algorithm, batches)], role=role, skip=is_on, **plan)
                 for is_on in (True, False)
             )
             assert farthest(one.weights, other.weights) <= 1e-12
@@ -87,11 +96,11 @@ def check_weights(name: str, options: dict[str, Any]) -> None:
 def test_bit_for_bit_where_each_micro_batch_is_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, batches = without_rejected(name)
     found = []
-    for leave_out in (True, False):
+    for skip in (True, False):
         with counted(monkeypatch) as forwards:
-            found.append(stepped(engine_of(), [(algorithm, batches)], leave_out=leave_out))
+            found.append(stepped(engine_of(), [(algorithm, batches)], skip=skip))
         groups = [group for alike in STEPS for group in alike]
-        assert forwards == [GROUP] * (groups.count(False) if leave_out else len(groups))
+        assert forwards == [GROUP] * (groups.count(False) if skip else len(groups))
     rows = [[metrics["update/rows_left_out"] for metrics in one.metrics] for one in found]
     assert rows == [[GROUP * sum(alike) for alike in STEPS], [0.0] * len(STEPS)]
     assert all(torch.equal(found[0].weights[name], weight) for name, weight in found[1].weights.items())
@@ -104,16 +113,16 @@ def test_a_step_of_which_all_rows_are_left_out_is_a_step_with_a_gradient_of_0(mo
     engines = [engine_of(optim=optim) for _ in range(2)]
     for engine in engines:
         engine.steps.optimizer.gradients._is_scaled = True  # type: ignore[union-attr]
-        stepped(engine, [(algorithm, batches[:1])], leave_out=True)
+        stepped(engine, [(algorithm, batches[:1])], skip=True)
     before = weights_of(engines[0])
     with counted(monkeypatch) as forwards:
-        metrics = stepped(engines[0], [(algorithm, batches[1:2])], leave_out=True).metrics[0]
+        metrics = stepped(engines[0], [(algorithm, batches[1:2])], skip=True).metrics[0]
     assert forwards == []
     assert (metrics["loss"], metrics["grad_norm"], metrics["update/skipped"]) == (0.0, 0.0, 0.0)
     assert metrics["update/steps"] == 1 and metrics["lr"] == pytest.approx(9e-3)
     assert metrics["update/rows_left_out"] == len(batches[1])
     assert metrics["update/tokens_left_out"] == sum(batches[1].lengths("response_tokens"))
-    other = stepped(engines[1], [(algorithm, batches[1:2])], leave_out=False).metrics[0]
+    other = stepped(engines[1], [(algorithm, batches[1:2])], skip=False).metrics[0]
     assert other["grad_norm"] == 0.0
     assert engines[0].state()[1] == engines[1].state()[1]
     states = [state_of(engine) for engine in engines]
@@ -124,10 +133,10 @@ def test_a_step_of_which_all_rows_are_left_out_is_a_step_with_a_gradient_of_0(mo
 
 def test_metrics_of_a_forward_pass_are_of_the_rows_that_are_computed() -> None:
     algorithm, batches = without_rejected("grpo")
-    half, none = (stepped(engine_of(), [(algorithm, batches[i : i + 1])], leave_out=True).metrics[0] for i in (0, 1))
+    half, none = (stepped(engine_of(), [(algorithm, batches[i : i + 1])], skip=True).metrics[0] for i in (0, 1))
     # The groups that are computed, alone: the same means.
     rows = [row for row, group in enumerate(batches[0]["group"]) if not STEPS[0][int(group[1:])]]
-    alone = stepped(engine_of(), [(algorithm, [batches[0].take(rows)])], leave_out=True).metrics[0]
+    alone = stepped(engine_of(), [(algorithm, [batches[0].take(rows)])], skip=True).metrics[0]
     for name in ("policy/kl", "policy/clip_fraction", "policy/clip_fraction_lower"):
         assert half[name] == pytest.approx(alone[name], abs=1e-12)
     assert half["policy/kl"] != 0
@@ -158,7 +167,7 @@ def test_a_loss_without_an_update_is_of_the_same_rows() -> None:
     algorithm, batches = without_rejected("grpo")
     part = UpdatePart(batches[1], algorithm.objective("actor"))
     assert compute_loss(engine_of(), part)["policy/kl"] != 0
-    assert compute_loss(engine_of(), part, leave_out=True) == {"loss": 0.0}
+    assert compute_loss(engine_of(), part, skip_zero_advantage_rows=True) == {"loss": 0.0}
 
 
 class Detached(GRPO):
@@ -201,7 +210,7 @@ def test_of_several_tasks_one_may_have_nothing_to_compute() -> None:
         prepared_steps("reinforce_plus_plus"),
         without_rejected("rloo", (*STEPS[1:], STEPS[0])),
     ]
-    one, other = (stepped(engine_of(), tasks, leave_out=is_on) for is_on in (True, False))
+    one, other = (stepped(engine_of(), tasks, skip=is_on) for is_on in (True, False))
     assert farthest(one.weights, other.weights) <= 1e-12
     assert "task/0/policy/kl" in one.metrics[0] and "task/0/policy/kl" not in one.metrics[1]
     assert [metrics["task/1/policy/kl"] for metrics in one.metrics] == pytest.approx(
