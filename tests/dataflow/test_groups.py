@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from tests.properties import examples
 from verl.batch import Batch
 from verl.dataflow import loop
-from verl.dataflow.calls import Slot
+from verl.dataflow.calls import DEADLINE, NodeLock
+from verl.dataflow.executor import Result
 from verl.dataflow.graph import ANY, Graph, Node
-from verl.dataflow.groups import DEADLINE
-from verl.dataflow.result import Result
 from verl.errors import ClusterError, DataError, RewardError, RolloutError, TrainingError
 from verl.trainer.runner import Run
 from verl.trainer.step import draw
@@ -30,12 +29,12 @@ PROMPTS = Batch.from_columns({"group": ["p0", "p1", "p2"], "answer": [10, 11, 12
 
 
 def run_graph(
-    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, slots: Mapping[str, Slot] | None = None
+    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, locks: Mapping[str, NodeLock] | None = None
 ) -> Result:
     """Run all nodes of a graph, from synchronous code."""
 
     run = Run(deadline=deadline)
-    run.slots |= slots or {}
+    run.locks |= locks or {}
     return run.wait(draw(graph, batch, run))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl._base.durable import LineFile
-from verl.dataflow.result import Clock
+from verl.dataflow.calls import Timing
 
 
 class Span(NamedTuple):
@@ -24,12 +24,10 @@ class Span(NamedTuple):
     host: str = socket.gethostname()
 
 
-def spans_of(clock: Clock) -> list[Span]:
-    """What worked, and when."""
+def spans_of(timings: Mapping[str, Timing]) -> list[Span]:
+    """The spans of nodes by name."""
     return [
-        Span(name, timing.role, clock.epoch + start, end - start)
-        for name, timing in clock.timings.items()
-        for start, end in timing.spans
+        Span(name, timing.role, start, end - start) for name, timing in timings.items() for start, end in timing.spans
     ]
 
 

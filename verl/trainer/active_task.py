@@ -18,10 +18,9 @@ from verl.batch import Batch
 from verl.data.forms import uncollated
 from verl.data.tokenize import KnownPrompts
 from verl.dataflow import loop
+from verl.dataflow.executor import Result, all_of, combined
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import RolloutNode, UpdateNode
-from verl.dataflow.result import Result, combined
 from verl.dataflow.scores import (
     by_episode,
     episode_metrics,

@@ -31,7 +31,7 @@ from verl.batch import Batch
 from verl.checkpoint.state import Count as SavedCount
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
-from verl.dataflow.result import Result
+from verl.dataflow.executor import Result
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError

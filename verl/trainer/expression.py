@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from verl.cluster import controller
+from verl.dataflow.calls import DEADLINE
 from verl.dataflow.graph import Graph
-from verl.dataflow.groups import DEADLINE
 from verl.dataflow.scores import own_samples, score_metrics
 from verl.dataflow.symbols import ORDER, Symbol, advantages, responses, updates
 from verl.errors import ConfigError
@@ -97,7 +97,7 @@ class Flow:
 
         Raises:
             ConfigError: as of `graph`.
-            VerlError: see `verl.dataflow.groups.Groups.whole`.
+            VerlError: see `verl.trainer.step.draw`.
         """
         pipeline = self._pipeline
         prompts = self._groups[responses].actor.prompts(prompts, key=f"s{self._runs}")

@@ -10,10 +10,10 @@ from verl._base.names import disjoint
 from verl._base.record import Count, Seconds
 from verl.batch import Batch
 from verl.cluster.controller import Controller
+from verl.dataflow.calls import DEADLINE
+from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.groups import DEADLINE
 from verl.dataflow.nodes import RolloutNode, UpdateNode
-from verl.dataflow.result import Result
 from verl.dataflow.stages import check_none_updates, is_reward_function, make_stage, rollout_of, stage_nodes
 from verl.errors import ConfigError
 from verl.roles.actor import Actor

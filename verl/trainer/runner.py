@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from verl.cluster.controller import start
 from verl.dataflow import loop
-from verl.dataflow.calls import Calls, Slot
+from verl.dataflow.calls import DEADLINE, NodeLock, TimedCalls
 from verl.dataflow.graph import Graph
-from verl.dataflow.groups import DEADLINE
 from verl.dataflow.nodes import SLOT
 from verl.report.timeline import Span, TraceFile, spans_of
 
@@ -32,7 +31,7 @@ class Run:
 
     Attributes:
         spans: what worked when, and is in no step's record yet.
-        slots: by name, those that all parts share.
+        locks: by slot, those that all parts share.
         step: the number of the step, in the log and the trace.
     """
 
@@ -41,7 +40,7 @@ class Run:
     ) -> None:
         self.deadline = deadline
         self.spans: list[Span] = []
-        self.slots = {SLOT: Slot()} if shares_models else {}
+        self.locks = {SLOT: NodeLock()} if shares_models else {}
         self._trace = None if timeline is None else TraceFile(timeline)
         self.step = 0
         self._noting = threading.Lock()
@@ -53,9 +52,9 @@ class Run:
         return spans
 
     @asynccontextmanager
-    async def calls(self, graph: Graph | None = None, *, in_step: bool = True) -> AsyncIterator[Calls]:
+    async def calls(self, graph: Graph | None = None, *, in_step: bool = True) -> AsyncIterator[TimedCalls]:
         """The calls of one part, which have ended when it does. `in_step`: see `verl.trainer.step.draw`."""
-        calls = Calls(self.deadline, {} if graph is None else graph.needs)
+        calls = TimedCalls(self.deadline, {} if graph is None else graph.needs)
         try:
             yield calls
         finally:
@@ -63,7 +62,7 @@ class Run:
             for node in [] if graph is None else graph.nodes.values():
                 if node.at_end is not None:
                     node.at_end()
-        self.add(spans_of(calls.clock), in_step=in_step)
+        self.add(spans_of(calls.timings), in_step=in_step)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work on the event loop."""
@@ -87,8 +86,8 @@ class Run:
 
     def models(self) -> AbstractAsyncContextManager[Any]:
         """The models are this part's alone inside."""
-        return self.slots[SLOT].held_by(object()) if self.slots else nullcontext()
+        return self.locks[SLOT].held_by(object()) if self.locks else nullcontext()
 
     def models_idle(self) -> AbstractContextManager[Any]:
         """No node works on the models inside; from synchronous code."""
-        return self.slots[SLOT].hold() if self.slots else nullcontext()
+        return self.locks[SLOT].hold() if self.locks else nullcontext()

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 from verl._base.names import disjoint
 from verl.batch import Batch
+from verl.dataflow.executor import GraphRun, Result, all_of
 from verl.dataflow.graph import Graph
-from verl.dataflow.groups import Groups, all_of
 from verl.dataflow.nodes import deadline_of
-from verl.dataflow.result import Result
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater, role_metrics
 from verl.trainer.runner import Run
@@ -43,7 +42,7 @@ async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) 
         DataError: a node returned other columns or rows than it declares.
     """
     async with run.calls(graph, in_step=in_step) as calls:
-        groups = Groups(graph, prompts, calls, run.slots)
+        groups = GraphRun(graph, prompts, calls, run.locks)
 
         async def by_models() -> None:
             async for number, samples in groups.sampled():  # sampling ...
@@ -97,5 +96,5 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
             metrics = disjoint(_METRIC, metrics, role_metrics("actor", updates[-1]))
     if all("update/empty" in of_model for of_model in updates):
         metrics["update/empty"] = 1.0
-    timings = calls.clock.timings.values()
+    timings = calls.timings.values()
     return Learned(all_prepared, metrics, sum(timing.busy for timing in timings if timing.role != "controller"))

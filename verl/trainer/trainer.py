@@ -28,8 +28,8 @@ from verl.data.loader import note_scores, pooled
 from verl.data.prefetch import Loader
 from verl.data.task_loader import by_task
 from verl.data.tokenize import Truncation
+from verl.dataflow.executor import all_of
 from verl.dataflow.graph import Graph
-from verl.dataflow.groups import all_of
 from verl.dataflow.nodes import UpdateNode, log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.report.completions import completions

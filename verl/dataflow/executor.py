@@ -1,75 +1,128 @@
-"""The groups of a step, and the nodes that work on them: the one executor of graphs.
+"""The executor of graphs: the nodes of a step on its groups of samples. A group is the samples of one prompt.
 
-A node that works on rows takes a group as soon as the group has the columns that the node reads, while others are still
-being sampled. How rows are cut into calls is fixed by the graph and the order of the sample ids, and what comes back is
-put together in that order: the clock decides when a node runs, never what it computes on.
+A node that works on rows gets a group as soon as the columns that it reads are there, while others are still being
+sampled. How rows are cut into calls is fixed by the graph and the order of the sample ids, and results are put together
+in that order: the clock decides when a node runs, never what it computes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
 from verl.batch import Batch
-from verl.dataflow.calls import Calls, Slot
-from verl.dataflow.columns import GroupColumns, Row
+from verl.dataflow.calls import NodeLock, TimedCalls, Timing
 from verl.dataflow.graph import ANY, Graph, Node
-from verl.dataflow.result import Result, combined
-from verl.errors import DataError, RolloutError
+from verl.errors import DataError, RolloutError, nearest
 
 T = TypeVar("T")
 
-#: Seconds that one call of a node, or the wait for the next sample, may take when nobody says otherwise.
-DEADLINE = 1800.0
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a graph.
+
+    batch: all rows, in the order of the ids, with all columns; null where a node dropped the row.
+    metrics: of all nodes; see `combined`.
+    timings: by node.
+    """
+
+    batch: Batch
+    metrics: dict[str, float]
+    timings: dict[str, Timing]
+
+    def __getitem__(self, name: str) -> Any:
+        """A column of `batch`, or else a metric.
+
+        Raises:
+            KeyError: there is neither.
+        """
+        if name in self.batch:
+            return self.batch[name]
+        if name in self.metrics:
+            return self.metrics[name]
+        raise KeyError(f"the run gave no '{name}': {nearest(name, {*self.batch.columns, *self.metrics})}")
 
 
-class Groups:
-    """The groups of one batch, and the columns that the nodes of a graph add. A group is the samples of one prompt.
+def combined(calls: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Metrics of several calls, each with its number of rows: names that end in "/max" by maximum, in "/count" by sum,
+    others by the mean over rows. Sums are correctly rounded, so that the order of the calls does not show."""
+    values: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for rows, metrics in calls:
+        for name, value in metrics.items():
+            values[name].append((max(rows, 1), value))
+    out = {}
+    for name, pairs in values.items():
+        if name.endswith("/max"):
+            out[name] = max(value for _, value in pairs)
+        elif name.endswith("/count"):
+            out[name] = _sum([value for _, value in pairs])
+        elif len(pairs) == 1:
+            out[name] = pairs[0][1]
+        else:
+            out[name] = _sum([rows * value for rows, value in pairs]) / sum(rows for rows, _ in pairs)
+    return out
 
-    Made and used on an event loop, by `verl.trainer.step.draw`.
+
+def _sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # too large for a float, or infinities of both signs
+        return sum(values)
+
+
+class GraphRun:
+    """One run of a graph. Made and used on an event loop, by `verl.trainer.step.draw`.
 
     Args:
         batch: prompts, where the graph has a source; else samples.
-        calls: makes the calls of nodes.
-        slots: by name, those that several of these share: their nodes are mutually exclusive.
+        locks: by slot, those that several runs share; other slots are locked within this run.
 
     Raises:
         DataError: the batch lacks columns that nodes read.
     """
 
-    def __init__(self, graph: Graph, batch: Batch, calls: Calls, slots: Mapping[str, Slot]) -> None:
-        self.graph, self.batch, self._calls = graph, batch, calls
-        self._base = graph.source.name if graph.source else ""
+    def __init__(self, graph: Graph, batch: Batch, calls: TimedCalls, locks: Mapping[str, NodeLock]) -> None:
         _check_inputs(graph, batch)
+        self.graph, self.batch, self._calls = graph, batch, calls
+        self._locks: dict[str, NodeLock] = defaultdict(NodeLock, locks)
         #: The samples that each group will have: the id, and the row of the batch it comes from.
-        self._samples = _plan(graph.source, batch)
-        self._slots: dict[str, Slot] = defaultdict(Slot, slots)
+        self._planned = _plan(graph.source, batch)
         self._metrics: dict[str, list[tuple[int, dict[str, float]]]] = defaultdict(list)
+        self._base = graph.source.name if graph.source else ""
         self._ran = [node.name for node in graph.of_kind("source", "rows", "batch", "forward")]
-        self._columns = GroupColumns(dict.fromkeys([self._base, *self._ran]), len(self._samples))
+        # What a node has written of a group: the rows that it kept, by their numbers in the group, and their columns.
+        # Each is a future, so that a reader waits for just the groups that it works on.
+        future = asyncio.get_running_loop().create_future
+        self._written: dict[str, list[asyncio.Future[tuple[Sequence[int], Batch]]]] = {
+            name: [future() for _ in self._planned] for name in (self._base, *self._ran)
+        }
         if graph.source is None:
-            rows = [(group, n) for group, ids in enumerate(self._samples) for n in range(len(ids))]
-            self._columns.deliver("", range(len(self._samples)), rows, batch)
+            for number, samples in enumerate(self._planned):
+                self.take(number, batch.slice(samples[0][1], len(samples)))
 
     def take(self, number: int, samples: Batch) -> None:
         """Hand a group to the nodes that wait for it."""
-        rows = [(number, n) for n in range(len(samples))]
-        self._columns.deliver(self._base, range(number, number + 1), rows, samples)
+        self._written[self._base][number].set_result((range(len(samples)), samples))
 
     async def run(self, node: Node) -> None:
         """Make all calls of a node, each as soon as its inputs are there."""
-        # A node that works on rows waits for the columns it reads, group by group (`_work`). As a whole it waits only
+        # A node that works on rows waits for the columns it reads, group by group (`_read`). As a whole it waits only
         # for nodes that it is to follow without reading what they write (`after`).
-        await self._columns.ended(self.graph.needs[node.name] if node.kind == "batch" else node.after)
-        total = max(len(self._samples), 1)
-        step = node.groups if node.kind == "rows" and node.groups else total
-        ranges = [range(first, min(first + step, len(self._samples))) for first in range(0, total, step)]
-        await all_of(self._work(node, groups) for groups in ranges)
+        waits = self.graph.needs[node.name] if node.kind == "batch" else node.after
+        await asyncio.gather(*(asyncio.shield(group) for name in waits for group in self._written[name]))
+        total = len(self._planned)
+        step = node.groups if node.kind == "rows" and node.groups else max(total, 1)
+        starts = range(0, max(total, 1), step)
+        await all_of(self._call(node, range(start, min(start + step, total))) for start in starts)
 
     def result(self) -> Result:
         """All that was written, once all nodes are done.
@@ -83,40 +136,62 @@ class Groups:
                 if key in metrics:
                     raise DataError(f"metric '{key}' of node '{name}' has been given by an earlier node already")
                 metrics[key] = value
-        return Result(self._columns.everything(self._ran), metrics, self._calls.clock.timings)
+        whole = Batch.concat(map(self._whole_group, range(len(self._planned))))
+        return Result(whole, metrics, self._calls.timings)
 
-    async def _work(self, node: Node, groups: range) -> None:
-        """One call of a node: wait for its inputs, run it, deliver its outputs."""
-        # In this order: a node that held its slot while it waits for columns would keep out the very node of the same
+    def _whole_group(self, group: int) -> Batch:
+        """A group with all columns; null where a node dropped the row."""
+        _, whole = self._written[self._base][group].result()
+        count, writers = len(whole), dict.fromkeys(whole.columns, self._base)
+        for name in (name for name in self._ran if name != self._base):
+            kept, columns = self._written[name][group].result()
+            for column in columns.columns:
+                if column in writers:
+                    raise DataError(f"column '{column}' was written by '{name}' and by '{writers[column]}'")
+                writers[column] = name
+            whole = whole.add(columns if len(kept) == count else columns.among(kept, count))
+        return whole
+
+    async def _call(self, node: Node, groups: range) -> None:
+        """One call of a node: wait for its inputs, run it, hand out what it wrote."""
+        # In this order: a node that held its lock while it waits for columns would keep out the very node of the same
         # slot that writes them.
-        rows, columns = await self._read(node, groups)
-        if not rows and node.inputs:
-            if node.kind == "batch":
-                raise DataError(f"no row is left for node '{node.name}'")
-            self._columns.deliver(node.name, groups, [], Batch.from_columns({}))
-            return
-        async with self._slots[node.slot].held_by((self, node.name)):
-            value = await self._calls.call(node, columns, len(rows))
-        kept, new = _written(node, columns, self._accept(node, value, len(rows)))
-        self._columns.deliver(node.name, groups, [rows[index] for index in kept], new)
+        read = [await self._read(node, group) for group in groups]
+        columns, rows = Batch.concat(part for _, part in read), sum(len(kept) for kept, _ in read)
+        kept, new = list[int](), Batch.from_columns({})
+        if rows or not node.inputs:
+            if lacking := [c for c, is_needed in node.reads.items() if rows and is_needed and c not in columns]:
+                raise DataError(f"node '{node.name}' reads {lacking}, which the samples lack: {columns!r}")
+            async with self._locks[node.slot].held_by((self, node.name)):
+                value = await self._calls.run(node, columns, rows)
+            kept, new = _written(node, columns, self._accept(node, value, rows))
+        elif node.kind == "batch":
+            raise DataError(f"no row is left for node '{node.name}'")
+        end = 0
+        for group, (present, _) in zip(groups, read, strict=True):
+            start, end = end, end + len(present)
+            low, high = bisect_left(kept, start), bisect_left(kept, end)
+            part = new.slice(low, high - low) if new.columns else new
+            self._written[node.name][group].set_result(([present[index - start] for index in kept[low:high]], part))
 
-    async def _read(self, node: Node, groups: range) -> tuple[list[Row], Batch]:
-        """The rows a call works on, and the columns it reads; also `id`, by which rows of its result are matched."""
+    async def _read(self, node: Node, group: int) -> tuple[Sequence[int], Batch]:
+        """The rows of a group that all writers of a node's columns have kept, and these columns; also `id`, by which
+        rows of its result are matched."""
         writers = {column: self.graph.writers.get(column, self._base) for column in node.reads}
         # "*" is every column of the samples and of all nodes before.
         whole = {self._base, *self.graph.before[node.name]} if ANY in node.inputs else set()
         sources = {*writers.values(), *whole} - {self._base}
         names = [self._base, *(name for name in self.graph.order if name in sources)]
-        rows, written = await self._columns.gather(names, groups)
-        columns: dict[str, Any] = {}
-        for name, batch in written.items():
-            reads = [column for column, writer in writers.items() if writer == name]
-            if rows and (lacking := [c for c in reads if node.reads[c] and c not in batch]):
-                raise DataError(f"node '{node.name}' reads {lacking}, which the samples lack: {batch!r}")
-            tag = ["id"] if name == self._base else []
-            reads = batch.columns if name in whole else [c for c in (*reads, *tag) if c in batch]
-            columns.update({column: batch.arrow(column) for column in reads})
-        return rows, Batch.from_columns(columns)
+        written = {name: await asyncio.shield(self._written[name][group]) for name in names}
+        common = set.intersection(*(set(kept) for kept, _ in written.values()))
+        columns = Batch.from_columns({})
+        for name, (kept, batch) in written.items():
+            reads = [c for c in node.reads if writers[c] == name] + (["id"] if name == self._base else [])
+            part = batch if name in whole else batch.select(dict.fromkeys(reads))
+            if part.columns and len(kept) > len(common):
+                part = part.take([index for index, row in enumerate(kept) if row in common])
+            columns = columns.add(part)
+        return sorted(common), columns
 
     def _accept(self, node: Node, value: Any, rows: int | None = None) -> Batch:
         """The columns a node returned; keeps its metrics for the result."""
@@ -133,31 +208,31 @@ class Groups:
 
     async def sampled(self) -> AsyncGenerator[tuple[int, Batch], None]:
         """Groups from the source, each when its last sample is there: its number, and its samples in their order with
-        the columns of their prompts. Where samples were recorded, all groups are there, and none comes."""
+        the columns of their prompts. Recorded samples are there from the beginning, and none comes."""
         if (node := self.graph.source) is None:
             return
-        expected = {id_: (group, n) for group, ids in enumerate(self._samples) for n, (id_, _) in enumerate(ids)}
-        waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self._samples))}
+        expected = {id_: (group, n) for group, ids in enumerate(self._planned) for n, (id_, _) in enumerate(ids)}
+        waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self._planned))}
         prompts = self.batch if ANY in node.inputs else self.batch.select(node.reads)
-        async with self._slots[node.slot].held_by((self, node.name)):
+        certain = [column for column, is_certain in {**node.writes, "id": True}.items() if is_certain]
+        async with self._locks[node.slot].held_by((self, node.name)):
             progress, limit = time.monotonic(), node.deadline or self._calls.deadline
             async with aclosing(self._calls.stream(node, prompts)) as stream:
                 async for value in stream:
                     samples = self._accept(node, value)
-                    certain = [column for column, is_certain in {**node.writes, "id": True}.items() if is_certain]
-                    if len(samples) and (lacking := [column for column in certain if column not in samples]):
-                        raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
-                    self._calls.clock.timings[node.name].rows += len(samples)
                     if len(samples):
                         progress = time.monotonic()
+                        if lacking := [column for column in certain if column not in samples]:
+                            raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
                     elif time.monotonic() - progress > limit:
-                        raise self._calls.stalled(self._calls.work(node), what="gave no sample")
+                        raise self._calls.stalled(node.name, limit, "gave no sample")
+                    self._calls.timings[node.name].rows += len(samples)
                     for id_, rows in _by_sample(samples):
                         group, n = expected.pop(id_, (-1, 0))
                         if group < 0:
                             raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unannounced")
                         waiting[group][n] = samples.take(rows)
-                        if len(waiting[group]) == len(self._samples[group]):
+                        if len(waiting[group]) == len(self._planned[group]):
                             yield group, self._in_order(group, waiting.pop(group))
         if expected:
             self._metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(expected))}))
@@ -167,7 +242,7 @@ class Groups:
     def _in_order(self, group: int, samples: Mapping[int, Batch]) -> Batch:
         order = sorted(samples)
         whole = Batch.concat(samples[n] for n in order)
-        prompts = [self._samples[group][n][1] for n in order for _ in range(len(samples[n]))]
+        prompts = [self._planned[group][n][1] for n in order for _ in range(len(samples[n]))]
         return whole.add(self.batch.take(prompts)) if order else whole
 
 
@@ -188,9 +263,8 @@ async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _check_inputs(graph: Graph, batch: Batch) -> None:
-    for node in graph.nodes.values():
-        if graph.source is not None and node is not graph.source:
-            continue  # works on samples, which bring columns of their own: checked when they are there
+    # Nodes after a source work on samples, which bring columns of their own: checked when they are there.
+    for node in [graph.source] if graph.source is not None else graph.nodes.values():
         for column in graph.external(node):
             if column not in batch:
                 raise DataError(f"node '{node.name}' reads column '{column}', which the batch lacks: {batch!r}")
@@ -212,12 +286,8 @@ def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
             raise DataError(f"source '{source.name}' does not say which samples will come, nor has the batch ids")
         ids = batch["id"] if "id" in batch else [str(row) for row in range(len(batch))]
         names = batch["group"] if "group" in batch else [None] * len(batch)
-        groups = []
-        for row, (id_, name) in enumerate(zip(ids, names, strict=True)):
-            if row and name is not None and name == names[row - 1]:
-                groups[-1].append((id_, row))
-            else:
-                groups.append([(id_, row)])
+        keys = [("row", row) if name is None else name for row, name in enumerate(names)]
+        groups = [[(ids[row], row) for row in rows] for _, rows in groupby(range(len(batch)), keys.__getitem__)]
     if source is not None and (twice := _twice([id_ for group in groups for id_, _ in group])) is not None:
         raise DataError(f"two samples of source '{source.name}' would have the id '{twice}'")
     return groups
@@ -225,10 +295,10 @@ def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
 
 def _by_sample(samples: Batch) -> list[tuple[str, list[int]]]:
     """The rows of each sample by its id: one, or those of an episode, which come together, one behind the other."""
+    names = samples["episode" if "episode" in samples else "id"] if len(samples) else []
     if "episode" not in samples:
-        return [(id_, [row]) for row, id_ in enumerate(samples["id"] if len(samples) else [])]
-    episodes = samples["episode"]
-    return [(id_, [*rows]) for id_, rows in groupby(range(len(samples)), key=episodes.__getitem__)]
+        return [(id_, [row]) for row, id_ in enumerate(names)]
+    return [(id_, [*rows]) for id_, rows in groupby(range(len(samples)), names.__getitem__)]
 
 
 def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:
