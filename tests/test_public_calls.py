@@ -36,7 +36,6 @@ from tests.conftest import Plain, byte_tokenizer, config_of, save_tiny
 from verl._host.ray_session import connect, remove_sessions
 from verl.algorithms import make_algorithm
 from verl.batch import Batch
-from verl.config.algorithm_options import AlgorithmKeywords
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import get_dataloader
 from verl.errors import ConfigError, VerlError, shown
@@ -48,14 +47,7 @@ from verl.rollout.tools import ToolEpisode, tool
 from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.evaluation import HeldOut, binomial_interval, paired_bootstrap
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.keywords import TrainerKeywords
-from verl.trainer.options import (
-    BufferOptions,
-    CheckpointOptions,
-    LimitOptions,
-    LoggingOptions,
-    PlacementOptions,
-)
+from verl.trainer.options import OTHERS, RECORDS
 from verl.utils.batching import DynamicBatchSampler
 
 
@@ -266,15 +258,9 @@ def with_record(trainer: dict[str, Any], name: str, record: Any) -> Any:
 def trainers(actor: verl.Actor) -> Iterator[Target]:
     trainer = {"actor": actor, "reward_fn": letters, "log_dir": False, "n": 2}
     # What signatures say no more by name: `**keywords`.
-    flat = sorted(TrainerKeywords.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys())
+    flat = sorted({*OTHERS}.union(*(record.model_fields for record in RECORDS.values())) - {"placement", "buffer"})
     yield Target(verl.Trainer, trainer, step, (*flat, "clip_ratio", "kl_coef", "gamma"))
-    for name, record in (
-        ("placement", PlacementOptions),
-        ("buffer", BufferOptions),
-        ("checkpoints", CheckpointOptions),
-        ("logging", LoggingOptions),
-        ("limits", LimitOptions),
-    ):
+    for name, record in RECORDS.items():
         quiet = {"log_dir": False} if name == "logging" else {}
         yield Target(record, quiet, partial(with_record, trainer, name))
     yield Target(

@@ -1,37 +1,33 @@
-"""What type checkers know of the package: the keywords of a handle, and the public names. What they refuse stands in
+"""What type checkers know of the package: the keywords of constructors, and the public names. What they refuse is in
 `typed_calls.py`, which mypy reads."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import verl
 from tests.package import modules
-from verl.models.options import ModelOptions
-from verl.roles.keywords import ActorArguments, ActorKeywords, CriticKeywords
-from verl.roles.settings import KEYWORDS
-from verl.roles.workers import BuiltArguments, BuiltWorker
-from verl.rollout.options import RolloutOptions
-from verl.training.options import OptimConfig, TrainOptions
+from verl.roles.settings import KEYWORDS, OF_FILES, handle_keywords
 
-#: Fields that arguments of a handle or of a trainer stand for.
-ELSEWHERE = {"path", "name", "url", "n", "num_rollout_workers", "max_rollout_workers", "transport"}
+SCRIPT = Path(__file__).parents[1] / "scripts" / "keywords.py"
 
 
-def test_typed_keywords_are_the_fields_of_the_records() -> None:
-    """Beside those that are named arguments, such as `optim` and `strategy`."""
-    aliases = {name for name, field in KEYWORDS.items() if field not in RolloutOptions.model_fields}
-    trained = aliases.union(*(record.model_fields for record in (ModelOptions, TrainOptions, OptimConfig)))
-    every = trained.union(KEYWORDS, RolloutOptions.model_fields)
-    assert every - ELSEWHERE - named(verl.Actor) == ActorKeywords.__optional_keys__
-    assert trained - ELSEWHERE - named(verl.Critic) == CriticKeywords.__optional_keys__
-    passed_on = ActorArguments.__optional_keys__ - ActorKeywords.__optional_keys__
-    assert passed_on == named(verl.Actor) - {"model", "tokenizer"}
-    built = BuiltArguments.__optional_keys__ - ActorArguments.__optional_keys__
-    assert built == named(BuiltWorker) - {"model_path", "tokenizer"}
+def test_the_stub_of_keywords_is_made_from_the_records() -> None:
+    run = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_handle_takes_each_field_of_its_records_once() -> None:
+    """By its arguments or as a keyword; the others are of files, or of trainers."""
+    of_files = {"path", "name", "url", "n", "num_rollout_workers", "max_rollout_workers", "transport"}
+    assert of_files == OF_FILES - named(verl.Actor)
+    assert not handle_keywords() & named(verl.Actor) and KEYWORDS.keys() <= handle_keywords()
 
 
 @pytest.mark.parametrize("handle", [verl.Actor, verl.Critic])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import forked
+from verl.algorithms import algorithm_names, make_algorithm
 from verl.config import describe, load_config
-from verl.config.algorithm_options import AlgorithmKeywords
+from verl.config.load import OF_OTHERS
 from verl.config.other_names import NAMES, OWN
+from verl.config.unused_names import REFUSED, UNUSED
 from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -46,10 +50,12 @@ def test_how_many_keys_are_taken() -> None:
 
 
 def test_settings_under_our_names_alone_read_no_table_of_others() -> None:
-    ours, options = (
-        [key.path for key in describe()],
-        {f"algorithm.{name}" for name in AlgorithmKeywords.__annotations__},
-    )
+    ours = [key.path for key in describe()]
+    kinds = [type(make_algorithm(name)) for name in algorithm_names()]
+    options = {f"algorithm.{name}" for kind in kinds for name in signature(kind).parameters}
+    assert not options & {f"algorithm.{name}" for name in OF_OTHERS}
+    theirs = {*NAMES, *" ".join((*UNUSED.values(), *REFUSED)).split()}
+    assert {*OF_OTHERS} == {name[10:] for name in theirs - options if re.fullmatch(r"algorithm\.\w+", name)}
     shared = {name for name in NAMES for key in ours if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")}
     assert shared | (NAMES.keys() & options) == OWN
     code = "import sys; from verl.config import load_config as read; read(None, sys.argv[1:]); print(*sys.modules)"

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl._base.record import Record, SettingsError
 from verl._base.schemas import SETTINGS
 from verl._base.secrets import masked, masked_settings
-from verl.config.algorithm_options import AlgorithmKeywords
 from verl.config.document import keys, subsections
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
@@ -27,6 +26,8 @@ MOST_BYTES, MOST_LEVELS, MOST_NODES = 1 << 20, 50, 100_000
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first takes a tenth of the time, where PyYAML has it
 #: What YAML 1.1 takes for a number in base 8 or 60: 010, 1:30.
 _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]*[0-7]|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
+#: The keys right under `algorithm` that volcengine/verl has and no algorithm here.
+OF_OTHERS = ("adv_estimator", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty", "use_pf_ppo")
 RecordT = TypeVar("RecordT", bound=Record)
 #: Where each key was written: "recipe.yaml line 3" or "override 'a.b=1'".
 Locations = dict[tuple[str, ...], str]
@@ -99,14 +100,19 @@ def build_config(content: Mapping[str, Any], locations: Locations | None = None,
     locations = dict(locations or {})
     content = _without_version(copy.deepcopy(dict(content)), locations, origin)
     ours = tuple(f"{key.path}." for key in keys())
-    options = {f"algorithm.{option}" for option in AlgorithmKeywords.__annotations__}
-    if not all(f"{name}.".startswith(ours) or name in options for name, _ in flat(content)):
+    if not all(f"{name}.".startswith(ours) or _is_option(name) for name, _ in flat(content)):
         from verl.config.translation import translated
 
         content = translated(content, locations, origin)
     if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
         raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
     return _build(Config, content, locations, origin)
+
+
+def _is_option(key: str) -> bool:
+    """Whether it is an option of an algorithm here, and no key of volcengine/verl."""
+    section, _, name = key.partition(".")
+    return section == "algorithm" and "." not in name and name not in OF_OTHERS
 
 
 def _without_version(content: Mapping[str, Any], locations: Locations, origin: str) -> dict[str, Any]:

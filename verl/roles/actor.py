@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from verl.cluster.group import Workers
-    from verl.roles.keywords import ActorKeywords
+    from verl.keywords import ActorKeywords
     from verl.rollout.episode import Episode
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from verl._base.checked import checked
 from verl._base.record import Count
@@ -10,8 +10,10 @@ from verl.cluster.controller import Controller
 from verl.errors import ModelError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.roles.keywords import ActorArguments
-from verl.roles.workers import BuiltArguments, BuiltWorker
+from verl.roles.workers import BuiltWorker
+
+if TYPE_CHECKING:
+    from verl.keywords import ActorArguments, BuiltArguments
 
 
 class VLLMActor(Actor):

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from verl.cluster.group import Workers
     from verl.data.alignment import CharacterAlignment
+    from verl.keywords import CriticKeywords
     from verl.models.source import ModelFiles, ModelSource
     from verl.roles.actor import Actor
-    from verl.roles.keywords import CriticKeywords
 
 
 class Critic(ModelHandle[CriticWorker]):

@@ -31,6 +31,19 @@ KEYWORDS = {
 }
 
 
+#: Fields of records that are no keywords of a handle: it has arguments for them, or a file alone says them.
+OF_FILES = frozenset((
+    "path", "tokenizer", "name", "url", "n", "episode", "optim", "strategy", "num_rollout_workers",
+    "max_rollout_workers", "transport",
+))  # fmt: skip
+
+
+def handle_keywords() -> set[str]:
+    """The keywords of `Actor` that are fields of its records."""
+    records: tuple[type[Record], ...] = (ModelOptions, TrainOptions, OptimConfig, RolloutOptions)
+    return {*KEYWORDS}.union(*(record.model_fields for record in records)) - OF_FILES
+
+
 def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> list[Any]:
     """The records, with each keyword put into the one that has a field of its name.
 
@@ -39,10 +52,8 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
     """
     if not keywords:
         return [*records]
-    from verl.roles.keywords import ActorKeywords
-
     changes: list[dict[str, Any]] = [{} for _ in records]
-    known = [type(record).model_fields.keys() & ActorKeywords.__optional_keys__ for record in records]
+    known = [type(record).model_fields.keys() - OF_FILES for record in records]
     for keyword, value in keywords.items():
         spelt = (KEYWORDS.get(keyword, keyword), keyword)
         index, name = next(((i, name) for name in spelt for i, names in enumerate(known) if name in names), (None, ""))

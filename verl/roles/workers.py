@@ -13,11 +13,12 @@ from verl._base.names import check_known
 from verl._host.ranks import local_ranks, registry, torchrun_ranks
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
-from verl.roles.keywords import ActorArguments
 from verl.training.options import FSDPConfig, OptimConfig, TrainOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from verl.keywords import ActorArguments, BuiltArguments
 
 #: FSDP1's sharding strategy -> whether weights are cut, and freed after the forward pass.
 _STRATEGIES = {
@@ -33,13 +34,6 @@ _MEGATRON_SIZES = {
     "tensor_model_parallel_size": "tensor_parallel_size",
     "pipeline_model_parallel_size": "pipeline_parallel_size",
 }
-
-
-class BuiltArguments(ActorArguments, total=False):
-    """The arguments of `BuiltWorker` beside its model and tokenizer, for a class that passes them on."""
-
-    optim_config: OptimConfig | Mapping[str, Any] | None
-    override_model_config: Mapping[str, Any] | None
 
 
 class BuiltWorker(Actor):

@@ -1,6 +1,6 @@
 """When things happen: a step and the loop of them, asynchronous and interleaved training, evaluation, the guard.
 
-Reading order: `step`, `trainer`, `active_task`, `runner`, `options`, `keywords`, `pipeline`, `expression`, `mixture`,
+Reading order: `step`, `trainer`, `active_task`, `runner`, `options`, `pipeline`, `expression`, `mixture`,
 `evaluation`, `guard`, `asynchronous`, `interleaved`, `ppo_trainer`, `requirements`, `calls`, `batches`, `passes`,
 `reads`, `update_buffer`, `signals`, `outcome`, `task_records`.
 """

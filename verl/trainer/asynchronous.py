@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from pydantic import BaseModel, ConfigDict
 
@@ -43,10 +43,12 @@ from verl.roles.standalone import Lost, RolloutPool
 from verl.trainer.batches import next_batch
 from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.keywords import TrainerArguments
 from verl.trainer.requirements import check_asynchronous
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
+
+if TYPE_CHECKING:
+    from verl.keywords import TrainerArguments
 
 #: Options of `Trainer` that mean nothing here, and what they are if they are not set.
 _SYNCHRONOUS: dict[str, Any] = {"update_freq": None, "buffer": "memory", "buffer_size": None, "buffer_dir": "buffer"}

@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.algorithms import algorithm_names, make_algorithm
-from verl.config.algorithm_options import AlgorithmKeywords
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.roles.keywords import ActorKeywords
+from verl.roles.settings import handle_keywords
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.evaluation import HeldOut
 from verl.trainer.interleaved import InterleavedTrainer
-from verl.trainer.keywords import TrainerArguments
+from verl.trainer.options import trainer_keywords
 from verl.trainer.trainer import Trainer
 
 
 def public_calls() -> Iterator[tuple[str, set[str]]]:
     """How each is shown, "fit({}=...)", and the names of its keywords."""
     yield "fit({}=...)", _parameters(Trainer.fit)
-    yield "Actor(MODEL, {}=...)", {"optim", "strategy", *ActorKeywords.__optional_keys__}
-    keywords = {*TrainerArguments.__annotations__} - {*AlgorithmKeywords.__annotations__}
+    yield "Actor(MODEL, {}=...)", {"optim", "strategy", *handle_keywords()}
     for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
-        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | keywords
+        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | trainer_keywords()
     yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward) | {*OnFailure.__annotations__}
     yield "HeldOut(ROWS, {}=...)", _parameters(HeldOut)
     kinds = {type(make_algorithm(name)) for name in algorithm_names()}

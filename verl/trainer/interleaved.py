@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from pydantic import Field
 
@@ -24,9 +24,11 @@ from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.trainer.active_task import Samples
-from verl.trainer.keywords import TrainerArguments
 from verl.trainer.requirements import check_corrected
 from verl.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from verl.keywords import TrainerArguments
 
 
 @dataclass(frozen=True)

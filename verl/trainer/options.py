@@ -3,6 +3,7 @@ fields (`save_every=10` for `checkpoints=CheckpointOptions(save_every=10)`), whi
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -101,7 +102,7 @@ class PlacementOptions(_Options):
 
 
 #: Keywords that are no field of a record, and what they must be.
-_OTHERS: dict[str, Any] = {
+OTHERS: dict[str, Any] = {
     "reward_fn": Any,
     "cost": Any,
     "environment": Any,
@@ -118,11 +119,11 @@ def others(keywords: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SettingsError: a value is wrong.
     """
-    return validated("Trainer", _OTHERS, {name: keywords.pop(name) for name in _OTHERS if name in keywords})
+    return validated("Trainer", OTHERS, {name: keywords.pop(name) for name in OTHERS if name in keywords})
 
 
 class TrainerOptions(NamedTuple):
-    """All records of a trainer."""
+    """All records of a trainer, by the name of the argument that gives each."""
 
     placement: PlacementOptions
     buffer: BufferOptions
@@ -131,21 +132,24 @@ class TrainerOptions(NamedTuple):
     limits: LimitOptions
 
     @classmethod
-    def spread(
-        cls, keywords: dict[str, Any], *, placement: Any, buffer: Any, checkpoints: Any, logging: Any, limits: Any
-    ) -> TrainerOptions:
+    def spread(cls, keywords: dict[str, Any], **arguments: Any) -> TrainerOptions:
         """The records with the keywords that are their fields, which are taken out of `keywords`."""
-        if placement is not None and not isinstance(placement, PlacementOptions):
-            placement = {"placement": placement}
-        if not isinstance(buffer, BufferOptions):
-            buffer = {"buffer": buffer}
-        return cls(
-            PlacementOptions.spread("placement", placement, keywords),
-            BufferOptions.spread("buffer", buffer, keywords),
-            CheckpointOptions.spread("checkpoints", checkpoints, keywords),
-            LoggingOptions.spread("logging", logging, keywords),
-            LimitOptions.spread("limits", limits, keywords),
-        )
+        for name in ("placement", "buffer"):  # which may be arguments alone
+            if arguments[name] is not None and not isinstance(arguments[name], RECORDS[name]):
+                arguments[name] = {name: arguments[name]}
+        records: dict[str, Any] = {
+            name: record.spread(name, arguments[name], keywords) for name, record in RECORDS.items()
+        }
+        return cls(**records)
+
+
+RECORDS: dict[str, type[_Options]] = typing.get_type_hints(TrainerOptions)
+
+
+def trainer_keywords() -> set[str]:
+    """What a trainer takes by name, besides its models and options of the algorithm."""
+    named = {"algorithm", "tasks", "n", "sampling", "nodes", "held_out"}
+    return named.union(RECORDS, OTHERS, *(record.model_fields for record in RECORDS.values()))
 
 
 def tasks_of(
@@ -182,11 +186,7 @@ def tasks_of(
             raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
         tasks = read_tasks(config_path)
     if tasks is None:
-        from verl.config.algorithm_options import AlgorithmKeywords
-        from verl.trainer.keywords import TrainerArguments
-
-        known = TrainerArguments.__annotations__.keys() - AlgorithmKeywords.__annotations__.keys()
-        only = algorithm_beside(known, algorithm, keywords)
+        only = algorithm_beside(trainer_keywords(), algorithm, keywords)
         played = getattr(actor, "rewarding_episode", None)
         if environment is not None:
             from verl.rollout.environments import as_environments

@@ -70,8 +70,8 @@ from verl.weights.layout import Mesh
 
 if TYPE_CHECKING:
     from verl.checkpoint.store import Checkpoint
+    from verl.keywords import TrainerKeywords
     from verl.trainer.guard import Guards, SafetyGuard
-    from verl.trainer.keywords import TrainerKeywords
     from verl.trainer.mixture import TaskScheduler
 
 logger = logging.getLogger(__name__)
