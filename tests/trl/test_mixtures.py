@@ -10,7 +10,7 @@ import pytest
 
 from tests.trl.test_peer_numbers import PEER, ROOT
 from verl.errors import ConfigError
-from verl.trl.mixtures import DatasetMixtureConfig, get_dataset
+from verl.trl.scripts import DatasetMixtureConfig, get_dataset
 
 #: In TRL's environment, which has what our module needs, and not what the rest of the package does.
 BESIDE_TRL = """

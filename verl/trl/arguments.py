@@ -1,4 +1,4 @@
-"""TRL's `*Config` records: their names and defaults, and what each means here."""
+"""TRL's `*Config` records: their names, their defaults, and how each is read here."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ _BOUNDS: dict[str, Any] = {
     **dict.fromkeys(("lr_scheduler_kwargs", "model_init_kwargs", "chat_template_kwargs"), Mapping | str | None),
     **dict.fromkeys(("warmup_steps", "max_grad_norm"), NotNegative | None),
     "importance_sampling_level": Literal["token", "sequence"],
+    "train_sampling_strategy": Literal["random", "sequential"],
+    "truncation_mode": Literal["keep_start", "keep_end"],
     "scale_rewards": Literal["group", "batch", "none", True, False],
     "max_steps": int, "seed": Seed, "data_seed": Seed | None, "eval_steps": Positive | None,
     "warmup_ratio": Share | None, "max_tool_calling_iterations": Natural | None,
@@ -51,7 +53,7 @@ def _record(**others: tuple[Any, str]) -> Callable[[type[ConfigT]], type[ConfigT
     """Decorator: a dataclass of the arguments that are mapped here and of TRL's others.
 
     Args:
-        others: name -> (TRL's default, what to do in the place of another value; "": any value is taken).
+        others: name -> (TRL's default, what to do instead of setting it; "": any value is taken).
     """
 
     def make(cls: type[ConfigT]) -> type[ConfigT]:
@@ -157,11 +159,10 @@ class Config:
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        """The record of what a caller gives: one of these, None, a mapping, or a `transformers.TrainingArguments` (or
-        a record of TRL's own), of which all values are taken.
+        """A record from one of these, None, a mapping, or a `transformers.TrainingArguments` (or TRL's own record).
 
         Raises:
-            ConfigError: it is none of these, or has a setting that is not known here.
+            ConfigError: another type, or a setting that is not known here.
         """
         if args is None or isinstance(args, Mapping):
             return cls(**(args or {}))
@@ -213,7 +214,7 @@ class Config:
         """An argument that is a mapping, which a command line gives as JSON.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is not a mapping.
         """
         value = getattr(self, name) or {}
         try:
@@ -251,7 +252,7 @@ class Config:
     vllm_structured_outputs_regex=(None, "see constrained_decoding in docs/algorithms.md"),
 )
 class OnlineConfig(Config):
-    """What the trainers on sampled completions share."""
+    """Arguments of all trainers on sampled completions."""
 
     num_generations: int = 8
     num_generations_eval: int | None = None
@@ -337,20 +338,11 @@ class RLOOConfig(OnlineConfig):
 
 @_record()
 class _OfflineConfig(Config):
-    """What the trainers on recorded responses share."""
+    """Arguments of all trainers on recorded responses."""
 
     max_length: int | None = 1024
     train_sampling_strategy: str = "random"
     truncation_mode: str = "keep_start"
-
-    def check_rows(self) -> None:
-        """Raises ConfigError for an order or a way of cutting that is not here."""
-        for name, known in (
-            ("train_sampling_strategy", ("random", "sequential")),
-            ("truncation_mode", ("keep_start", "keep_end")),
-        ):
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"{name}='{value}': {nearest(str(value), known)}")
 
 
 @_record(

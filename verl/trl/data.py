@@ -28,7 +28,7 @@ _UNTRAINED = -100
 
 
 class EpochCursor(Cursor):
-    """Ends a batch where an epoch ends; the order is that of transformers' sampler under Accelerate."""
+    """Ends a batch where an epoch ends; rows are shuffled as transformers' sampler does under Accelerate."""
 
     def take(self, count: int) -> list[tuple[int, int]]:
         return super().take(min(count, self.size - self.position))
@@ -227,7 +227,7 @@ class TextLoader(TRLLoader):
         self._begin()
 
     def _labels(self, row: Any) -> list[int]:
-        """With that of the first token, though nothing predicts it."""
+        """The first token has its label, too, though nothing predicts it."""
         labels = super()._labels(row)
         if self.kind == "experience":
             counts = dict(zip(self._rows["group"], self._rows["response_mask"], strict=True))[row["group"]][0]

@@ -1,8 +1,8 @@
 """Entries of TRL's log that are measured in the forward pass of an update.
 
-Each function is of a kind of trainer: it makes additive metrics of a micro-batch, and `whole` makes entries of those of
-a mini-batch. Their names begin with `mean/` (shares of a mean), `sum/` and `count/` (of a mean over what a micro-batch
-cannot count in the others), `least/` (negated) and `most/`.
+There is one function for each kind of trainer. It returns additive metrics of a micro-batch, which `whole` turns into
+entries once they are summed over a mini-batch. Their names begin with `mean/` (shares of a mean), `sum/` and `count/`
+(of a mean whose count one micro-batch does not know), `least/` (negated) and `most/`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def of_sides(algorithm: Any, x: LossInput) -> Parts:
 
 
 def of_pairs(algorithm: Any, x: LossInput) -> Parts:
-    """Of pairs: those of both sides, and how often the chosen one wins."""
+    """Of pairs: the entries of both sides, and how often the chosen one wins."""
     chosen, rejected = split_pairs(x, _rewards(algorithm, x))
     parts = of_sides(algorithm, x)
     parts["mean/rewards/accuracies"] = (chosen > rejected).sum() / max(x.total_groups, 1)
@@ -72,7 +72,7 @@ def of_pairs(algorithm: Any, x: LossInput) -> Parts:
 
 
 def of_scores(algorithm: BaseAlgorithm, x: LossInput) -> Parts:
-    """Of a reward model."""
+    """A reward model's."""
     assert x.scores is not None
     chosen, rejected = split_pairs(x, x.scores)
     pairs = max(x.total_groups, 1)
@@ -138,7 +138,7 @@ def kl_of_tokens(prepared: Batch) -> float:
 
 
 def _mean(entry: str, values: Tensor | None, where: Tensor) -> Parts:
-    """Of the values `[N]` where a mask `[N]` says."""
+    """The mean of values `[N]` where a mask `[N]` is true."""
     assert values is not None
     return {f"sum/{entry}": torch.where(where, values, 0.0).sum(), f"count/{entry}": where.sum()}
 

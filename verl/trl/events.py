@@ -115,7 +115,7 @@ class Events:
             self.add(callback)
 
     def evaluate_every(self, steps: int, evaluate: Callable[[], None]) -> None:
-        """Evaluate before training, after each so many steps of the trainer, and at the end."""
+        """Evaluate before training, every `steps` steps of the trainer, and at the end."""
         self._every, self._evaluate = steps, evaluate
 
     def add(self, callback: Any) -> None:
@@ -148,7 +148,7 @@ class Events:
         self.call("on_train_end")
 
     def sampled(self, batch: Batch) -> None:
-        """What a step learns from."""
+        """Note the samples of a step."""
         self._of_samples = of_samples(batch)
         # KTO's rows with another response are none of the data.
         rows = batch.filter([not other for other in batch["mismatched"]]) if "mismatched" in batch else batch

@@ -146,7 +146,7 @@ def dpo_algorithm(args: Any) -> BaseAlgorithm:
 
 
 def _refuse_unread(args: Any, beside: str, *names: str) -> None:
-    """Raises ConfigError for an argument that is set and not read beside another."""
+    """Raises ConfigError for an argument that is set, and that nothing reads because of another one."""
     for name in names:
         if (value := getattr(args, name)) != args.defaults()[name]:
             raise ConfigError(f"{name}={value!r} is not read with {beside}: leave it out")

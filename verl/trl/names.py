@@ -1,4 +1,4 @@
-"""Arguments of TRL and transformers that are not mapped: what changes no number here, and what is done otherwise."""
+"""Arguments of TRL and transformers that are not mapped: some change no number here, some are done differently."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class GRPOTrainer(BaseTrainer):
         args: `GRPOConfig`, or `transformers.TrainingArguments`.
         train_dataset, eval_dataset: rows with a column `prompt`, a text or messages; the other columns go to the
             rewards.
-        processing_class: the tokenizer; None: the one beside the model.
+        processing_class: the tokenizer; None: the model's own.
         reward_processing_classes: the tokenizer of a reward model, or a list with one for each of `reward_funcs` (None
-            for a function); None: those beside the models.
+            for a function); None: the models' own.
         callbacks: `transformers.TrainerCallback`s.
         optimizers: (optimizer, scheduler) of torch; (None, None): AdamW, as the arguments say.
         peft_config: `peft.LoraConfig`.
@@ -175,21 +175,18 @@ class GRPOTrainer(BaseTrainer):
         return {"n": args.num_generations_eval or args.num_generations, "temperature": args.temperature}
 
     def _training(self) -> dict[str, Any]:
-        samples, of_rollout = self.args.samples(), self.args.rollout_samples()
+        args, samples = self.args, self.args.samples()
         return {
-            "mini_batch_size": None if samples == of_rollout else samples,
-            "epochs": self.args.num_iterations,
+            "mini_batch_size": None if samples == args.rollout_samples() else samples,
+            "epochs": args.num_iterations,
             "episode": self._episode,
-        }
-
-    def _sampling(self) -> dict[str, Any]:
-        args = self.args
-        return {
-            "max_new_tokens": args.max_completion_length,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k or 0,
-            "min_p": args.min_p or 0.0,
+            "sampling": {
+                "max_new_tokens": args.max_completion_length,
+                "temperature": args.temperature,
+                "top_p": args.top_p,
+                "top_k": args.top_k or 0,
+                "min_p": args.min_p or 0.0,
+            },
         }
 
     def _algorithm(self) -> BaseAlgorithm:

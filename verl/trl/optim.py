@@ -17,10 +17,10 @@ _TORCH = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": tor
 
 
 def lr_factor(args: Any, total: int) -> Callable[[int], float]:
-    """Optimizer step, from 0 -> what `learning_rate` is multiplied by, of so many steps.
+    """Optimizer step, from 0 to `total` -> the factor of `learning_rate`.
 
     Raises:
-        ConfigError: there is no such schedule, or it is none of the step alone.
+        ConfigError: there is no such schedule, or it depends on more than the step.
     """
     from transformers import SchedulerType, get_scheduler
 
@@ -44,7 +44,7 @@ def lr_factor(args: Any, total: int) -> Callable[[int], float]:
 
 
 def optim_settings(args: Any, total: int) -> dict[str, Any]:
-    """Fields of `EngineOptions` for so many optimizer steps.
+    """Fields of `EngineOptions` for `total` optimizer steps.
 
     Raises:
         ConfigError: an optimizer that is not here, or an unknown schedule.

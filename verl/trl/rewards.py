@@ -52,7 +52,7 @@ def reasoning_accuracy_reward(
 
 
 def _compared(text: str, gold: str) -> tuple[float | None, str, str]:
-    """The reward, and what was read of the solution and of the text."""
+    """The reward, and the answers parsed from the solution and from the text."""
     try:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify

@@ -1,4 +1,4 @@
-"""What TRL's trainers share, one mapping of arguments, and those on recorded responses by name."""
+"""The base of TRL's trainers: one mapping of their arguments."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, NoReturn
+
+from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
+from transformers.trainer_utils import TrainOutput
 
 from verl._host.ranks import torchrun_ranks
-from verl.algorithms import BaseAlgorithm, PolicyGradient, make_algorithm
+from verl.algorithms import BaseAlgorithm, PolicyGradient
 from verl.cluster.controller import Controller
 from verl.errors import ConfigError, nearest
-from verl.models.heads import SCORE_AT_EOS, ValueModel, as_classifier, share_head
+from verl.models.heads import ValueModel, as_classifier
 from verl.models.lora import has_adapters
 from verl.models.options import ModelOptions
 from verl.models.source import ModelFiles
@@ -26,13 +28,10 @@ from verl.roles.handle import LoraBase
 from verl.roles.reward import Reward
 from verl.trainer.evaluation import HeldOut
 from verl.training.options import OptimConfig
-from verl.trl.arguments import Config, DPOConfig, KTOConfig, RewardConfig, SFTConfig
-from verl.trl.attributes import Attributes
-from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, TokenRows, TRLLoader
+from verl.trl.arguments import Config
 from verl.trl.entries import entries_of
 from verl.trl.events import Events, ObservedTrainer
-from verl.trl.losses import dpo_algorithm
-from verl.trl.optim import optim_settings
+from verl.trl.optim import lr_factor, optim_settings
 from verl.trl.peft import lora_options, with_adapters
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ _OTHERWISE = {
 }
 
 
-class BaseTrainer(Attributes, ABC):
+class BaseTrainer(ABC):
     """What all of them share.
 
     Attributes:
@@ -78,6 +77,11 @@ class BaseTrainer(Attributes, ABC):
     _shown: Any = None
     #: Optimizer steps of one step of `trainer`.
     updates = 1
+    #: No loss balances the experts of a model.
+    aux_loss_enabled = False
+
+    # Scripts of transformers read these of a trainer: files of metrics, ranks, loaders, schedules.
+    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class BaseTrainer(Attributes, ABC):
         if train_dataset is None:
             raise ConfigError(f"`train_dataset` is required: {type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
+        self._folder = Path(self.args.output_dir or "trainer_output")
         if eval_dataset is None and self.args.eval_strategy != "no":
             raise ConfigError(
                 f"eval_strategy='{self.args.eval_strategy}', and there is nothing to evaluate on: give eval_dataset=..."
@@ -146,8 +151,6 @@ class BaseTrainer(Attributes, ABC):
         Args:
             resume_from_checkpoint: True: from the newest checkpoint in `output_dir`; or the path of one.
         """
-        from transformers.trainer_utils import TrainOutput
-
         if resume_from_checkpoint is True:
             self.trainer.resume()
         elif resume_from_checkpoint:
@@ -163,7 +166,7 @@ class BaseTrainer(Attributes, ABC):
         """Measure held-out data; the metrics, whose names begin with `eval_`, of several by name with `eval_NAME_`.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there is no such data.
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if rows is None:
@@ -181,11 +184,9 @@ class BaseTrainer(Attributes, ABC):
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
 
         Args:
-            output_dir: None: that of the arguments.
+            output_dir: None: `args.output_dir`.
         """
-        self.actor.save_pretrained(
-            str(self._output() if output_dir is None else output_dir), adapter=has_adapters(self.actor.modules)
-        )
+        self.actor.save_pretrained(str(output_dir or self._folder), adapter=has_adapters(self.actor.modules))
 
     def _report(self, result: Mapping[str, Any], evaluation: Any) -> None:
         self._events.evaluated(result["metrics"], self.eval_dataset)
@@ -227,20 +228,14 @@ class BaseTrainer(Attributes, ABC):
 
     @abstractmethod
     def _algorithm(self) -> BaseAlgorithm:
-        """What the arguments name."""
+        """The algorithm of the arguments."""
 
     def _source(self) -> Reward | None:
-        return None
-
-    def _sampling(self) -> dict[str, Any] | None:
         return None
 
     def _training(self) -> dict[str, Any]:
         """Further keywords of the actor."""
         return {}
-
-    def _output(self) -> Path:
-        return Path(self.args.output_dir or "trainer_output")
 
     def _checked(self, more: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in more.items():
@@ -284,7 +279,6 @@ class BaseTrainer(Attributes, ABC):
             tokenizer,
             optim=optimizer,
             rollout=options.get("rollout") or default,
-            sampling=self._sampling(),
             head=self.head,
             seed=args.seed,
             **settings,
@@ -295,7 +289,7 @@ class BaseTrainer(Attributes, ABC):
         return actor
 
     def _outside(self, model: Any, actor: Actor) -> Any:
-        """What a script has of the live model: peft's wrapper around it; None: the model itself."""
+        """The object that a script sees as the model: peft's wrapper; None: the model itself."""
         return model if hasattr(model, "get_base_model") else None
 
     def _steps(self) -> int:
@@ -324,15 +318,15 @@ class BaseTrainer(Attributes, ABC):
             reward=source,
             algorithm=algorithm,
             n=getattr(args, "num_generations", None),
-            checkpoint_dir=None if every is None else self._output(),
+            checkpoint_dir=None if every is None else self._folder,
             save_every=every,
             keep_checkpoints=None if every is None else args.save_total_limit,
             placement=options.get("placement") or ("cpu" if args.use_cpu else None),
             strategy=options.get("strategy"),
             logger=open_logger(
-                self._output(),
+                self._folder,
                 args.sinks(),
-                run_id=args.run_name or self._output().name,
+                run_id=args.run_name or self._folder.name,
                 project=args.project,
                 total_steps=self._total,
             ),
@@ -346,188 +340,66 @@ class BaseTrainer(Attributes, ABC):
             trainer.held_out.on_result = self._report
         return trainer
 
-
-class _Offline(BaseTrainer):
-    """Learns from recorded responses."""
-
-    reads: ClassVar[type[TRLLoader]] = TRLLoader
-
-    def _data(self, train_dataset: Any) -> tuple[Any, float]:
-        if path := getattr(self.args, "chat_template_path", None):
-            if not Path(path).is_file():
-                raise ConfigError(f"chat_template_path='{path}' is no file: set the tokenizer's chat_template")
-            self.processing_class.chat_template = Path(path).read_text()
-        loader = self._recorded(self._finite(train_dataset))
-        return loader, math.ceil(len(loader) / loader.batch_size)
-
-    def _hold(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """As there, what a trainer holds are tokens."""
-        self.train_dataset = TokenRows(self.loader)
-        if isinstance(eval_dataset, Mapping):
-            self.eval_dataset: Any = {name: TokenRows(self._recorded(rows)) for name, rows in eval_dataset.items()}
-        else:
-            self.eval_dataset = None if eval_dataset is None else TokenRows(self._recorded(eval_dataset))
-
-    def _finite(self, rows: Any) -> Any:
-        """Of a stream what `max_steps` read of it, in its order."""
-        if hasattr(rows, "__len__"):
-            return rows
-        self._check_stream()
-        args = self.args
-        if args.max_steps <= 0:
-            raise ConfigError("the data have no length: say max_steps=...")
-        args.read_here()
-        args.train_sampling_strategy = "sequential"
-        if hasattr(args, "shuffle_dataset"):
-            args.shuffle_dataset = False
-        return list(islice(rows, int(args.max_steps) * args.samples()))
-
-    def _check_stream(self) -> None:
-        """Raises ConfigError for an argument that does not go with rows without a length."""
-
-    def _recorded(self, rows: Any) -> TRLLoader:
-        args = self.args
-        if isinstance(rows, TokenRows):
-            return rows.loader
-        if not hasattr(rows, "__len__"):
-            self._check_stream()
-            rows = list(rows)
-        args.check_rows()
-        loader = self.reads(rows, self.actor.tokenizer, args, args.samples())
-        if lost := {what: count for what, count in loader.counts.items() if what != "longest" and count}:
-            logger.info("max_length=%s: %s", args.max_length, lost)
-        return loader
-
-    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        metrics = self.trainer.evaluate_loss(self._recorded(rows).batch)
-        return {**metrics, "loss/actor": metrics["loss"]}
-
-    def _held_out(self, rows: Any, every: int) -> HeldOut:
-        return HeldOut(self._recorded(rows).batch, every, name="eval_dataset")
-
-
-class SFTTrainer(_Offline):
-    """TRL's `SFTTrainer`: the likelihood of completions, or of every turn of the assistant. Arguments as of
-    `GRPOTrainer`, without rewards; `args` is a `SFTConfig`."""
-
-    config = SFTConfig
-    tag = "sft"
-    reads = TextLoader
-
-    def __init__(self, model: Any, args: Any = None, *, formatting_func: Any = None, **more: Any) -> None:
-        self._formatted = formatting_func
-        super().__init__(model, args, **more)
-
-    def _recorded(self, rows: Any) -> TRLLoader:
-        field = self.args.dataset_text_field
-        if not isinstance(rows, TokenRows) and self._formatted is not None:
-            rows = [{"text": self._formatted(row)} for row in rows]
-        elif not isinstance(rows, TokenRows) and field != "text" and field in next(iter(rows), {}):
-            rows = [{"text": row[field]} for row in rows]
-        return super()._recorded(rows)
-
-    def _algorithm(self) -> BaseAlgorithm:
-        return make_algorithm("sft", loss_type=self.args.loss_type)
-
-
-class RewardTrainer(_Offline):
-    """TRL's `RewardTrainer`: a model that scores the chosen response above the rejected one. Arguments as of
-    `SFTTrainer`; `args` is a `RewardConfig`."""
-
-    config = RewardConfig
-    tag = "reward-trainer"
-    head = "score"
-    rows = 2
-    reads = ScoredLoader
-
-    def __init__(self, model: Any, args: Any = None, **more: Any) -> None:
-        if "SequenceClassification" in type(model).__name__ and model.config.num_labels != 1:
-            raise ConfigError(f"reward models require `num_labels=1`, this one has {model.config.num_labels}")
-        super().__init__(model, args, **more)
-
-    def _data(self, train_dataset: Any) -> tuple[Any, float]:
-        data = super()._data(train_dataset)
-        setattr(self.actor.modules.config, SCORE_AT_EOS, data[0].at_eos)  # which token `verl.Reward` is to read
-        return data
-
-    def _outside(self, model: Any, actor: Actor) -> Any:
-        """A sequence classifier over the weights that are trained, within peft's wrapper if there is one."""
-        scored: Any = actor.modules
-        if actor.files is not None:  # read by other processes
-            return None
-        adapted = super()._outside(model, actor)
-        classifier = model if adapted is None else adapted.get_base_model()
-        if not hasattr(classifier, "num_labels"):
-            with suppress(ValueError):  # transformers may have no classifier of that kind
-                return as_classifier(scored)
-            return None
-        share_head(scored, classifier)
-        score = scored.score.weight
-        if not score.requires_grad and not score.any():
-            raise ConfigError("peft_config: the head is a new one, which is trained with task_type='SEQ_CLS'")
-        return model
-
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these and the head
-        that is trained, where `model` is peft's, else the whole model with its adapters merged."""
-        model, folder = self.model, str(self._output() if output_dir is None else output_dir)
-        if hasattr(model, "get_base_model"):
-            model.save_pretrained(folder)
-            self.processing_class.save_pretrained(folder)
-        else:
-            self.actor.save_pretrained(folder)
-
-    def _algorithm(self) -> BaseAlgorithm:
-        return make_algorithm("reward_model", center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
-
-
-class _WithReference(_Offline):
-    """Learns beside a frozen reference: `ref_model`, or (None) the model as it is at first."""
-
-    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **more: Any) -> None:
-        if ref_model is model and not isinstance(model, str):
-            raise ConfigError("ref_model is the model that is trained: leave it out, and a copy is made")
-        self._reference = ref_model
-        super().__init__(model, args, **more)
-
-    def _check_stream(self) -> None:
-        if self.args.precompute_ref_log_probs:
-            raise ConfigError("precompute_ref_log_probs=True is not supported with IterableDataset: leave it out")
-
-    def _actor(self, *args: Any) -> Actor:
-        actor = super()._actor(*args)
-        if self._reference is not None:
-            actor.make_reference(self._reference)
-        return actor
-
-
-class DPOTrainer(_WithReference):
-    """TRL's `DPOTrainer`, on pairs of a chosen and a rejected response; `args` is a `DPOConfig`."""
-
-    config = DPOConfig
-    tag = "dpo"
-    rows = 2
-    reads = PairLoader
-
-    def _algorithm(self) -> BaseAlgorithm:
-        return dpo_algorithm(self.args)
-
-
-class KTOTrainer(_WithReference):
-    """TRL's `KTOTrainer`, on responses with a label, or pairs; `args` is a `KTOConfig`."""
-
-    config = KTOConfig
-    tag = "kto"
-    reads = LabelledLoader
-
-    def _algorithm(self) -> BaseAlgorithm:
-        args = self.args
-        each = {"kl_rows": args.per_device_train_batch_size * torchrun_ranks()} if args.loss_type == "kto" else {}
-        return make_algorithm(
-            "kto",
-            beta=args.beta,
-            desirable_weight=args.desirable_weight,
-            undesirable_weight=args.undesirable_weight,
-            loss_type=args.loss_type,
-            **each,
+    @property
+    def accelerator(self) -> Any:
+        """What scripts ask Accelerate for. The process that a script runs in is the main one."""
+        return SimpleNamespace(
+            print=print,
+            is_main_process=True,
+            is_local_main_process=True,
+            process_index=0,
+            num_processes=torchrun_ranks(),
+            wait_for_everyone=lambda: None,
+            unwrap_model=lambda model: model,
         )
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference policy; None without a reference, or if it is the model without its adapters."""
+        return self.actor.reference_model
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' former name of `processing_class`."""
+        return self.processing_class
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def get_train_dataloader(self) -> Any:
+        """The loader that training draws from, without end: rows as `verl.Batch`es."""
+        return self.loader
+
+    @property
+    def optimizer(self) -> Any:
+        """The caller's, else what torch's `param_groups` say of the one here: its weights, learning rate and decay."""
+        if self._optimizers[0] is not None:
+            return self._optimizers[0]
+        weights = [weight for weight in self.actor.modules.parameters() if weight.requires_grad]
+        (rate,) = self.lr_scheduler.get_last_lr()
+        return SimpleNamespace(param_groups=[{"params": weights, "lr": rate, "weight_decay": self.args.weight_decay}])
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The caller's, else one that says the learning rate of the next step."""
+        if self._optimizers[0] is not None:
+            return self._optimizers[1]
+        step = self.state.global_step
+        rate = self.args.learning_rate * lr_factor(self.args, self.state.max_steps)(step)
+        return SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=step)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ConfigError: nothing is uploaded."""
+        raise ConfigError("push_to_hub: nothing is uploaded here: call save_model(), and upload that directory")
+
+    @property
+    def hub_model_id(self) -> Any:
+        """Where a model would be uploaded."""
+        return self.args.hub_model_id
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
+        """Does nothing: `output_dir` has the report. Nor does `end`: trackers close when the process ends."""
+
+    end = create_model_card
