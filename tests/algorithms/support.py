@@ -114,7 +114,8 @@ def loss_input(
         return values.index_select(0, index if by_row else tokens)
 
     columns = {}
-    for name in objective.loss_columns:
+    is_role = isinstance(objective, RoleObjective)
+    for name in objective.loss_needs.columns if is_role else objective.loss_columns:
         if name == "group":
             numbers = {group: i for i, group in enumerate(dict.fromkeys(batch["group"][row] for row in rows))}
             columns[name] = torch.tensor([numbers[batch["group"][row]] for row in rows])

@@ -203,15 +203,15 @@ def test_registering_twice_from_one_place_replaces(monkeypatch: pytest.MonkeyPat
 
 def test_objectives_of_trained_roles() -> None:
     ppo = make_algorithm("ppo", entropy_coeff=0.1)
-    assert ppo.objective("critic").loss_columns == ("values", "returns")
-    assert ppo.objective("actor").needs_entropy
-    assert not ppo.objective("critic").needs_entropy
+    assert ppo.objective("critic").loss_needs.columns == ("values", "returns")
+    assert ppo.objective("actor").loss_needs.entropy
+    assert not ppo.objective("critic").loss_needs.entropy
     with pytest.raises(ConfigError, match="does not train a 'reward'"):
         ppo.objective("reward")
     with pytest.raises(ConfigError, match="does not train a 'critic'"):
         make_algorithm("grpo").objective("critic")
     safe = make_algorithm("safe_rlhf", baseline="critics")
-    assert safe.objective("cost_critic").loss_columns == ("cost_values", "cost_returns")
+    assert safe.objective("cost_critic").loss_needs.columns == ("cost_values", "cost_returns")
 
 
 def test_roles_follow_options() -> None:

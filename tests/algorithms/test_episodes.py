@@ -23,7 +23,7 @@ from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import DataError
 from verl.training.micro_batch import zero_gradient_rows
-from verl.workers.update import UpdatePlan, loss_needs, mini_batches
+from verl.workers.update import UpdatePlan, mini_batches
 
 COMPARING = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "gspo"]
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -133,7 +133,7 @@ def test_the_loss_is_that_of_the_reference(name: str, mode: str, seed: int) -> N
     if not len(prepared):
         return
     log_probs = new_log_probs(prepared, episodes)
-    needs = loss_needs(algorithm.objective("actor"))
+    needs = algorithm.objective("actor").loss_needs
     leave = zero_gradient_rows(prepared, algorithm.token_weights(prepared), needs)
     rows = [row for row in range(len(prepared)) if row not in leave]
     rng.shuffle(rows)

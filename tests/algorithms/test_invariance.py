@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms.support import OFFLINE, ONLINE, loss_input, prepared
 from tests.properties import examples
-from verl.algorithms.base import BaseAlgorithm, RoleObjective
+from verl.algorithms.base import RoleObjective
 from verl.batch import Batch
 
 VARIANTS = [
@@ -26,15 +26,15 @@ VARIANTS = [
 
 
 def gradients(
-    objective: BaseAlgorithm | RoleObjective, batch: Batch, parts: list[list[int]], seed: int
+    objective: RoleObjective, batch: Batch, parts: list[list[int]], seed: int
 ) -> tuple[float, list[torch.Tensor]]:
     """Summed loss and its gradients over micro-batches."""
     torch.manual_seed(seed)
     outputs = {}
-    role = getattr(objective, "role", "actor")
+    role, head = objective.role, objective.algorithm.head
     tokens = sum(batch.lengths("response_tokens"))
-    names = ["values"] if role != "actor" else ["scores"] if objective_head(objective) == "score" else ["log_probs"]
-    for name in [*names, *(["entropy"] if objective.needs_entropy else [])]:
+    names = ["values"] if role != "actor" else ["scores"] if head == "score" else ["log_probs"]
+    for name in [*names, *(["entropy"] if objective.loss_needs.entropy else [])]:
         size = len(batch) if name == "scores" else tokens
         outputs[name] = (-torch.rand(size, dtype=torch.float64) - 0.05).requires_grad_()
     total = 0.0
@@ -43,10 +43,6 @@ def gradients(
         total += float(loss.detach())
         loss.backward()
     return total, [leaf.grad for leaf in outputs.values() if leaf.grad is not None]
-
-
-def objective_head(objective: BaseAlgorithm | RoleObjective) -> str:
-    return objective.head if isinstance(objective, BaseAlgorithm) else objective.algorithm.head
 
 
 def random_parts(batch: Batch, coupled: bool, seed: int) -> list[list[int]]:
@@ -72,7 +68,7 @@ def test_any_split_in_any_order_gives_one_gradient(name: str, options: dict[str,
     for role in roles:
         objective = algorithm.objective(role)
         whole, expected = gradients(objective, batch, [list(range(len(batch)))], seed)
-        parts = random_parts(batch, objective.coupled, seed)
+        parts = random_parts(batch, objective.loss_needs.coupled, seed)
         total, got = gradients(objective, batch, parts, seed)
         assert total == pytest.approx(whole, rel=1e-10, abs=1e-12)
         for mine, theirs in zip(got, expected, strict=True):

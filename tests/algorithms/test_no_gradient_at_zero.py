@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,9 +17,7 @@ from torch import Tensor
 from tests.algorithms.support import OFFLINE, ONLINE, loss_input, prepared
 from tests.properties import examples
 from verl.algorithms import BaseAlgorithm, Loss, LossInput, PolicyGradient, make_algorithm
-from verl.algorithms.base import RoleObjective
 from verl.algorithms.baselines import GRPO
-from verl.algorithms.loss_terms import LossNeeds
 from verl.algorithms.losses import PolicyLoss, PolicyTerms
 from verl.algorithms.ppo import PPO
 from verl.batch import Batch
@@ -29,7 +28,7 @@ KL, ENTROPY = {"kl_in": "loss", "kl_coef": 0.05}, {"entropy_coeff": 0.01}
 STATED = [
     name
     for name in (*ONLINE, *OFFLINE)
-    if make_algorithm(name, **CRITICS.get(name, {})).objective("actor").no_gradient_at_zero
+    if make_algorithm(name, **CRITICS.get(name, {})).objective("actor").loss_needs.no_gradient_at_zero
 ]
 VARIANTS = [
     (name, {**options, **CRITICS.get(name, {})})
@@ -42,18 +41,6 @@ VARIANTS = [
     ("gmpo", {"rollout_is": "sequence"}),
     ("ppo", {"cliprange_value": None}),
 ]
-
-
-def needs_of(objective: RoleObjective, **changes: Any) -> LossNeeds:
-    return LossNeeds(
-        **{
-            "columns": objective.loss_columns,
-            "entropy": objective.needs_entropy,
-            "coupled": objective.coupled,
-            "no_gradient_at_zero": objective.no_gradient_at_zero,
-            **changes,
-        }
-    )
 
 
 def test_the_losses_that_state_it() -> None:
@@ -90,22 +77,22 @@ def test_a_token_of_weight_or_advantage_0_has_a_gradient_of_exactly_0(
     batch = with_zeros(batch, seed)
     for role in algorithm.roles & {"actor", "critic", "cost_critic"}:
         objective = algorithm.objective(role)
-        assert objective.no_gradient_at_zero
+        assert objective.loss_needs.no_gradient_at_zero
         torch.manual_seed(seed)
-        names = ["log_probs" if role == "actor" else "values", *(["entropy"] if objective.needs_entropy else [])]
+        names = ["log_probs" if role == "actor" else "values", *(["entropy"] if objective.loss_needs.entropy else [])]
         tokens = sum(batch.lengths("response_tokens"))
         outputs = {n: (-4 * torch.rand(tokens, dtype=torch.float64)).requires_grad_() for n in names}
         loss = objective.compute_loss(loss_input(objective, batch, **outputs)).total
         loss.backward()
         is_zero = objective.token_weights(batch) == 0
-        if needs_of(objective).advantages_decide:
+        if objective.loss_needs.advantages_decide:
             is_zero |= batch.tensor("advantages") == 0
         elif role == "actor" and isinstance(algorithm, PolicyGradient):
             assert options.keys() & {*KL, *ENTROPY} or algorithm.kl_in == "loss"
         for leaf in outputs.values():
             gradient = torch.zeros(tokens) if leaf.grad is None else leaf.grad
             assert bool((gradient[is_zero] == 0).all())
-        rows = zero_gradient_rows(batch, objective.token_weights(batch), needs_of(objective))
+        rows = zero_gradient_rows(batch, objective.token_weights(batch), objective.loss_needs)
         expected = [row for row, part in enumerate(is_zero.split(batch.lengths("response_tokens"))) if bool(part.all())]
         assert rows == expected
 
@@ -116,12 +103,12 @@ def test_the_gradient_of_a_loss_without_the_statement_does_not_hang_on_weights()
     for name in ("orpo", "kto", "dpo"):
         algorithm, batch = prepared(name, 3)
         objective = algorithm.objective("actor")
-        assert not objective.no_gradient_at_zero
+        assert not objective.loss_needs.no_gradient_at_zero
         outputs = (-torch.rand(sum(batch.lengths("response_tokens")), dtype=torch.float64)).requires_grad_()
         x = loss_input(objective, batch, log_probs=outputs)
         objective.compute_loss(LossInput(**{**vars(x), "weights": torch.zeros_like(x.weights)})).total.backward()
         assert outputs.grad is not None and bool(outputs.grad.any())
-        assert zero_gradient_rows(batch, torch.zeros(len(outputs)), needs_of(objective)) == []
+        assert zero_gradient_rows(batch, torch.zeros(len(outputs)), objective.loss_needs) == []
 
 
 class Squared(GRPO):
@@ -188,18 +175,18 @@ class ScoreHead(BaseAlgorithm):
     ],
 )  # fmt: skip
 def test_a_class_that_overrides_a_loss_loses_the_statement(cls: type[BaseAlgorithm], holds: bool) -> None:
-    assert cls().objective("actor").no_gradient_at_zero is holds
+    assert cls().objective("actor").loss_needs.no_gradient_at_zero is holds
 
 
 def test_of_a_critic_its_own_loss_decides() -> None:
-    assert not OtherValues().objective("critic").no_gradient_at_zero
-    assert Whole().objective("critic").no_gradient_at_zero
+    assert not OtherValues().objective("critic").loss_needs.no_gradient_at_zero
+    assert Whole().objective("critic").loss_needs.no_gradient_at_zero
 
 
 def test_a_loss_that_is_put_into_an_instance_loses_the_statement() -> None:
     algorithm = GRPO()
     algorithm.policy_loss = lambda t: PolicyLoss(t.log_probs)  # type: ignore[method-assign]
-    assert not algorithm.objective("actor").no_gradient_at_zero
+    assert not algorithm.objective("actor").loss_needs.no_gradient_at_zero
 
 
 def rows_with(advantages: Sequence[Sequence[float | None]]) -> Batch:
@@ -208,7 +195,7 @@ def rows_with(advantages: Sequence[Sequence[float | None]]) -> Batch:
 
 #: Rows: alike; a small number; a rounding; the last token alone; no token; minus 0.
 ADVANTAGES = [[0.0, 0.0], [0.0, 1e-30], [-1e-17], [0.0, 0.0, 2.0], [], [-0.0]]
-GRPO_NEEDS = needs_of(GRPO().objective("actor"))
+GRPO_NEEDS = GRPO().objective("actor").loss_needs
 
 
 def test_rows_whose_advantages_are_all_0_as_stored_are_left_out() -> None:
@@ -230,7 +217,7 @@ def test_rows_whose_advantages_are_all_0_as_stored_are_left_out() -> None:
 )
 def test_where_more_than_advantages_counts_only_rows_of_weight_0_are_left_out(change: dict[str, Any]) -> None:
     """An entropy bonus, KL in the loss, a head of values, and a loss that reads no advantages."""
-    needs = needs_of(GRPO().objective("actor"), **change)
+    needs = replace(GRPO_NEEDS, **change)
     weights = torch.ones(9)
     assert zero_gradient_rows(rows_with(ADVANTAGES), weights, needs) == [4]
     weights[2:5] = 0.0
@@ -239,16 +226,13 @@ def test_where_more_than_advantages_counts_only_rows_of_weight_0_are_left_out(ch
 
 def test_kl_in_the_loss_counts_whatever_its_coefficient() -> None:
     for options in ({"kl_in": "loss", "kl_coef": 0.0}, {"entropy_coeff": 1e-9}):
-        assert zero_gradient_rows(
-            rows_with(ADVANTAGES), torch.ones(9), needs_of(GRPO(**options).objective("actor"))
-        ) == [4]
+        needs = GRPO(**options).objective("actor").loss_needs
+        assert zero_gradient_rows(rows_with(ADVANTAGES), torch.ones(9), needs) == [4]
 
 
 @pytest.mark.parametrize("change", [{"coupled": True}, {"no_gradient_at_zero": False}])
 def test_without_the_statement_or_with_coupled_rows_none_is_left_out(change: dict[str, Any]) -> None:
-    assert (
-        zero_gradient_rows(rows_with(ADVANTAGES), torch.zeros(9), needs_of(GRPO().objective("actor"), **change)) == []
-    )
+    assert zero_gradient_rows(rows_with(ADVANTAGES), torch.zeros(9), replace(GRPO_NEEDS, **change)) == []
 
 
 def test_beside_a_loss_of_the_model_none_is_left_out() -> None:

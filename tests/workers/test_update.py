@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.training.cases import OPTIM, make_engine, policy_loss, ragged_batch, tiny_model, token_weights
-from verl.algorithms.loss_terms import Loss, LossInput
+from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds
 from verl.batch import Batch
 from verl.workers.update import UpdatePart, UpdatePlan, mini_batches, run_updates
 
@@ -36,9 +36,8 @@ def test_every_seed_and_round_has_an_order_of_its_own() -> None:
 class Objective:
     """`policy_loss`, except that the loss of some mini-batches is not finite."""
 
-    coupled = needs_entropy = needs_statistics = no_gradient_at_zero = False
     by_token = True
-    loss_columns = ("advantages", "reward")
+    loss_needs = LossNeeds(columns=("advantages", "reward"))
 
     def __init__(self, *bad: int) -> None:
         self.bad, self.seen = bad, 0

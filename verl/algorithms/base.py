@@ -27,7 +27,7 @@ from verl._base.record import Positive
 from verl.algorithms.advantages import group_centred, group_sums
 from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.episodes import Episodes
-from verl.algorithms.loss_terms import Loss, LossFn, LossInput
+from verl.algorithms.loss_terms import Loss, LossFn, LossInput, LossNeeds
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
@@ -279,10 +279,10 @@ class RoleObjective:
 
     Attributes:
         further_metrics: in addition to the algorithm's own, measured in the forward pass of the update; None: none.
-        token_weights, loss_columns, needs_entropy, coupled: the algorithm's, for this role.
-        needs_statistics: whether the forward pass measures what `further_metrics` read.
+        token_weights: the algorithm's.
         by_token: whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0.
-        no_gradient_at_zero: whether the algorithm states it of this role's loss, and the loss is by token.
+        loss_needs: what this role's loss reads. `no_gradient_at_zero`: where the algorithm states it of that loss, and
+            it is by token.
     """
 
     algorithm: BaseAlgorithm
@@ -293,12 +293,14 @@ class RoleObjective:
         algorithm, is_actor = self.algorithm, self.role == "actor"
         self._loss: LossFn = getattr(algorithm, _LOSSES[self.role][0])
         self.token_weights = algorithm.token_weights
-        self.needs_statistics = self.further_metrics is not None
-        self.loss_columns = algorithm.loss_columns if is_actor else _CRITICS[self.role]
-        self.needs_entropy = is_actor and algorithm.needs_entropy
-        self.coupled = is_actor and algorithm.coupled
         self.by_token = not is_actor or not (algorithm.coupled or algorithm.head == "score")
-        self.no_gradient_at_zero = self.by_token and states(algorithm, "no_gradient_at_zero", _LOSSES[self.role])
+        self.loss_needs = LossNeeds(
+            columns=algorithm.loss_columns if is_actor else _CRITICS[self.role],
+            entropy=is_actor and algorithm.needs_entropy,
+            statistics=self.further_metrics is not None,
+            coupled=is_actor and algorithm.coupled,
+            no_gradient_at_zero=self.by_token and states(algorithm, "no_gradient_at_zero", _LOSSES[self.role]),
+        )
 
     def compute_loss(self, x: LossInput) -> Loss:
         loss = self._loss(x)

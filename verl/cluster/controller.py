@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from verl._base.checked import checked, hinted
 from verl._base.combinations import MAKE, check
 from verl._base.record import Seconds
 from verl._host.device import claim, count, default_kind
 from verl._host.ranks import local_ranks, torchrun_ranks
+from verl.cluster.group import Job, RankGroup, Workers
 from verl.cluster.local import LocalGroup
 from verl.cluster.placement import DeviceMesh, ResourcePool
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
@@ -22,9 +23,6 @@ from verl.training.options import TrainOptions, check_training, layout_of
 from verl.training.parallelize import rehearse
 from verl.weights.layout import Layout, Mesh
 from verl.weights.meshes import generation_mesh
-
-if TYPE_CHECKING:
-    from verl.cluster.group import Job, Workers
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}
@@ -126,8 +124,6 @@ class Controller:
             self._check_model(role, meshes, options, model, rollout)
         if self._job is None:
             return LocalGroup(role, recipe, self.device, meshes)
-        from verl.cluster.group import RankGroup
-
         return RankGroup(RoleMeshes(role, meshes), recipe, self._job)
 
     def _check_model(

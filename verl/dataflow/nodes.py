@@ -207,7 +207,7 @@ class UpdateNode:
         """What `verl.trainer.step.learn` does: prepare the whole batch, then update every model of the algorithm."""
         updater, algorithm = self.updater, self.updater.algorithm
         trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
-        columns = {role: algorithm.objective(role).loss_columns for role in trained}
+        columns = {role: algorithm.objective(role).loss_needs.columns for role in trained}
         read = [*(algorithm.roles & {"reward", "cost"}), *(read.column for read in updater.reads)]
         prepare = Node(
             name="prepare",

@@ -13,6 +13,7 @@ from verl._host.log import follow_log_level
 from verl._host.ranks import registry
 from verl.algorithms import BaseAlgorithm, make_algorithm, value_algorithm
 from verl.batch import Batch
+from verl.data.alignment import CharacterAlignment
 from verl.data.chat import ChatTokenizer
 from verl.data.text import spelled, tokenizer_of, vocabulary_id, written_turns
 from verl.errors import ConfigError, ModelError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from verl.cluster.group import Workers
-    from verl.data.alignment import CharacterAlignment
     from verl.keywords import CriticKeywords
     from verl.models.source import ModelFiles, ModelSource
     from verl.roles.actor import Actor
@@ -134,7 +134,7 @@ class Critic(ModelHandle[CriticWorker]):
         """Optimizer steps on a batch that `algorithm.prepare` made."""
         objective = algorithm.objective(role)
         if (alignment := self._alignment(prepared)) is not None:
-            prepared = alignment.to_critic(prepared, objective.loss_columns)
+            prepared = alignment.to_critic(prepared, objective.loss_needs.columns)
         return self.group.call(CriticWorker.update, [UpdatePart(prepared, objective)], self.plan)
 
     def _alignment(self, sequences: Batch) -> CharacterAlignment | None:
@@ -149,8 +149,6 @@ class Critic(ModelHandle[CriticWorker]):
         if spelling == vocabulary_id(self.tokenizer):
             return None
         if spelling not in self._alignments:
-            from verl.data.alignment import CharacterAlignment
-
             self._alignments[spelling] = CharacterAlignment(actor, self.tokenizer)
         return self._alignments[spelling]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.workers.update import loss_needs
 
 if TYPE_CHECKING:
     from verl.roles.actor import Actor
@@ -62,7 +61,7 @@ def prepare(
     """
     if "log_probs" not in samples and actor.needs_old_log_probs(algorithm, samples, together):
         # The rows that the update may compute, as far as is known before `algorithm.prepare`.
-        decides = loss_needs(algorithm.objective("actor")).advantages_decide and not algorithm.needs_log_probs
+        decides = algorithm.objective("actor").loss_needs.advantages_decide and not algorithm.needs_log_probs
         needed = algorithm.needs(samples, "actor") if actor.plan.skip_zero_advantage_rows and decides else None
         rows = [row for row in range(len(samples)) if needed is None or needed[row]]
         if len(rows) == len(samples):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,19 +16,17 @@ from verl._host.log import follow_log_level
 from verl._host.ranks import registry
 from verl.batch import Batch
 from verl.cluster.controller import Controller, start
+from verl.cluster.group import Workers
 from verl.errors import CheckpointError, ConfigError, RewardError, nearest
 from verl.models.portable import PortableModel
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
+from verl.rewards.model import RewardModel
 from verl.rewards.source import RewardSource, leaves, run_reward, say_failures, score_finished
 from verl.roles.columns import as_responses
 from verl.roles.reward_pool import RewardPool
 from verl.roles.settings import as_name
-
-if TYPE_CHECKING:
-    from verl.cluster.group import Workers
-    from verl.rewards.model import RewardModel
-    from verl.workers.reward import RewardWorker
+from verl.workers.reward import RewardWorker
 
 
 class Reward:
@@ -113,8 +111,6 @@ class Reward:
         if pool.parallel != "data":
             raise ConfigError(f"placement: a {role} model is whole on each of its devices: parallel='data', not others")
         for source in models:
-            from verl.workers.reward import RewardWorker
-
             recipe = partial(RewardWorker, PortableModel(source.model), source.batch_size)
             source.score_tokens = partial(_scores, controller.group(role, recipe))
 
@@ -228,6 +224,4 @@ class Reward:
 def _scores(group: Workers[RewardWorker], tokens: list[list[int]]) -> list[float]:
     """The scores of texts by the workers of a reward model."""
     rows = Batch.from_columns({"prompt_tokens": tokens, "response_tokens": [[] for _ in tokens]})
-    from verl.workers.reward import RewardWorker
-
     return list(group.call(RewardWorker.scores, rows)["scores"])

@@ -7,16 +7,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from verl._host.ray_session import START_DEADLINE, connect
+from verl.batch import Batch
 from verl.cluster.ray.pool import Pool, Worker
 from verl.errors import ClusterError, ConfigError, RolloutError, nearest
 from verl.weights.shard import Shard, in_buckets
 from verl.workers.standalone import EngineRecipe, Finished, StandaloneWorker, Weights
-
-if TYPE_CHECKING:
-    from verl.batch import Batch
 
 #: How finished samples come to the driver.
 Transport = Literal["queue", "shared_memory"]

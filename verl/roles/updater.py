@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl._base.checked import checked
 from verl._base.combinations import check
@@ -18,9 +18,7 @@ from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic, critic_like
 from verl.roles.reads import experience, prepare, reads
-
-if TYPE_CHECKING:
-    from verl.workers.update import UpdatePart
+from verl.workers.update import UpdatePart
 
 logger = logging.getLogger(__name__)
 

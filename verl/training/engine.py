@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from verl.training.local_weights import LocalWeights
 from verl.training.options import EngineOptions, Head, check_training
 from verl.training.ranks import Ranks
 from verl.training.runner import Metrics, MicroBatchRunner
+from verl.training.steps import Steps
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard, WeightSpec
-
-if TYPE_CHECKING:
-    from verl.training.steps import Steps
 
 #: The weights of a model that is laid out, for one that was made without.
 WeightSource = Callable[[Any], Iterable[Shard]]

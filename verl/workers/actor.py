@@ -22,21 +22,24 @@ from verl.models.portable import empty_copy
 from verl.models.source import ModelSource
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
+from verl.rollout.environments import as_episode
+from verl.rollout.episode import Episode, outcomes
+from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
+from verl.rollout.rows import episode_rows
 from verl.rollout.turns import Outcome, sampled_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.weights.shard import Shard, Stream
+from verl.workers.generation import GenerationModel
+from verl.workers.streams import broadcast_shards, broadcast_weights
+from verl.workers.sync import SyncCheck
 from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
 from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl.rollout.episode import Episode
-    from verl.workers.generation import GenerationModel
-    from verl.workers.sync import SyncCheck
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,8 +65,6 @@ def _embedded(
 def _hf(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
-    from verl.rollout.hf import HFEngine
-
     return HFEngine(packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs)
 
 
@@ -140,7 +141,7 @@ class ActorWorker(TrainedWorker):
         # - two layouts, and an engine with weights of its own (`_takes_shards`): at `sync` every rank broadcasts its
         #   shards, and each engine keeps those that it computes with; there is no second model here.
         #: The model without weights, where generation has another layout than training.
-        self._meta_model = empty_copy(live, "meta") if apart else None
+        self._meta_model: Any = empty_copy(live, "meta") if apart else None
         #: It computes with weights of its own, and takes those of another layout piece by piece.
         self._takes_shards = apart and engine_factory(rollout.name) is _vllm and not has_adapters(live)
         self._generation: GenerationModel | None = None
@@ -166,8 +167,6 @@ class ActorWorker(TrainedWorker):
     def _generation_model(self) -> GenerationModel:
         assert self._meta_model is not None
         if self._generation is None:
-            from verl.workers.generation import GenerationModel
-
             self._generation = GenerationModel(self._meta_model, self.train, self.context, self.engine)
         return self._generation
 
@@ -178,12 +177,13 @@ class ActorWorker(TrainedWorker):
             # In this order: the weights are there, the engine is made around them, and it is given them under their
             # version, all before the first request.
             with self._weights() as weights:
-                packed = self._packed or self._packed_on_meta() or self._generation_model().packed
+                if self._takes_shards:
+                    packed = PackedModel(self._meta_model, device=self.context.device or "cpu")
+                else:
+                    packed = self._packed or self._generation_model().packed
                 self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
                 self._rollout_engine.load_shards(self._served(weights), self.policy_version)
             if hasattr(self._rollout_engine, "score"):
-                from verl.workers.sync import SyncCheck
-
                 self._sync = SyncCheck()
         return self._rollout_engine
 
@@ -230,8 +230,6 @@ class ActorWorker(TrainedWorker):
         if episode is None:
             groups = _single_turns(engine, prompts, rows, is_double)
         else:
-            from verl.rollout.episode import outcomes
-
             if (check_values := getattr(episode, "check_values", None)) is not None:
                 check_values("the prompts", prompts)
             ends, start = self.eos_token_ids, self._start_engine
@@ -244,17 +242,14 @@ class ActorWorker(TrainedWorker):
                 yield group
 
     @dispatch("train", split="rows", collect="rows")
-    def log_probs(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
-        """Column `log_probs` (and `entropy`), aligned with `response_tokens`."""
-        want = ("log_probs", "entropy") if entropy else ("log_probs",)
-        flat = self.engine.predict(batch, want, temperature=temperature)
-        lengths = batch.lengths("response_tokens")
-        return Batch.from_columns({name: (values, lengths) for name, values in flat.items()})
+    def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
+        """Column `log_probs`, aligned with `response_tokens`."""
+        return _log_probs(self.engine, batch, temperature, "log_probs")
 
     @dispatch("train", split="rows", collect="rows")
     def ref_log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`: log-probs without the model's adapters."""
-        return _ref_log_probs(self.engine, batch, temperature, adapters=False)
+        return _log_probs(self.engine, batch, temperature, "ref_log_probs", adapters=False)
 
     @dispatch("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:
@@ -281,8 +276,6 @@ class ActorWorker(TrainedWorker):
         """After an update: the next policy version on every rank that generates."""
         self.policy_version += 1
         if self.context.is_apart:
-            from verl.workers.streams import broadcast_weights
-
             broadcast_weights(self.engine, self.context)
         return self._hand_over()
 
@@ -294,8 +287,6 @@ class ActorWorker(TrainedWorker):
             return
         whole = self._generation_model()
         if whole.packed.tensor_group is not None:  # adapters are merged into whole weights
-            from verl.workers.generation import GenerationModel
-
             whole = GenerationModel(self._meta_model, self.train, self.context, self.engine, whole=True)
         with whole.filled() as engine:
             yield from engine.merged_shards()
@@ -305,12 +296,9 @@ class ActorWorker(TrainedWorker):
         engine = self._rollout_engine
         if engine is None:
             return {}
-        if self._meta_model is not None:
-            from verl.rollout.hf import HFEngine
-
-            if type(engine) in (EmbeddedEngine, HFEngine):  # they read the model in a rollout
-                engine.load_shards((), self.policy_version)
-                return {}
+        if self._meta_model is not None and type(engine) in (EmbeddedEngine, HFEngine):
+            engine.load_shards((), self.policy_version)  # they read the model in a rollout
+            return {}
         with self._weights() as weights:
             engine.load_shards(self._served(weights), self.policy_version)
             return self._measure(weights)
@@ -324,18 +312,10 @@ class ActorWorker(TrainedWorker):
         if dropped:
             engine.load_shards(self._served(weights), self.policy_version)
 
-    def _packed_on_meta(self) -> PackedModel | None:
-        """The model without weights, from which an engine is made that takes shards."""
-        if self._meta_model is None or not self._takes_shards:
-            return None
-        return PackedModel(self._meta_model, device=self.context.device or "cpu")
-
     def _served(self, weights: TrainEngine) -> Iterator[Shard]:
         """The shards to load into the engine: the live tensors where it computes with those; the shards of every rank
         where it takes them; else whole weights, adapters merged."""
         if self._takes_shards:
-            from verl.workers.streams import broadcast_shards
-
             return broadcast_shards(Stream(weights.shards), self.context.groups[ROLE])
         return weights.shards() if getattr(self._rollout_engine, "is_live", False) else weights.merged_shards()
 
@@ -360,12 +340,12 @@ class ReferenceWorker:
     @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`, aligned with `response_tokens`."""
-        return _ref_log_probs(self.engine, batch, temperature)
+        return _log_probs(self.engine, batch, temperature, "ref_log_probs")
 
 
-def _ref_log_probs(engine: TrainEngine, batch: Batch, temperature: float, *, adapters: bool = True) -> Batch:
+def _log_probs(engine: TrainEngine, batch: Batch, temperature: float, column: str, *, adapters: bool = True) -> Batch:
     flat = engine.predict(batch, ("log_probs",), temperature=temperature, adapters=adapters)["log_probs"]
-    return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
+    return Batch.from_columns({column: (flat, batch.lengths("response_tokens"))})
 
 
 def engine_factory(name: str | EngineFactory) -> EngineFactory:
@@ -390,8 +370,6 @@ def load_episode(episode: Episode | str | None) -> Episode | None:
     """
     if episode is None:
         return None
-    from verl.rollout.environments import as_episode
-
     played: Episode = as_episode(load_function(episode) if isinstance(episode, str) else episode)
     if not callable(played):
         raise ConfigError(f"episode: must be a function `async episode(client, row)`, not {shown(played)}")
@@ -414,8 +392,6 @@ def _played(
     engine: RolloutEngine, prompts: Batch, outcomes: Generator[Outcome, None, None], is_double: bool
 ) -> Generator[Batch, None, None]:
     """The groups of episodes."""
-    from verl.rollout.rows import episode_rows
-
     version = engine.policy_version
     with closing(outcomes):
         for rows, of_rows in _finished_groups(((outcome.index, outcome) for outcome in outcomes), prompts):

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from verl.batch import Batch
+from verl.rollout.base import Request, RolloutEngine, Sample, as_sampling
+from verl.rollout.options import SamplerOptions
+from verl.rollout.turns import sampled_columns
+from verl.weights.shard import Shard
 from verl.workers.pooled import PooledWorker
 
 if TYPE_CHECKING:
-    from verl.batch import Batch
     from verl.roles.actor import Actor
-    from verl.rollout.base import RolloutEngine, Sample
-    from verl.rollout.options import SamplerOptions
-    from verl.weights.shard import Shard
 
 #: Seconds for a part of the weights to come from the object store.
 _PART_DEADLINE = 120
@@ -135,8 +136,6 @@ class StandaloneWorker(PooledWorker):
                         finished.put(done)
 
     def _take(self, engine: RolloutEngine, order: Weights | tuple[str, Batch, Mapping[str, Any]]) -> None:
-        from verl.rollout.base import Request, as_sampling
-
         if isinstance(order, Weights):
             engine.load_shards(order.shards(), order.version)
             return
@@ -151,8 +150,6 @@ class StandaloneWorker(PooledWorker):
             engine.add(Request(id_, tokens, greedy if is_greedy else params))
 
     def _step(self, engine: RolloutEngine, index: int) -> Iterator[Finished]:
-        from verl.rollout.turns import sampled_columns
-
         start = time.time()
         ended = engine.step()
         if self._busy and start - self._busy[-1][1] < 1e-3:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from verl._host.device import peak_memory, put
 from verl.cluster.rank_context import ALONE, RankContext, dispatch
@@ -22,9 +22,8 @@ from verl.training.torch_engine import TorchEngine
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard, Stream, names_digest
 from verl.weights.tensor_files import read_shards
-
-if TYPE_CHECKING:
-    from verl.workers.saving import RankFiles
+from verl.workers.saving import RankFiles, merged
+from verl.workers.streams import equal_weights, gathered
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ def model_of_rank(source: ModelSource, context: RankContext) -> tuple[Any, Weigh
         source = PortableModel(source.load())
     live = source.model if context.device is None else put(source.model, context.device)
     if context.size > 1:
-        from verl.workers.streams import equal_weights
-
         equal_weights(live, context)
     return live, None
 
@@ -128,8 +125,6 @@ class TrainedWorker:
     @dispatch("train", collect="shards")
     def shards(self) -> Iterator[Shard]:
         """The trained weights, whole."""
-        from verl.workers.streams import gathered
-
         return gathered(Stream(self.engine.shards), self.context.groups.get("train"))
 
     @dispatch("train")
@@ -144,8 +139,6 @@ class TrainedWorker:
         Returns:
             What `load` needs beside the files, as JSON.
         """
-        from verl.workers.saving import RankFiles, merged
-
         if self._files is not None:  # of a save that was given up
             self._files.gathered(wait=True)
         group = self.context.groups.get("train")

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from verl.algorithms.base import RoleObjective
-from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossPart
+from verl.algorithms.loss_terms import Loss, LossInput, LossPart
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
@@ -83,7 +83,8 @@ def mini_batches(batches: Sequence[Batch], plan: UpdatePlan, round_: int) -> Ite
         if count == 1:
             yield list(batches)
             continue
-        seed = _seed(plan.seed, round_, epoch)
+        digest = hashlib.sha256(f"{plan.seed}/{round_}/{epoch}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "big") >> 1
         cuts = [_cut(batch, count, seed) for batch in batches]
         for rows in zip(*cuts, strict=True):
             if any(rows):
@@ -99,11 +100,6 @@ def _cut(batch: Batch, count: int, seed: int) -> list[list[int]]:
         rows[before * count // len(samples)] += groups[index]
         before += len(samples.intersection(groups[index]))
     return rows
-
-
-def _seed(*numbers: int) -> int:
-    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePlan, round_: int) -> dict[str, float]:
@@ -167,21 +163,9 @@ def _counts(part: UpdatePart, loss: LossPart) -> bool:
     return not part.objective.by_token or bool(loss.weights.any())
 
 
-def loss_needs(objective: RoleObjective, temperature: float = 1.0) -> LossNeeds:
-    """What its loss reads."""
-    return LossNeeds(
-        columns=objective.loss_columns,
-        temperature=temperature,
-        entropy=objective.needs_entropy,
-        statistics=objective.needs_statistics,
-        coupled=objective.coupled,
-        no_gradient_at_zero=objective.no_gradient_at_zero,
-    )
-
-
 def _loss(part: UpdatePart, rows: Batch) -> LossPart:
     objective = part.objective
-    needs = loss_needs(objective, part.temperature)
+    needs = replace(objective.loss_needs, temperature=part.temperature)
     compute = partial(_weighted, part) if part.name else objective.compute_loss
     return LossPart(rows, compute, objective.token_weights(rows), needs)
 

@@ -17,6 +17,8 @@ from itertools import chain
 from typing import Any
 
 import ray
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl._host.ranks import registry, who
 from verl.batch import Batch
@@ -65,8 +67,6 @@ class RayRank:
     def open_store(self, is_one_machine: bool) -> int:
         """Open the store at which all ranks meet; its port. torch gets a bound socket, which listens on the loopback
         interface alone where all ranks are on one machine."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         address = "127.0.0.1" if is_one_machine else ray.util.get_node_ip_address()
         bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         bound.bind((address, 0))
@@ -89,9 +89,6 @@ class RayRank:
     ) -> None:
         """Become a rank of the world, whose ranks run on `machines` and meet at an address; import from where the
         driver does."""
-        import torch
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         sys.path += [folder for folder in path if folder not in sys.path]
         # To code that asks, such as log messages, this process is what torchrun would have made it.
         here = [index for index, machine in enumerate(machines) if machine == machines[rank]]

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from verl.errors import ConfigError
 from verl.models.log_probs import token_log_probs
+from verl.models.packed import AttentionContext
 from verl.training.forward import Forward
 from verl.training.parallel.stages import Stage
 from verl.training.ranks import Ranks, gather_json
-
-if TYPE_CHECKING:
-    from verl.models.packed import AttentionContext
 
 #: Weights of a layer that every tensor-parallel rank has whole: Megatron's name -> the checkpoint's.
 _WHOLE = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,9 @@ from torch.nn.functional import pad
 
 from verl._base.autograd import exchange, joined
 from verl.attention.segments import Packed
+from verl.models.packed import AttentionContext
 from verl.training.forward import Forward
 from verl.training.ranks import Ranks
-
-if TYPE_CHECKING:
-    from verl.models.packed import AttentionContext
 
 
 def sequence(forward: Forward, ranks: Ranks) -> None:
