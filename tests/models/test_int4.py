@@ -16,10 +16,12 @@ from verl.errors import ConfigError, ModelError
 from verl.models.int4 import Int4Linear, to_int4, weight_bytes
 from verl.models.loading import load_model
 from verl.models.lora import add_lora, merged_shards
-from verl.models.memory import ModelSize, estimate_memory
+from verl.models.memory import ModelSize
 from verl.models.options import LoraOptions
 from verl.models.portable import PortableModel
+from verl.planner.memory import ddp, estimate
 from verl.rewards.model import RewardModel
+from verl.weights.layout import Layout
 from verl.weights.shard import checksum
 from verl.weights.shards import load_model_shards, model_shards
 
@@ -110,12 +112,15 @@ def test_the_memory_that_a_lora_needs_is_estimated() -> None:
     to_int4(small)
     for model in (adapted, small):
         add_lora(model, LoraOptions(r=4))
-    full, lora, qlora = (estimate_memory(ModelSize.from_model(model)) for model in (plain, adapted, small))
+    models = (plain, adapted, small)
+    full, lora, qlora = (estimate(ModelSize.from_model(model), ddp(2), Layout()) for model in models)
     trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
     for found, model in ((lora, adapted), (qlora, small)):
-        assert found.weights == weight_bytes(model) - sum(b.nbytes for n, b in model.named_buffers() if "inv_freq" in n)
-        assert (found.masters, found.moments, found.gradients) == (2 * trained, 4 * trained, 4 * trained)
-    assert qlora.total < 0.6 * lora.total < 0.2 * full.total
+        assert found.kept["weights"] == weight_bytes(model) - sum(
+            b.nbytes for n, b in model.named_buffers() if "inv_freq" in n
+        )
+        assert (found.kept["optimizer"], found.kept["gradients"]) == (6 * trained, 4 * trained)
+    assert qlora.total_kept < 0.6 * lora.total_kept < 0.2 * full.total_kept
 
 
 @pytest.mark.slow

@@ -14,9 +14,11 @@ from verl.attention.segments import pack_rows
 from verl.config import build_config
 from verl.errors import ConfigError
 from verl.models.head_sizes import CPU, HeadSizes
-from verl.models.memory import ModelSize, estimate_memory
+from verl.models.memory import ModelSize
 from verl.models.packed import PackedModel
+from verl.planner.memory import ddp, estimate
 from verl.run.memory import actor_memory
+from verl.weights.layout import Layout
 
 
 def test_import_without_torch() -> None:
@@ -50,25 +52,22 @@ def test_activations_are_what_the_backward_keeps(dtype: torch.dtype, heads: int)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         packed.hidden(flat.tokens, flat.positions, flat.context)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    reckoned = estimate_memory(ModelSize.from_model(model), micro_batch_tokens=len(flat.tokens)).activations
+    size = ModelSize.from_model(model)
+    reckoned = estimate(size, ddp(size.itemsize), Layout(), len(flat.tokens)).step["activations"]
     assert reckoned == pytest.approx(measured, rel=0.1)
 
 
 def test_parts_of_the_estimate(llama: PreTrainedModel) -> None:
     size = ModelSize.from_model(llama.bfloat16())
     count = sum(parameter.numel() for parameter in llama.parameters())
-    estimate = estimate_memory(size, micro_batch_tokens=100, kv_tokens=10)
-    assert (estimate.weights, estimate.masters, estimate.moments, estimate.gradients) == (
-        2 * count, 2 * count, 4 * count, 4 * count
-    )  # fmt: skip
-    assert estimate.kv_cache == 10 * 2 * 2 * 2 * 8 * 2
-    assert estimate_memory(size, moments="float32").moments == 8 * count
-    assert estimate_memory(ModelSize.from_model(llama.float())).masters == 0
-    frozen = estimate_memory(size, trained=False, micro_batch_tokens=100)
-    assert frozen.total == frozen.weights
-    saved = estimate_memory(size, micro_batch_tokens=100, gradient_checkpointing=True).activations
-    assert saved < 0.7 * estimate.activations
-    assert "weights" in str(estimate)
+    usage = estimate(size, ddp(2), Layout(), 100)
+    assert usage.kept == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 6 * count}
+    assert estimate(size, ddp(2, fp32_moments=True), Layout()).kept["optimizer"] == 10 * count
+    assert estimate(ModelSize.from_model(llama.float()), ddp(4), Layout()).kept["optimizer"] == 8 * count
+    assert estimate(size, ddp(2), Layout(), 100, trained=False).kept == {"weights": 2 * count}
+    saved = estimate(size, ddp(2), Layout(), 100, checkpointing=True).step["activations"]
+    assert saved < 0.7 * usage.step["activations"]
+    assert "weights" in str(usage)
 
 
 def test_a_model_without_memory_is_measured() -> None:
@@ -80,14 +79,15 @@ def test_a_model_without_memory_is_measured() -> None:
 def test_what_does_not_fit_names_the_setting_that_helps(llama: PreTrainedModel) -> None:
     size, actor = ModelSize.from_model(llama), {"max_tokens_per_micro_batch": 1 << 20}
     config = build_config({"actor_rollout_ref": {"model": {"path": "x"}, "actor": actor}, "data": {"train": "x"}})
-    check = partial(actor_memory, config, size, 1, head=CPU)
-    estimate = check(1 << 50)
-    fixed = estimate.total - estimate.activations
+    check = partial(actor_memory, config, size, Layout(), head=CPU)
+    usage = check(1 << 50)
+    by_token = usage.step["activations"] + usage.step["head"]
+    fixed = usage.total_kept - size.weight_bytes
     with pytest.raises(ConfigError, match=r"actor\.max_tokens_per_micro_batch=262144 \(now 1048576\)$"):
-        check(fixed + estimate.activations // 3)
-    least = estimate_memory(size, micro_batch_tokens=256, gradient_checkpointing=True)
+        check(int(fixed + by_token / 3))
+    least = estimate(size, ddp(size.itemsize), Layout(), 256, checkpointing=True)
     with pytest.raises(ConfigError, match=r"and actor_rollout_ref\.model\.enable_gradient_checkpointing=true"):
-        check(least.total - least.weights)
+        check(int(least.peak - size.weight_bytes))
     with pytest.raises(ConfigError, match="smaller model"):
         check(1000)
 

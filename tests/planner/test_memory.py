@@ -10,7 +10,7 @@ from tests.tensor_memory import TensorMemory
 from tests.training.cases import OPTIM, make_engine, update
 from verl.batch import Batch
 from verl.models.memory import ModelSize
-from verl.planner.memory import ddp, training
+from verl.planner.memory import ddp, estimate
 from verl.weights.layout import Layout
 
 VOCAB = 1000
@@ -71,6 +71,6 @@ def test_predicted_training_memory_is_that_of_one_process(
         kept = memory.peak = memory.now
         update(engine, batch)
     size = ModelSize.from_model(model)
-    usage = training(size, ddp(size.itemsize), Layout(), rows * length, checkpointing=checkpointing)
+    usage = estimate(size, ddp(size.itemsize), Layout(), rows * length, checkpointing=checkpointing)
     assert usage.total_kept == pytest.approx(kept, rel=0.01)
     assert usage.peak == pytest.approx(memory.peak, rel=0.15)

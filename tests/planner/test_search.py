@@ -150,7 +150,7 @@ def test_parked_and_offloaded_optimizers_cost_time_and_save_memory() -> None:
     size, layout = llama("7B"), Layout(shard=4)
     costs = Costs(Cluster.parse("4xA100"), Workload(updates=1))
     usual, parked, offloaded = memory.fsdp(), memory.fsdp(parked=True), memory.fsdp(offloaded=True)
-    usages = [memory.training(size, strategy, layout, 2048) for strategy in (usual, parked, offloaded)]
+    usages = [memory.estimate(size, strategy, layout, 2048) for strategy in (usual, parked, offloaded)]
     assert usages[0].resting > usages[1].resting > usages[2].resting == 0
     assert usages[0].peak == usages[1].peak > usages[2].peak
     count = size.parameters / 4

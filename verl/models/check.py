@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,52 +19,25 @@ from verl.models.packed import PackedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# A single token may differ by so much more than the mean.
+# A single token may differ by this much more than the mean.
 _MOST = 10
 _TEXT = "The quick brown fox jumps over the lazy dog, and 17 + 25 = 42; then all of them rest until the morning."
 
 
-@dataclass(frozen=True)
-class ModelReport:
-    """What `check_model` found. Differences are of log-probs of tokens, packed against plain forward, each beside the
-    most that is allowed.
-
-    Attributes:
-        device_map: parameters by device.
-        strategy, sharding: how ranks share the model: here, one process has all of it.
-    """
-
-    name: str
-    architecture: str
-    parameters: int
-    dtype: str
-    device_map: dict[str, int]
-    strategy: str
-    sharding: str
-    tied_head: bool
-    max_positions: int | None
-    packed_forward: bool
-    mean_difference: float
-    mean_tolerance: float
-    max_difference: float
-    max_tolerance: float
-    vocabulary: int
-    tokenizer_size: int
-    eos_token_ids: list[int]
-    pad_token_id: int | None
-    chat_template: bool
-    problems: list[str]
+class ModelReport(SimpleNamespace):
+    """What `check_model` found, by name. Differences are between log-probs of the packed and the plain forward;
+    `device_map` has the parameters by device; `strategy` and `sharding` say that one process has all of the model."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps(vars(self), indent=2)
 
     def __rich__(self) -> Table:
         table = Table(title=self.name, show_header=False)
-        for name, value in asdict(self).items():
+        for name, value in vars(self).items():
             if name.endswith("_difference"):
                 allowed = getattr(self, name.replace("_difference", "_tolerance"))
                 table.add_row(name.replace("_", " "), f"{value:.2e} (at most {allowed:.0e})")
@@ -93,7 +66,7 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> M
     eos = eos_token_ids(model, tokenizer)
     # Rounding grows with depth; half precision is compared with half precision.
     allowed = {torch.float64: 1e-6, torch.float32: 1e-3}.get(packed.dtype, 0.2)
-    problems = []
+    problems: list[str] = []
     if not (mean <= allowed and highest <= _MOST * allowed):
         problems.append(
             f"packed and plain log-probs differ by {mean:.2e} on average (at most {allowed:.0e}) and by up to "

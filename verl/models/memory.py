@@ -1,24 +1,21 @@
-"""How much memory a model will need. Imported without torch.
+"""The sizes of a model that its memory depends on (`verl.planner.memory`). Imported without torch.
 
-It is computed from the model's shape: what the optimizer owns exactly, activations by counting
-what the backward of a layer with gated MLP and rotary attention keeps (other layers keep less), or of a fused
-layer of a Llama-shaped model on CPU.
+Activations are counted: the tensors that the backward of a layer with gated MLP and rotary attention keeps (other
+layers keep less), or of a fused layer of a Llama-shaped model on CPU.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from verl.models.head_sizes import CPU, HeadSizes
+from verl.weights.layout import count_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-from verl.weights.layout import count_of
-
 
 class ModelSize(NamedTuple):
-    """What the memory of a model depends on. `itemsize`: bytes of a live weight; `fused`: see models/llama.py;
+    """Counts of parameters, layers, heads. `itemsize`: bytes of a live weight; `fused`: see models/llama.py;
     `trained`: of the parameters, None for all; `int4_bytes`: of the weights in 4 bits, beside the parameters;
     `experts`: of a layer, 0 if it is dense."""
 
@@ -76,71 +73,9 @@ class ModelSize(NamedTuple):
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
     def activation_bytes(self, tp: int = 1) -> float:
-        """What one layer keeps of one token for its backward, on each of `tp` ranks: tensor parallelism cuts attention
-        and MLP, but not the norms."""
+        """Bytes of one token that a layer keeps for its backward, on each of `tp` ranks: tensor parallelism cuts
+        attention and MLP, but not the norms."""
         # A norm keeps its input in fp32, its normalised input and its output.
         norms = 2 * self.hidden * (self.itemsize if self.fused else 4 + 2 * self.itemsize)
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return norms + (attention + (2 if self.fused else 4) * self.intermediate) * self.itemsize / tp
-
-
-class MemoryEstimate(NamedTuple):
-    """Bytes, by what they are for."""
-
-    weights: int
-    masters: int = 0
-    moments: int = 0
-    gradients: int = 0
-    activations: int = 0
-    head: int = 0
-    kv_cache: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def __str__(self) -> str:
-        parts = [f"{name} {amount / 1e9:.2f}" for name, amount in self._asdict().items() if amount]
-        return f"{self.total / 1e9:.2f} GB ({', '.join(parts)})"
-
-
-def estimate_memory(
-    size: ModelSize,
-    *,
-    micro_batch_tokens: int = 0,
-    kv_tokens: int = 0,
-    trained: bool = True,
-    gradient_checkpointing: bool = False,
-    moments: str | None = None,
-    cut_over: int = 1,
-    head: HeadSizes = CPU,
-) -> MemoryEstimate:
-    """Bytes that a model needs at its peak.
-
-    Args:
-        micro_batch_tokens: tokens of the largest forward with a backward (a shared prompt counts once).
-        kv_tokens: tokens that the KV cache of generation holds.
-        trained: with AdamW: two moments, an fp32 sum of gradients and, for weights under fp32, what they lack of an
-            fp32 master.
-        moments: dtype of the moments of weights under fp32; by default that of the weights.
-        cut_over: ranks that each train a part (FSDP), all of it in fp32 or more, beside a whole copy for generation.
-        head: sizes of the device that it is trained on.
-    """
-    weights = size.weight_bytes
-    cache = kv_tokens * size.kv_bytes_per_token
-    if not trained:
-        return MemoryEstimate(weights, kv_cache=cache)
-    count = size.parameters if size.trained is None else size.trained
-    full = count * max(4, size.itemsize)
-    moment = full if moments == "float32" or cut_over > 1 else count * size.itemsize
-    layer = micro_batch_tokens * int(size.activation_bytes())
-    inputs = micro_batch_tokens * size.hidden * size.itemsize
-    return MemoryEstimate(
-        weights,
-        masters=size.parameters * max(4, size.itemsize) // cut_over if cut_over > 1 else full - count * size.itemsize,
-        moments=2 * moment // cut_over,
-        gradients=full // cut_over,
-        activations=size.layers * inputs + layer if gradient_checkpointing else size.layers * layer,
-        head=head.work_bytes(micro_batch_tokens * size.vocab, size.vocab * size.hidden, size.itemsize),
-        kv_cache=cache,
-    )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +52,14 @@ def save_pretrained_dir(
     _clear(path, adapter, () if tokenizer is None else _TEMPLATES)
     try:
         with own_positions(model.config):
-            _save(model, path, adapter)
+            if adapter:
+                save_adapter(model, path)
+            elif isinstance(model, ValueModel):
+                _save_classifier(model, path)
+            elif has_adapters(model):
+                _save_merged(model, path)
+            else:
+                model.save_pretrained(path)
     except ValueError as error:  # settings of generation that contradict each other, in a model made in Python
         raise ModelError(f"transformers does not write {type(model).__name__} to {path}: {error}") from error
     if tokenizer is not None:
@@ -76,25 +81,11 @@ def _clear(path: Path, adapter: bool, leftovers: tuple[str, ...]) -> None:
             file.unlink()
 
 
-def _save(model: Any, path: Path, adapter: bool) -> None:
-    """The weights and the configuration."""
-    if adapter:
-        save_adapter(model, path)
-    elif isinstance(model, ValueModel):
-        _save_classifier(model, path)
-    elif has_adapters(model):
-        with _no_adapters_of_transformers(model):
-            model.save_pretrained(path, state_dict={shard.name: shard.tensor for shard in merged_shards(model)})
-    else:
-        model.save_pretrained(path)
-
-
-@contextmanager
-def _no_adapters_of_transformers(model: Any) -> Iterator[None]:
-    """`model.save_pretrained` writes a whole model inside, not its adapters alone."""
-    before, model._hf_peft_config_loaded = getattr(model, "_hf_peft_config_loaded", False), False
+def _save_merged(model: Any, path: Path) -> None:
+    before = getattr(model, "_hf_peft_config_loaded", False)
+    model._hf_peft_config_loaded = False  # else transformers writes the adapters alone
     try:
-        yield
+        model.save_pretrained(path, state_dict={shard.name: shard.tensor for shard in merged_shards(model)})
     finally:
         model._hf_peft_config_loaded = before
 

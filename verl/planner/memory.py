@@ -43,18 +43,21 @@ ALL = frozenset({"weights", "gradients", "optimizer"})
 
 def ddp(itemsize: int = 2, fp32_moments: bool = False) -> Strategy:
     """This project's: of bf16 weights the low half of their masters is kept apart, and moments are in bf16."""
-    moments = 8 if fp32_moments or itemsize >= 4 else 4
-    return Strategy("ddp", itemsize, 4, max(0, 4 - itemsize) + moments, wire=(itemsize, 4))
+    full = max(4, itemsize)
+    moments = 2 * (full if fp32_moments else itemsize)
+    return Strategy("ddp", itemsize, full, full - itemsize + moments, wire=(itemsize, 4))
 
 
 def fsdp(itemsize: int = 2, *, offloaded: bool = False, parked: bool = False) -> Strategy:
     """This project's: shards are in fp32, and are the masters."""
-    return Strategy("fsdp", 4, 4, 8, ALL, wire=(itemsize, 4), offloaded=offloaded, parked=parked)
+    full = max(4, itemsize)
+    return Strategy("fsdp", full, full, 2 * full, ALL, wire=(itemsize, 4), offloaded=offloaded, parked=parked)
 
 
 def shared_by(strategy: Strategy, layout: Layout, part: str) -> int:
     """Over how many ranks a part of the training state is sharded."""
-    return layout.tp * layout.pp * (layout.data_size if part in strategy.cut else 1)
+    data = layout.shard if strategy.gathers else layout.data_size
+    return layout.tp * layout.pp * (data if part in strategy.cut else 1)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,10 @@ class Usage:
     parked: float = 0.0
     host: float = 0.0
 
+    def __str__(self) -> str:
+        parts = [f"{name} {amount / 1e9:.2f}" for name, amount in {**self.kept, **self.step}.items() if amount]
+        return f"{self.peak / 1e9:.2f} GB ({', '.join(parts)})"
+
     @property
     def total_kept(self) -> float:
         return sum(self.kept.values())
@@ -88,17 +95,17 @@ class Usage:
         return self.total_kept + sum(self.step.values())
 
 
-def training(
+def estimate(
     size: ModelSize,
     strategy: Strategy,
     layout: Layout,
-    tokens: int,
+    tokens: int = 0,
     *,
     checkpointing: bool = False,
     trained: bool = True,
     head: HeadSizes = CPU,
 ) -> Usage:
-    """What a model that is trained, or only read, takes on each of its ranks.
+    """The memory of a model that is trained, or only read, on each of its ranks.
 
     Args:
         tokens: of a micro-batch.
@@ -111,13 +118,18 @@ def training(
         layer = (count - size.vocab * size.hidden) / size.layers
         gathered = strategy.wire[0] * max(2 * layer, size.vocab * size.hidden) / (layout.tp * layout.pp)
     vocab = size.vocab / layout.tp
-    logits = head.work_bytes(tokens * vocab, vocab * size.hidden, size.itemsize)
+    logits = float(head.work_bytes(tokens * vocab, vocab * size.hidden, size.itemsize))
     per_layer = tokens * size.activation_bytes(layout.tp)
     if not trained:
-        weights = count * size.itemsize / shared_by(strategy, layout, "weights")
-        return Usage({"weights": weights}, {"activations": per_layer + logits, "gathered": gathered})
-    parts = {"weights": strategy.weights, "gradients": strategy.gradients, "optimizer": strategy.optimizer}
-    kept = {part: count * amount / shared_by(strategy, layout, part) for part, amount in parts.items()}
+        weights = size.weight_bytes / shared_by(strategy, layout, "weights")
+        return Usage({"weights": weights}, {"activations": per_layer, "head": logits, "gathered": gathered})
+    trainable = count if size.trained is None else size.trained  # of LoRA the adapters alone
+    whole = {
+        "weights": count * strategy.weights + size.int4_bytes,
+        "gradients": trainable * strategy.gradients,
+        "optimizer": trainable * strategy.optimizer,
+    }
+    kept = {part: amount / shared_by(strategy, layout, part) for part, amount in whole.items()}
     host = kept["optimizer"] if strategy.parked else 0.0
     if strategy.offloaded:
         host, kept = sum(kept.values()), dict.fromkeys(kept, 0.0)
@@ -125,9 +137,9 @@ def training(
     # One forward, one backward: the first stage holds as many micro-batches as there are stages.
     # Gradients inside of a layer: of the norms' inputs, of gate, up and their product.
     inside = tokens * (2 * size.hidden + 3 * size.intermediate / layout.tp) * size.itemsize
-    activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer) + max(logits, inside)
+    activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer)
     parked = kept["gradients"] + kept["optimizer"] if strategy.parked else 0.0
-    return Usage(kept, {"activations": activations, "gathered": gathered}, parked, host)
+    return Usage(kept, {"activations": activations, "head": max(logits, inside), "gathered": gathered}, parked, host)
 
 
 def workspace(size: ModelSize, tp: int, step_tokens: int, sequences: int) -> float:

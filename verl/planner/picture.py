@@ -43,7 +43,7 @@ def timeline(plan: PlacementPlan) -> str:
 
 def memory_table(plan: PlacementPlan) -> str:
     """GB of a rank by what they are for: each model, and the most that stands there at a time."""
-    parts = ("weights", "gradients", "optimizer", "activations", "gathered")
+    parts = ("weights", "gradients", "optimizer", "activations", "head", "gathered")
     rows: list[Sequence[str]] = [("", "layout", *parts, "KV cache", "peak", "host")]
     for group, name in zip(plan.groups, _names(plan), strict=True):
         for choice in group.choices:

@@ -195,7 +195,7 @@ def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
 def _usage(problem: Problem, model: Model, strategy: Strategy, layout: Layout) -> Usage:
     """What a model takes, with those that stand beside it."""
     work, times = problem.work, 1 + len(model.beside)
-    usage = memory.training(
+    usage = memory.estimate(
         model.size,
         strategy,
         layout,

@@ -156,7 +156,7 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
     strategy = memory.fsdp(size.itemsize) if train.shard > 1 else memory.ddp(size.itemsize)
     model = Model("actor", size, True, (strategy,))
     work = Workload(response=actor.sampling.max_new_tokens, max_num_seqs=options.max_num_seqs)
-    usage = memory.training(size, strategy, train, work.micro_batch * work.length, head=device.head)
+    usage = memory.estimate(size, strategy, train, work.micro_batch * work.length, head=device.head)
     choice = Choice(model, strategy, train, usage, infer=0.0, train=0.0)
     engines = generations(Problem((model,), work, cluster), choice, ranks, free)
     seconds = {engine.tp: engine.seconds for engine, _ in engines if engine.tp in sizes}

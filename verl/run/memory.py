@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import product
 
 from verl._host import device
@@ -15,15 +14,16 @@ from verl.cluster.placement import DeviceMesh
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.models.head_sizes import HeadSizes
-from verl.models.memory import MemoryEstimate, ModelSize, estimate_memory
+from verl.models.memory import ModelSize
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
-from verl.planner.memory import RESERVE
+from verl.planner.memory import RESERVE, Strategy, Usage, ddp, estimate, fsdp
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.run.check import roles_of
 from verl.run.planned import model_size, reference_model, reward_models
 from verl.training.options import OptimConfig, TrainOptions, layout_of
+from verl.weights.layout import Layout
 
 logger = logging.getLogger(__name__)
 #: Tokens of a micro-batch where `max_tokens_per_micro_batch` does not say.
@@ -48,17 +48,16 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     if size.trained == size.parameters and "reference" in roles_of(config, algorithms):
         available -= size.weight_bytes
     critics = sum(len(algorithm.roles & {"critic", "cost_critic"}) for algorithm in algorithms)  # each task has its own
-    available -= critics * estimate_memory(size).total
-    head = HeadSizes.on(actor.controller.device)
-    estimate = actor_memory(config, size, layout.shard * layout.tp * layout.pp, available, head)
-    logger.info("memory of training the actor: about %s", estimate)
+    available -= critics * int(estimate(size, ddp(size.itemsize), Layout()).total_kept)
+    usage = actor_memory(config, size, layout, available, HeadSizes.on(actor.controller.device))
+    logger.info("memory of training the actor: about %s", usage)
 
 
-def actor_memory(config: Config, size: ModelSize, cut_over: int, available: int, head: HeadSizes) -> MemoryEstimate:
-    """What training the actor takes at its peak.
+def actor_memory(config: Config, size: ModelSize, layout: Layout, available: int, head: HeadSizes) -> Usage:
+    """The memory of training the actor at its peak, with its weights for generation and its KV cache.
 
     Args:
-        cut_over, head: as of `estimate_memory`.
+        layout, head: as of `estimate`.
         available: bytes that are free where it is trained, its weights being there already.
 
     Raises:
@@ -66,19 +65,25 @@ def actor_memory(config: Config, size: ModelSize, cut_over: int, available: int,
     """
     policy, key = config.actor_rollout_ref, "actor_rollout_ref"
     most, saves = policy.actor.max_tokens_per_micro_batch or _MICRO_BATCH, policy.model.enable_gradient_checkpointing
-    kv_tokens = int((policy.rollout.kv_cache_gb or 0.0) * 2**30 / max(size.kv_bytes_per_token, 1))
-    moments = policy.actor.optim.moments
-    need = partial(estimate_memory, size, kv_tokens=kv_tokens, moments=moments, cut_over=cut_over, head=head)
-    estimate = need(micro_batch_tokens=most, gradient_checkpointing=saves)
-    have = available + estimate.weights
-    if estimate.total <= have:
-        return estimate
-    missing = f"{key}.actor: training needs {estimate}, and {have / 1e9:.2f} GB are there"
+    strategy = _strategy(policy.actor, size, layout)
+
+    def need(tokens: int, checkpointing: bool) -> Usage:
+        usage = estimate(size, strategy, layout, tokens, checkpointing=checkpointing, head=head)
+        # Where training does not gather, its shards are slices of the generation weights, and are not held twice.
+        held = 0.0 if strategy.gathers else usage.kept["weights"]
+        generation = max(0.0, size.weight_bytes / policy.rollout.tensor_model_parallel_size - held)
+        cache = (policy.rollout.kv_cache_gb or 0.0) * 2**30
+        return replace(usage, kept={**usage.kept, "generation": generation, "KV cache": cache})
+
+    usage, have = need(most, saves), available + size.weight_bytes
+    if usage.peak <= have:
+        return usage
+    missing = f"{key}.actor: training needs {usage}, and {have / 1e9:.2f} GB are there"
     halves = [most]
     while halves[-1] > 256:
         halves.append(halves[-1] // 2)
     for checkpointing, tokens in product(dict.fromkeys((saves, True)), halves):
-        if need(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing).total <= have:
+        if need(tokens, checkpointing).peak <= have:
             settings = [f"{key}.actor.max_tokens_per_micro_batch={tokens} (now {most})"]
             if checkpointing != saves:
                 settings.append(f"{key}.model.enable_gradient_checkpointing=true")
@@ -101,27 +106,28 @@ class DeviceMemory:
     """What a run takes of each device that the actor trains on, in bytes.
 
     Attributes:
-        parts: name -> what it takes there; they are counted as if all were there at once.
+        parts: model -> its memory; counted as if all were there at once.
         kv_cache: room for keys and values: as the settings say, else as the engine takes it.
         reserve: what the device's runtime, communication and fragmentation take.
     """
 
     cluster: Cluster
-    parts: dict[str, MemoryEstimate]
-    kv_cache: int
-    reserve: int
+    parts: dict[str, Usage]
+    kv_cache: float
+    reserve: float
 
     @property
-    def total(self) -> int:
-        return sum(part.total for part in self.parts.values()) + self.kv_cache + self.reserve
+    def total(self) -> float:
+        return sum(part.peak for part in self.parts.values()) + self.kv_cache + self.reserve
 
     def lines(self) -> Iterator[str]:
         """A table in GB, and whether it fits."""
         have = self.cluster.device.memory
         yield f"{self.cluster}, {have / 1e9:g} GB each; of one that the actor trains on, GB"
         for name, part in self.parts.items():
-            amounts = ", ".join(f"{what} {bytes_ / 1e9:.1f}" for what, bytes_ in part._asdict().items() if bytes_)
-            yield f"{name:<14} {part.total / 1e9:6.1f}  {amounts}"
+            amounts = ((what, f"{amount / 1e9:.1f}") for what, amount in {**part.kept, **part.step}.items())
+            shown = ", ".join(f"{what} {amount}" for what, amount in amounts if float(amount))
+            yield f"{name:<14} {part.peak / 1e9:6.1f}  {shown}"
         yield f"{'KV cache':<14} {self.kv_cache / 1e9:6.1f}"
         yield f"{'reserve':<14} {self.reserve / 1e9:6.1f}  runtime, communication, fragmentation"
         yield f"{'sum':<14} {self.total / 1e9:6.1f}  of {have / 1e9:.1f}: {'fits' if self.total <= have else 'no room'}"
@@ -139,51 +145,44 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
         ModelError: a model's configuration cannot be found.
     """
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    cut = _cut_over(config, "actor", policy.actor, cluster)
-    size = model_size(policy.model)
-    reserve = int(RESERVE * cluster.device.memory)
+    layout, size = _layout(config, "actor", policy.actor, cluster), model_size(policy.model)
+    reserve = RESERVE * cluster.device.memory
     others = dict(_beside(config, algorithms, cluster))
     generates = any(algorithm.online for algorithm in algorithms) and not _is_apart(config, "rollout")
-    # An actor that is cut counts a whole copy for generation, which is vLLM's then.
-    if generates and cut == 1 and not rollout.url and planned_engine(rollout, policy.model).name == "vllm":
-        others["vLLM"] = MemoryEstimate(size.weight_bytes // rollout.tensor_model_parallel_size)
-    room = int(cluster.device.memory) - reserve - sum(part.total for part in others.values())
-    actor = actor_memory(config, size, cut, room - size.weight_bytes, cluster.device.head)
-    cache, actor = actor.kv_cache, actor._replace(kv_cache=0)
-    if cut > 1:  # the copy that generates is cut as its engine is
-        actor = actor._replace(weights=actor.weights // rollout.tensor_model_parallel_size)
-    if policy.actor.fsdp_config.param_offload and cut > 1:
-        actor = actor._replace(masters=0, moments=0, gradients=0)
+    # An actor whose ranks share it has other weights for generation, which are vLLM's then.
+    whole = layout.shard * layout.tp * layout.pp == 1
+    if generates and whole and not rollout.url and planned_engine(rollout, policy.model).name == "vllm":
+        others["vLLM"] = Usage({"weights": size.weight_bytes / rollout.tensor_model_parallel_size})
+    room = cluster.device.memory - reserve - sum(part.peak for part in others.values())
+    actor = actor_memory(config, size, layout, int(room) - size.weight_bytes, cluster.device.head)
+    cache = actor.kept.pop("KV cache")
     if not generates:
-        cache = 0
+        cache = actor.kept["generation"] = 0.0
     elif rollout.kv_cache_gb is None:
         length = (config.data.max_prompt_length or 1024) + rollout.max_new_tokens
         wanted = 2 * rollout.max_num_seqs * length * size.kv_bytes_per_token // rollout.tensor_model_parallel_size
-        cache = min(wanted, max(0, room - actor.total) // 2)
+        cache = min(wanted, max(0.0, room - actor.peak) / 2)
     return DeviceMemory(cluster, {"actor": actor, **others}, cache, reserve)
 
 
-def _beside(
-    config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cluster
-) -> Iterator[tuple[str, MemoryEstimate]]:
+def _beside(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cluster) -> Iterator[tuple[str, Usage]]:
     """The further models on the actor's devices."""
     policy = config.actor_rollout_ref
     roles = roles_of(config, algorithms)
     if "reference" in roles and not _is_apart(config, "reference") and policy.model.lora is None:
-        cut = _cut_over(config, "reference", policy.actor, cluster)
-        yield "reference", MemoryEstimate(model_size(reference_model(policy)).weight_bytes // cut)
+        size, layout = model_size(reference_model(policy)), _layout(config, "reference", policy.actor, cluster)
+        usage = estimate(size, _strategy(policy.actor, size, layout), layout, trained=False)
+        yield "reference", replace(usage, step={})
     for role in sorted(roles & {"critic", "cost_critic"}):
         if not _is_apart(config, role):
             train = config.critic.options(policy.actor)
             model = config.critic.model.replace(path=config.critic.model.path or policy.model.path)
-            cut = _cut_over(config, role, train, cluster)
-            estimate = estimate_memory(model_size(model, "score"), moments=train.optim.moments, cut_over=cut)
-            # Of one that is cut none is whole: a critic generates nothing.
-            yield role, estimate._replace(weights=0) if cut > 1 else estimate
+            size, layout = model_size(model, "score"), _layout(config, role, train, cluster)
+            yield role, replace(estimate(size, _strategy(train, size, layout), layout), step={})
     for role, part in reward_models(config):
         if not _is_apart(config, role):
             scored = model_size(ModelOptions(path=part.model, dtype=part.dtype), "score")
-            yield f"{role} model", estimate_memory(scored, trained=False)
+            yield f"{role} model", Usage({"weights": scored.weight_bytes})
 
 
 def _is_apart(config: Config, role: str) -> bool:
@@ -194,13 +193,19 @@ def _is_apart(config: Config, role: str) -> bool:
     return not set(mesh.pool(role).devices) & set(mesh.pool("actor").devices)
 
 
-def _cut_over(config: Config, role: str, train: TrainOptions, cluster: Cluster) -> int:
-    """Ranks that each keep a part of a role's training state."""
+def _layout(config: Config, role: str, train: TrainOptions, cluster: Cluster) -> Layout:
+    """The training layout of a role on the devices that it has."""
     count, parallel = cluster.size, "data"
     if config.trainer.placement is not None:
         pool = DeviceMesh(config.trainer.placement).pool(role)
         count, parallel = len(pool.devices), pool.parallel
         if count > cluster.size:
             raise ConfigError(f"--device: trainer.placement has {role} on {count} devices, and {cluster} are given")
-    layout = layout_of(train.replace(optim=OptimConfig()), count, parallel)  # a schedule's end is not known yet
-    return layout.shard * layout.tp * layout.pp
+    return layout_of(train.replace(optim=OptimConfig()), count, parallel)  # a schedule's end is not known yet
+
+
+def _strategy(train: TrainOptions, size: ModelSize, layout: Layout) -> Strategy:
+    # What a layer gathers for a moment is part of the reserve.
+    if layout.shard > 1:
+        return replace(fsdp(size.itemsize, offloaded=train.fsdp_config.param_offload), wire=(0.0, 0.0))
+    return ddp(size.itemsize, train.optim.moments == "float32")
