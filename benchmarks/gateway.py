@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 from verl.rollout.base import Request, Sample, SamplingParams
 from verl.rollout.episode import run_episodes
+from verl.rollout.gateway.dialects.base import ChatAnswer, Reply
 from verl.rollout.gateway.dialects.chat import CHAT
-from verl.rollout.gateway.dialects.form import ChatAnswer, Reply
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.gateway.linking import Conversations
 from verl.rollout.gateway.template import ChatTemplate

@@ -25,8 +25,7 @@ from verl.rollout.base import Request, Sample
 from verl.rollout.episode import run_episodes
 from verl.rollout.gateway import server
 from verl.rollout.gateway.agents import agent_of
-from verl.rollout.gateway.dialects import anthropic, chat, responses
-from verl.rollout.gateway.dialects.form import RequestError
+from verl.rollout.gateway.dialects.base import RequestError
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.gateway.linking import Conversations
 
@@ -35,7 +34,6 @@ CLIENT = {"chat": "openai", "responses": "openai", "anthropic": "anthropic"}
 METHOD = {"chat": "chat.completions.create", "responses": "responses.create", "anthropic": "messages.create"}
 BASE: dict[str, dict[str, Any]] = {name: {"model": "any", **ask} for name, ask in ASK.items()}
 BASE["anthropic"]["max_tokens"] = 100
-MODULES = {"chat": chat, "responses": responses, "anthropic": anthropic}
 Ask = tuple[str, str, dict[str, Any], dict[str, Any]]
 
 
@@ -501,8 +499,8 @@ def sent(dialect: str) -> set[str]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_each_field_that_is_read_or_refused_is_sent(dialect: str) -> None:
-    module: Any = MODULES[dialect]
-    assert {*module._READ, *module._REFUSED, *SAMPLING} - sent(dialect) == set()
+    table = DIALECTS[dialect]
+    assert {*table.fields, *table.refused, *SAMPLING} - sent(dialect) == set()
 
 
 #: First cells of the table of fields in the docs -> what is sent of them, in each dialect that has it.

@@ -11,8 +11,7 @@ import pytest
 
 from tests.rollout import agent_bodies
 from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
-from verl.rollout.gateway.dialects.chat import CHAT
-from verl.rollout.gateway.dialects.form import (
+from verl.rollout.gateway.dialects.base import (
     ChatAnswer,
     ChatRequest,
     Dialect,
@@ -23,6 +22,7 @@ from verl.rollout.gateway.dialects.form import (
     Token,
     Usage,
 )
+from verl.rollout.gateway.dialects.chat import CHAT
 from verl.rollout.gateway.dialects.responses import RESPONSES
 from verl.rollout.gateway.messages import Message, ToolCall
 

@@ -11,13 +11,15 @@ import torch
 from tests.conftest import byte_tokenizer
 from tests.rollout.agent_bodies import SCHEMA
 from tests.templates import TOOL_FAMILIES
-from verl.rollout.gateway.dialects.form import ChatRequest, RequestError, function_tool
+from verl.rollout.gateway.dialects.base import ChatRequest, RequestError
 from verl.rollout.gateway.forced import grammar_of, only_choices
 from verl.rollout.gateway.replies import FAMILIES, ReplyParser
 from verl.rollout.grammar import Grammar
 
 pytest.importorskip("xgrammar")
-TOOLS = (function_tool("add", "", SCHEMA), function_tool("mul", "", SCHEMA))
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "description": "", "parameters": SCHEMA}} for name in ("add", "mul")
+)
 NAMED = {family.name: family for family in FAMILIES}
 TOKENIZER = byte_tokenizer()
 CALLS = {

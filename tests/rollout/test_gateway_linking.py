@@ -13,8 +13,8 @@ from tests.rollout.plain_linking import PlainEpisode
 from tests.templates import FAMILIES
 from verl.data.text import spelled
 from verl.rollout.base import Sample
+from verl.rollout.gateway.dialects.base import ChatAnswer, Reply
 from verl.rollout.gateway.dialects.chat import CHAT
-from verl.rollout.gateway.dialects.form import ChatAnswer, Reply
 from verl.rollout.gateway.linking import Call, Conversations, trajectories
 from verl.rollout.gateway.template import OURS, ChatTemplate
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl._base.extras import load_extra
-from verl.rollout.gateway.dialects.form import ChatRequest, RequestError
+from verl.rollout.gateway.dialects.base import ChatRequest, RequestError
 from verl.rollout.gateway.replies import Family
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ import httpx
 
 from verl._base.extras import load_extra
 from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
+from verl.rollout.gateway.dialects.base import Body, ChatAnswer, Dialect, Events, Part, RequestError
 from verl.rollout.gateway.dialects.chat import CHAT
-from verl.rollout.gateway.dialects.form import Body, ChatAnswer, Dialect, Events, Part, RequestError
 from verl.rollout.gateway.dialects.responses import RESPONSES
 from verl.rollout.gateway.session import LARGE, START, Delivery, Headers, Rules, Session, ended
 

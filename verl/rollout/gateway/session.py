@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.rollout.base import LongPromptError, Sample, SamplingParams, as_sampling
 from verl.rollout.episode import NO_TOP, Client
-from verl.rollout.gateway.dialects.form import (
+from verl.rollout.gateway.dialects.base import (
     ChatAnswer,
     ChatRequest,
     LongRequestError,
