@@ -35,7 +35,7 @@ from verl.rollout.gateway.agents import (
 )
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
-from verl.rollout.gateway.session import START, Bounds, Rules, Session
+from verl.rollout.gateway.session import START, Rules, Session
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Turns
 from verl.sandbox import require
@@ -130,8 +130,7 @@ class Gateway:
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
         others, keys = dict(models or {}), dict(model_keys or {})
         _check_models(others, keys)
-        bounds = Bounds(max_calls, max_tokens)
-        self.rules = Rules(bounds, others, keys, model_deadline, sampling == "agent")
+        self.rules = Rules(max_calls, max_tokens, others, keys, model_deadline, sampling == "agent")
         #: Whether the weights that training began with must be there.
         self.asks_start = START in others.values()
         self.seconds, self.max_left_out = deadline, max_left_out

@@ -30,7 +30,7 @@ from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
 from verl.rollout.gateway.dialects.base import Body, ChatAnswer, Dialect, Events, Part, RequestError
 from verl.rollout.gateway.dialects.chat import CHAT
 from verl.rollout.gateway.dialects.responses import RESPONSES
-from verl.rollout.gateway.session import LARGE, START, Delivery, Headers, Rules, Session, ended
+from verl.rollout.gateway.session import LARGE, START, Delivery, Rules, Session, ended
 
 logger = logging.getLogger(__name__)
 #: Bytes of a body, and how deep its JSON may be nested.
@@ -231,7 +231,7 @@ class Listener:
         asked = dialect.read(body)
         news: News = asyncio.Queue()
         tell = news.put_nowait if asked.stream else None
-        answering = session.during(session.answer(asked, _headers(request.headers), content, tell))
+        answering = session.during(session.answer(asked, request.headers, content, tell))
         try:
             if asked.stream:
                 answering.add_done_callback(lambda done: news.put_nowait(None))
@@ -249,11 +249,18 @@ class Listener:
         url = rules.models[name]
         if url is None:
             raise RequestError(404, f"there is no model '{name}' here", "model", "model_not_found")
+        sent = {"Content-Type": "application/json"}
+        if version := request.headers.get("anthropic-version"):
+            sent["anthropic-version"] = version
+        if (variable := rules.keys.get(name)) is not None:
+            if (key := os.environ.get(variable)) is None:
+                raise RequestError(502, f"the variable {variable} has no key here", code="model_failed")
+            is_anthropic = _DIALECTS.get(request.path) is ANTHROPIC
+            sent |= {"x-api-key": key} if is_anthropic else {"Authorization": f"Bearer {key}"}
         address, response = url.rstrip("/") + request.path.removeprefix("/v1"), cast(Any, None)
 
         async def pass_on() -> None:
             nonlocal response
-            sent = _headers_of(request, rules.keys.get(name))
             async with self._client.stream("POST", address, content=content, headers=sent) as answer:
                 kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
                 response = self._web.StreamResponse(status=answer.status_code, headers=kind)
@@ -363,37 +370,6 @@ def _taking(request: Any) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _headers(headers: Mapping[str, str]) -> Headers:
-    retries = headers.get("x-stainless-retry-count", "0")
-    return Headers(
-        name=headers.get("X-Verl-Name", ""),
-        excluded=headers.get("X-Verl-Train") == "0",
-        is_retry=retries.isdigit() and int(retries) > 0,
-    )
-
-
-def _headers_of(request: Any, variable: str | None) -> dict[str, str]:
-    """Of what another server is asked.
-
-    Args:
-        variable: of the environment, with the key of that server.
-
-    Raises:
-        RequestError: there is no such variable.
-    """
-    sent = {"Content-Type": "application/json"}
-    if "anthropic-version" in request.headers:
-        sent["anthropic-version"] = request.headers["anthropic-version"]
-    if variable is not None:
-        is_anthropic = _DIALECTS.get(request.path) is ANTHROPIC
-        try:
-            key = os.environ[variable]
-        except KeyError:
-            raise RequestError(502, f"the variable {variable} has no key here", code="model_failed") from None
-        sent |= {"x-api-key": key} if is_anthropic else {"Authorization": f"Bearer {key}"}
-    return sent
 
 
 async def _body(request: Any) -> bytes:
