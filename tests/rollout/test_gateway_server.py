@@ -482,7 +482,7 @@ def test_names_of_trajectories_and_rewards_by_name() -> None:
 
     run = Run(agent)
     assert run.record.trajectories[0].name == "critic"
-    assert run.record.verdict.trajectories == {"critic": 1.0} and run.record.verdict.calls == {"chatcmpl-000000": 0.25}
+    assert run.record.result.trajectories == {"critic": 1.0} and run.record.result.calls == {"chatcmpl-000000": 0.25}
     (turns,) = run.outcome.responses
     assert (turns.name, turns.own_reward, turns.reward) == ("critic", 1.0, 0.5)
     assert turns.call_rewards == {len(turns.response_tokens) - 1: 0.25}

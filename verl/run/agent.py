@@ -128,7 +128,7 @@ class _Watch:
         if (record := self._records.get(row_id)) is not None:
             whole = [(t.prompt_tokens, t.response_tokens, t.response_mask) for t in record.trajectories]
             parts = [spans(*tokens, decode) for tokens in whole]
-            done = CheckedEpisode(row_id, parts, record.verdict.reward, None, len(record.calls), {**record.left_out})
+            done = CheckedEpisode(row_id, parts, record.result.reward, None, len(record.calls), {**record.left_out})
             done.other_calls, done.warnings = {**record.others}, _of_calls(record)
         else:
             turns = self._turns[row_id]

@@ -54,7 +54,7 @@ Agent = Callable[[str, str, Row], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AgentResult:
     """What an agent says of its episode.
 
     Attributes:
@@ -67,8 +67,8 @@ class Verdict:
     calls: Mapping[str, float] = field(default_factory=dict)
 
 
-def verdict_of(value: Any) -> Verdict:
-    """A number of Python's, NumPy's or torch's, None, or a mapping of `Verdict`'s fields.
+def result_of(value: Any) -> AgentResult:
+    """A number of Python's, NumPy's or torch's, None, or a mapping of `AgentResult`'s fields.
 
     Raises:
         AgentError: it is something else, or not finite.
@@ -82,7 +82,7 @@ def verdict_of(value: Any) -> Verdict:
         if not isinstance(part, Mapping):
             raise AgentError(f"'{name}' is a mapping of names to rewards, not {shown(part)}")
         parts.append({str(key): reward for key, value in part.items() if (reward := _reward(value)) is not None})
-    return Verdict(_reward(fields.get("reward")), *parts)
+    return AgentResult(_reward(fields.get("reward")), *parts)
 
 
 def _reward(value: Any) -> float | None:
@@ -174,11 +174,7 @@ class _Command:
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         env = {**kept, **self._variables(base_url, api_key)}
-        try:
-            process = await _started(self._words, env=env, start_new_session=True)
-        except OSError as error:
-            raise ConfigError(f"the agent's command cannot be started: {error}") from error
-        async with _killed_at_last(process):
+        async with _running(self._words, env=env, start_new_session=True) as process:
             return await self._finished(process, row, process.wait)
 
     def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
@@ -214,17 +210,17 @@ class _Sandboxed(_Command):
         ours, theirs = socket.socketpair()
         ours.settimeout(self._limits.seconds)  # by which what is in the sandbox has ended
         with ours, jailed(self._job(base_url, api_key, theirs.fileno()), [theirs.detach()]) as jail:
-            process = await _started(jail.command, **jail.options)
-            jail.started()
+            async with _running(jail.command, **jail.options) as process:
+                jail.started()
 
-            async def status_of() -> int:
-                await process.wait()
-                if (status := jail.exit_code()) is None:
-                    raise KilledError(f"the agent took longer than {self._limits.seconds:g} s")
-                return status
+                async def status_of() -> int:
+                    await process.wait()
+                    if (status := jail.exit_code()) is None:
+                        raise KilledError(f"the agent took longer than {self._limits.seconds:g} s")
+                    return status
 
-            async with _killed_at_last(process), _served(ours):
-                return await self._finished(process, row, status_of)
+                async with _served(ours):
+                    return await self._finished(process, row, status_of)
 
     def _job(self, base_url: str, api_key: str, fd: int) -> dict[str, Any]:
         network = {"port": urlsplit(base_url).port, "fd": fd}
@@ -242,15 +238,16 @@ async def _served(link: socket.socket) -> AsyncIterator[None]:
         yield
 
 
-async def _started(words: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, **options)
-
-
 @asynccontextmanager
-async def _killed_at_last(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+async def _running(words: Sequence[str], **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process with pipes, which is killed at last."""
+    pipe = asyncio.subprocess.PIPE
     try:
-        yield
+        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, **options)
+    except OSError as error:
+        raise ConfigError(f"the agent's command cannot be started: {error}") from error
+    try:
+        yield process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with all that it started
@@ -270,7 +267,7 @@ async def _talked(process: asyncio.subprocess.Process, row: bytes) -> tuple[str,
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it left behind, unless that has a session of its own
                 await asyncio.wait([talk], timeout=_LOOK)
-                process._transport.close()  # type: ignore[attr-defined]  # as in `_killed_at_last`
+                process._transport.close()  # type: ignore[attr-defined]  # as in `_running`
                 break
     finally:
         talk.cancel()

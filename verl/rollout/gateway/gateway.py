@@ -25,14 +25,8 @@ from verl._host.user_calls import LateError, within
 from verl.data.chat import template_inputs
 from verl.errors import ConfigError, VerlError, nearest
 from verl.rollout.episode import Client, EndOfRunError, LeftOutError
-from verl.rollout.gateway.agents import (
-    AgentError,
-    KilledError,
-    Verdict,
-    agent_of,
-    is_loopback,
-    verdict_of,
-)
+from verl.rollout.gateway import agents
+from verl.rollout.gateway.agents import AgentError, AgentResult, KilledError
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
 from verl.rollout.gateway.session import START, Rules, Session
@@ -52,7 +46,7 @@ class EpisodeRecord:
 
     Attributes:
         trajectories: what is trained, see `linking.trajectories`.
-        verdict: what the agent said of it.
+        result: what the agent said of it.
         calls: all that were answered, with the reason of those that are left out.
         left_out: how many calls of each reason.
         others: how many requests other models have answered, by name; these are no calls.
@@ -60,7 +54,7 @@ class EpisodeRecord:
     """
 
     trajectories: list[Trajectory]
-    verdict: Verdict
+    result: AgentResult
     calls: list[Call]
     left_out: Mapping[str, int]
     truncated: bool
@@ -124,7 +118,7 @@ class Gateway:
     ) -> None:
         #: None: the agent runs in no sandbox.
         self.readable = [os.path.abspath(path) for path in readable] if sandbox else None
-        self.agent = agent_of(agent, environment, self.readable, deadline)
+        self.agent = agents.agent_of(agent, environment, self.readable, deadline)
         #: Those that a command names; a run notes whether they change.
         self.files: Sequence[str] = getattr(self.agent, "files", ())
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
@@ -156,7 +150,7 @@ class Gateway:
         # The last one has the last call, and so what the episode came to: it is the one that rewards read.
         turns: list[Turns] = [*sorted(record.trajectories, key=lambda trajectory: trajectory.calls[-1].id)]
         turns = turns or [Turns(policy_version=record.calls[-1].sample.policy_version)]  # nothing of it is trained
-        turns[-1].reward, turns[-1].truncated = record.verdict.reward, record.truncated
+        turns[-1].reward, turns[-1].truncated = record.result.reward, record.truncated
         turns[-1].calls_left_out, turns[-1].other_calls = record.left_out, record.others
         return turns
 
@@ -183,7 +177,7 @@ class Gateway:
             for _ in range(2):
                 session = Session(listener.new_key(), client, template, inputs, self.rules)
                 try:
-                    verdict = await self._attempt(listener, session, row)
+                    result = await self._attempt(listener, session, row)
                 except (KilledError, LateError) as error:
                     fault, reason = str(error), "killed"
                     if isinstance(error, LateError):
@@ -191,41 +185,44 @@ class Gateway:
                         fault, reason = f"the agent took longer than {self.seconds:g} s{where}", "late"
                     continue
                 if (failure := session.failure) is None:
-                    return self._record(session, verdict)
+                    return self._record(session, result)
                 fault, reason = str(failure), "fault"
         raise LeftOutError(f"twice: {fault}", reason)
 
-    async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> Verdict:
+    async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> AgentResult:
         """Raises KilledError, LateError or LeftOutError."""
         try:
             with listener.admitting(session):
                 work = self.agent(f"{listener.url}/v1", session.key, row)
-                return verdict_of(await within(work, self._bound))
+                return agents.result_of(await within(work, self._bound))
         except VerlError:
             raise
         except (AgentError, RuntimeError) as error:  # the second: it exits or cancels itself, see `within`
             if session.failure is not None:  # which the agent only passes on
-                return Verdict()
+                return AgentResult()
             if self.on_agent_error is None:
                 text = str(error).replace(session.key, "(its key)")
                 raise LeftOutError(f"the agent raised: {text}", "raised") from None
-            return Verdict(self.on_agent_error)
+            return AgentResult(self.on_agent_error)
 
-    def _record(self, session: Session, verdict: Verdict) -> EpisodeRecord:
+    def _record(self, session: Session, result: AgentResult) -> EpisodeRecord:
         if not session.calls:
             raise LeftOutError("the agent made no call that was answered", "no_call")
-        _check_names(session.calls, verdict)
+        ids, names = {call.id for call in session.calls}, {call.name for call in session.calls}
+        unknown = [name for name in result.trajectories if name not in names]
+        unknown += [name for name in result.calls if _call_id(name) not in ids]
+        if unknown:
+            raise LeftOutError(f"the agent gave '{unknown[0]}' a reward, and no call has that name or id", "raised")
+        rewards = {_call_id(name): reward for name, reward in result.calls.items()}
         if (train := self.train) is not None:
             for call in session.calls:
                 if call.left_out in ("", "excluded"):
                     call.left_out = "" if train(call) else "excluded"
-        reasons = Counter(call.left_out for call in session.calls if call.left_out)
-        reasons += session.lost
-        rewards = {_call_id(response): reward for response, reward in verdict.calls.items()}
+        reasons = Counter(call.left_out for call in session.calls if call.left_out) + session.lost
         kept = trajectories(session.calls, rewards)
         for trajectory in kept:
-            trajectory.own_reward = verdict.trajectories.get(trajectory.name)
-        return EpisodeRecord(kept, verdict, session.calls, +reasons, session.truncated, +session.others)
+            trajectory.own_reward = result.trajectories.get(trajectory.name)
+        return EpisodeRecord(kept, result, session.calls, reasons, session.truncated, +session.others)
 
 
 def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> None:
@@ -242,18 +239,10 @@ def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> 
         if not os.environ.get(variable):
             raise ConfigError(f"model_keys: '{name}' has its key in the variable {variable}, which is not set")
         key_of(os.environ[variable], f"model_keys: '{name}'")
-        if url.startswith("http://") and not is_loopback(url):
+        if url.startswith("http://") and not agents.is_loopback(url):
             raise ConfigError(
                 f"models: '{name}' has a key, which http would show on its way to {masked(url)}: use https"
             )
-
-
-def _check_names(calls: Sequence[Call], verdict: Verdict) -> None:
-    """Raises LeftOutError if the agent gives a reward to what there was not."""
-    ids, names = {call.id for call in calls}, {call.name for call in calls}
-    unknown = [*(name for name in verdict.trajectories if name not in names)]
-    if unknown := unknown + [name for name in verdict.calls if _call_id(name) not in ids]:
-        raise LeftOutError(f"the agent gave '{unknown[0]}' a reward, and no call has that name or id", "raised")
 
 
 def _call_id(response: str) -> str:

@@ -171,8 +171,6 @@ class Listener:
             session = self._admitted(request)
             with session.opened():
                 return await self._answered(request, session, dialect)
-        except RequestError as error:
-            fault = error
         except ConnectionError:  # the client went away
             raise
         except Exception as error:
@@ -258,10 +256,9 @@ class Listener:
             is_anthropic = _DIALECTS.get(request.path) is ANTHROPIC
             sent |= {"x-api-key": key} if is_anthropic else {"Authorization": f"Bearer {key}"}
         address, response = url.rstrip("/") + request.path.removeprefix("/v1"), cast(Any, None)
-
-        async def pass_on() -> None:
-            nonlocal response
-            async with self._client.stream("POST", address, content=content, headers=sent) as answer:
+        stream = self._client.stream("POST", address, content=content, headers=sent)
+        try:
+            async with asyncio.timeout(rules.model_deadline), stream as answer:
                 kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
                 response = self._web.StreamResponse(status=answer.status_code, headers=kind)
                 with _taking(request):
@@ -269,9 +266,6 @@ class Listener:
                 async for part in answer.aiter_bytes():
                     with _taking(request):
                         await response.write(part)
-
-        try:
-            await asyncio.wait_for(pass_on(), rules.model_deadline)
         except (TimeoutError, httpx.HTTPError) as error:
             if response is not None:  # it has begun, so that it can only be cut off
                 raise ConnectionResetError from error
@@ -311,9 +305,8 @@ class Listener:
         except Exception as error:
             if not response.prepared:
                 raise
-            fault = error if isinstance(error, RequestError) else _fault(session, request.path, error)
             with _taking(request):
-                await response.write(dialect.failure(fault).encode())
+                await response.write(dialect.failure(_fault(session, request.path, error)).encode())
         with _taking(request):
             await response.write_eof()
         if delivery is not None:
@@ -326,7 +319,9 @@ class Listener:
 
 
 def _fault(session: Session | None, path: str, error: Exception) -> RequestError:
-    """A fault of the gateway itself, after which the episode runs once more."""
+    """An error as a refusal. One that is no refusal is the gateway's own, after which the episode runs once more."""
+    if isinstance(error, RequestError):
+        return error
     logger.exception("the gateway failed on %s", path)
     if session is not None:
         session.fault = error
@@ -353,8 +348,10 @@ async def _texts(events: Events, answering: asyncio.Task[Delivery], news: News) 
         for item in items:
             if isinstance(item, ChatAnswer):
                 text += "".join(events.begin(item))
+            elif item is not None:
+                text += "".join(events.part(item))
             else:
-                text += "".join(events.part(item) if item is not None else events.end(answering.result().answer))
+                text += "".join(events.end(answering.result().answer))
         if not isinstance(items[-1], ChatAnswer):  # which may still be refused with a status of its own
             yield text
             text = ""
@@ -384,15 +381,12 @@ async def _body(request: Any) -> bytes:
     if (request.content_length or 0) > MAX_BYTES:
         raise _large()
     content = bytearray()
-
-    async def read() -> None:
-        async for part in request.content.iter_any():
-            content.extend(part)
-            if len(content) > MAX_BYTES:
-                raise _large()
-
     try:
-        await asyncio.wait_for(read(), BODY_SECONDS)
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.content.iter_any():
+                content += part
+                if len(content) > MAX_BYTES:
+                    raise _large()
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
     return bytes(content)
@@ -407,26 +401,19 @@ def _parsed(content: bytes) -> Body:
     body = None
     with suppress(ValueError, RecursionError):
         body = json.loads(content.decode("utf-8-sig"))
-    if not isinstance(body, dict) or _is_deep(body):
-        raise RequestError(400, f"the body is no object of JSON nested at most {MAX_DEPTH} times", code="invalid_json")
-    if _HALF.search(content):
-        try:
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                400, f"the body has a text that is not valid Unicode: {error}", code="invalid_json"
-            ) from error
-    return body
-
-
-def _is_deep(value: Any) -> bool:
-    layer = [value]
+    layer: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, dict | list)]
         layer = [item for items in inner for item in items]
-        if not layer:
-            return False
-    return True
+    if not isinstance(body, dict) or layer:
+        raise RequestError(400, f"the body is no object of JSON nested at most {MAX_DEPTH} times", code="invalid_json")
+    try:
+        if _HALF.search(content):
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        refusal = f"the body has a text that is not valid Unicode: {error}"
+        raise RequestError(400, refusal, code="invalid_json") from error
+    return body
 
 
 def _models(path: str) -> Body:

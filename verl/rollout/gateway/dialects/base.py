@@ -209,14 +209,14 @@ class Dialect:
             if (kind := tool.get("type", self.tool_types[0])) not in self.tool_types:
                 refusal = f"a tool of type '{kind}' is run by no one here: give functions, which the agent runs"
                 raise RequestError(400, refusal, "tools", "unsupported_parameter")
-            given = typed(tool, self.tool_field, dict, {}) if self.tool_field else tool
-            function = {"name": given.get("name"), "description": str(given.get("description") or "")}
+            body = typed(tool, self.tool_field, dict, {}) if self.tool_field else tool
+            function = {"name": body.get("name"), "description": str(body.get("description") or "")}
             if not isinstance(function["name"], str) or not function["name"]:
                 raise invalid("tools", "a tool has a name")
-            schema = given.get(self.tool_schema)
+            schema = body.get(self.tool_schema)
             schema = dict(schema) if isinstance(schema, Mapping) else {"type": "object", "properties": {}}
             tools.append({"type": "function", "function": {**function, "parameters": schema}})
-            if given.get("strict"):
+            if body.get("strict"):
                 strict.add(function["name"])
         return tuple(tools), frozenset(strict)
 
