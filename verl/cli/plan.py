@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from verl.cluster.placement import DeviceMesh
-from verl.config import Config, CostConfig, RewardPart, TaskConfig, run_id
+from verl.config import Config, CostConfig, RewardPart, run_id
 from verl.config.schema import is_by_task
 from verl.errors import ConfigError
-from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster, Efficiency
 from verl.planner.search import PlacementPlan, search
 from verl.rollout.choice import planned_engine
-from verl.rollout.options import RolloutOptions
 
 
 def plan(config: Config) -> dict[str, str]:
@@ -24,19 +22,31 @@ def plan(config: Config) -> dict[str, str]:
     Raises:
         ConfigError: the placement is none.
     """
-    policy, trainer = config.actor_rollout_ref, config.trainer
-    tasks = {f"task {task.name}": _task(config, task) for task in config.tasks}
-    epochs = trainer.total_epochs  # how many steps these are, their rows alone can say
+    policy, trainer, algorithm = config.actor_rollout_ref, config.trainer, config.algorithm
+    lines = {"run directory": str(Path(trainer.output_dir, run_id(config))), "model": _model(policy.model.path or "")}
+    total = sum(task.share for task in config.tasks) or 1.0
+    for task in config.tasks:
+        rest = task.model_dump(mode="json", exclude_defaults=True, exclude={"name", "type", "share"})
+        words = (task.type, f"{task.share / total:.0%} of the prompts", *map(_option, rest.items()))
+        lines[f"task {task.name}"] = " ".join(words)
+    if not config.tasks:
+        lines["algorithm"] = " ".join([algorithm.name or "the default", *map(_option, algorithm.options.items())])
+        lines["reward"] = _rewards(config)
+        if config.cost.is_given:
+            lines["cost"] = _reward(config.cost)
+    lines["data"] = f"{_source(config.data.train)}; held out: {_source(config.data.eval)}"
+    lines["a step"] = _step(config)
+    if policy.rollout.name != "auto" or policy.rollout.url:
+        lines["engine"] = "vLLM servers" if policy.rollout.url else policy.rollout.name
+    else:
+        name, why = planned_engine(policy.rollout, policy.model)
+        lines["engine"] = f"embedded (auto: on a GPU {'too' if name == 'embedded' else name}, because {why})"
+    epochs, every = trainer.total_epochs, trainer.eval_every  # how many steps epochs are, their rows alone can say
     steps = str(trainer.total_steps) if epochs is None else f"as many as {_count(epochs, 'epoch')} have"
-    lines = {
-        "run directory": str(Path(trainer.output_dir, run_id(config))),
-        "model": _model(policy.model.path or ""),
-        **(tasks or _one_task(config)),
-        "data": f"{_source(config.data.train)}; held out: {_source(config.data.eval)}",
-        "a step": _step(config),
-        "engine": _engine(policy.rollout, policy.model),
-        "steps": f"{steps}, {_evaluated(config)}, saved {_every(trainer.save_every)}",
-    }
+    evaluated = "evaluated before and after" + ("" if every is None else f" and {_every(every)}")
+    if config.data.eval is None:
+        evaluated = "never evaluated"
+    lines["steps"] = f"{steps}, {evaluated}, saved {_every(trainer.save_every)}"
     if trainer.placement is not None:
         lines["placement"] = str(DeviceMesh(trainer.placement)).replace("\n", "\n" + " " * 16)
     if trainer.control is not None:
@@ -121,35 +131,11 @@ def _scaling(best: PlacementPlan) -> str:
     return "\n".join(lines)
 
 
-def _one_task(config: Config) -> dict[str, str]:
-    algorithm = config.algorithm
-    return {
-        "algorithm": " ".join([algorithm.name or "the default", *map(_option, algorithm.options.items())]),
-        "reward": _rewards(config),
-        **({"cost": _reward(config.cost)} if config.cost.is_given else {}),
-    }
-
-
-def _task(config: Config, task: TaskConfig) -> str:
-    settings = task.model_dump(mode="json", exclude_defaults=True)
-    share = task.share / (sum(each.share for each in config.tasks) or 1.0)
-    rest = (_option(item) for item in settings.items() if item[0] not in ("name", "type", "share"))
-    return " ".join([task.type, f"{share:.0%} of the prompts", *rest])
-
-
 def _model(path: str) -> str:
-    directory = Path(path)
-    if not directory.is_dir():
+    if not Path(path).is_dir():
         return f"{path} (no directory here: looked up as a hub name)"
-    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     return f"{path} ({size / 1e6:,.0f} MB of weights)" if size else f"{path} (a directory without weights)"
-
-
-def _engine(rollout: RolloutOptions, model: ModelOptions) -> str:
-    if rollout.name != "auto" or rollout.url:
-        return "vLLM servers" if rollout.url else rollout.name
-    name, why = planned_engine(rollout, model)
-    return f"embedded (auto: on a GPU {'too' if name == 'embedded' else name}, because {why})"
 
 
 def _source(source: str | dict[str, Any] | None) -> str:
@@ -186,25 +172,14 @@ def _rewards(config: Config) -> str:
     return "the environment" if rollout.environment else "the episode"
 
 
-def _reward(section: CostConfig) -> str:
-    if section.components:
-        return " + ".join(f"{p.weight:g} x {name} ({_origin(p)})" for name, p in section.components.items())
-    return _origin(section)
-
-
-def _origin(part: RewardPart) -> str:
+def _reward(part: RewardPart) -> str:
+    if isinstance(part, CostConfig) and part.components:
+        return " + ".join(f"{each.weight:g} x {name} ({_reward(each)})" for name, each in part.components.items())
     return next((str(getattr(part, field)) for field in part.origins()), "none")
 
 
 def _option(item: tuple[str, Any]) -> str:
     return f"{item[0]}={item[1]}"
-
-
-def _evaluated(config: Config) -> str:
-    if config.data.eval is None:
-        return "never evaluated"
-    every = config.trainer.eval_every
-    return "evaluated before and after" + ("" if every is None else f" and {_every(every)}")
 
 
 def _every(steps: int | None) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from verl.algorithms import BaseAlgorithm
@@ -101,7 +100,21 @@ def build_trainer(
     """The trainer over all of it; `options` are further ones of `Trainer`."""
     settings, scheduler = config.trainer, config.trainer.task_scheduler
     has_critic = any("critic" in task.algorithm.roles for task in tasks)
-    trainer = _kind(config)(
+    rollout = config.actor_rollout_ref.rollout
+    kind: type[Trainer] = Trainer
+    if settings.max_staleness is not None:
+        options["max_staleness"] = settings.max_staleness
+        if len(tasks) > 1:
+            from verl.trainer.interleaved import InterleavedTrainer
+
+            kind = InterleavedTrainer
+        else:
+            from verl.trainer.asynchronous import AsyncTrainer
+
+            kind = AsyncTrainer
+            options |= {"batch_size": config.data.batch_size, "rollout_workers": rollout.num_rollout_workers}
+            options |= {name: getattr(rollout, name) for name in ("max_rollout_workers", "transport")}
+    trainer = kind(
         actor,
         build_critic(config, rows, actor.controller) if has_critic else None,
         tasks=tasks,
@@ -121,27 +134,6 @@ def build_trainer(
 
         trainer.set_task_scheduler(DynamicTaskWeightScheduler(**dict(scheduler)))
     return trainer
-
-
-def _kind(config: Config) -> Callable[..., Trainer]:
-    """The trainer for the staleness that the settings allow."""
-    rollout, staleness = config.actor_rollout_ref.rollout, config.trainer.max_staleness
-    if staleness is None:
-        return Trainer
-    if len(config.tasks) > 1:
-        from verl.trainer.interleaved import InterleavedTrainer
-
-        return partial(InterleavedTrainer, max_staleness=staleness)
-    from verl.trainer.asynchronous import AsyncTrainer
-
-    return partial(
-        AsyncTrainer,
-        batch_size=config.data.batch_size,
-        max_staleness=staleness,
-        rollout_workers=rollout.num_rollout_workers,
-        max_rollout_workers=rollout.max_rollout_workers,
-        transport=rollout.transport,
-    )
 
 
 def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:

@@ -142,27 +142,23 @@ def build_data(
     notes: list[str] = []
     train = {name: _tokenized(config, rows, actor, "train", notes) for name, rows in data.train.items()}
     held_out = None if data.held_out is None else _tokenized(config, data.held_out, actor, "eval", notes)
-    loader = _loader(config, train, data.shares, None if epochs is None else epochs * data.rows)
-    return loader, None if held_out is None else _unseen(held_out, train, notes), notes
-
-
-def _loader(config: Config, train: Mapping[str, Data], mixture: Mapping[str, float], end: int | None) -> Loader:
-    data, seed = config.data, config.trainer.seed
+    unseen = None if held_out is None else _unseen(held_out, train, notes)
+    batch_size, seed = config.data.batch_size, config.trainer.seed
     many = len(config.tasks) > 1  # the batches of one task are those of a run without `tasks`
     shares = {task.name: task.share for task in config.tasks if many and task.name in train}
-    size = 1 if shares or mixture else data.batch_size
-    order: dict[str, Any] = {"seed": seed, "shuffle": data.shuffle, "pools": data.pools}
+    order: dict[str, Any] = {"seed": seed, "shuffle": config.data.shuffle, "pools": config.data.pools}
+    size = 1 if shares or data.shares else batch_size
     sources: dict[str, PromptLoader | OfflineDatasetLoader] = {
-        name: PromptLoader(of, size, task=name, **order) if isinstance(of, PromptDataset) else of
-        for name, of in train.items()
+        name: PromptLoader(rows, size, task=name, **order) if isinstance(rows, PromptDataset) else rows
+        for name, rows in train.items()
     }
-    if not shares and not mixture:
-        (source,) = sources.values()
-        source.end = end
-        return source
     if shares:
-        return TaskLoader(sources, shares, batch_size=data.batch_size, seed=seed)
-    return MixedLoader(sources, mixture, batch_size=data.batch_size, seed=seed)
+        return TaskLoader(sources, shares, batch_size=batch_size, seed=seed), unseen, notes
+    if data.shares:
+        return MixedLoader(sources, data.shares, batch_size=batch_size, seed=seed), unseen, notes
+    (source,) = sources.values()
+    source.end = None if epochs is None else epochs * data.rows
+    return source, unseen, notes
 
 
 def _unseen(held_out: Data, train: Mapping[str, Data], notes: list[str]) -> PromptDataset | Batch:
@@ -244,38 +240,24 @@ def _file(source: Any) -> str | None:
 
 def _tokenized(config: Config, data: Data, actor: Actor, split: str, notes: list[str]) -> Data:
     """The data with token columns; what became of what is too long goes to the notes."""
-    if not isinstance(data, PromptDataset):
-        notes += _tokenize(config, data, actor, split)
-        return data
-    limit = _prompt_limit(config, actor)
-    tokens, counts = tokenize_prompts(
-        data, actor.tokenizer, max_prompt_length=limit, truncation=config.data.truncation, tools=actor.tools
-    )
-    notes += [f"{counts[what]} prompts of {data.name} are longer than {limit} tokens and were {what}"
-              for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
-    return tokens
-
-
-def _positions(actor: Actor) -> int:
-    """The longest sequence the model takes; without bound where it states none."""
-    return getattr(actor.modules.config.get_text_config(), "max_position_embeddings", None) or 2**31
-
-
-def _prompt_limit(config: Config, actor: Actor) -> int:
-    # One position is left for a response at least.
-    return min(config.data.max_prompt_length or 2**31, _positions(actor) - 1)
-
-
-def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split: str) -> list[str]:
-    """Tokenise recorded rows; returns what became of the long ones, in words."""
-    loader.max_prompt_length = _prompt_limit(config, actor)
-    loader.tokenize(actor.tokenizer)
-    lengths = (loader.batch.lengths(name) for name in ("prompt_tokens", "response_tokens"))
+    # The longest sequence the model takes; without bound where it states none.
+    most = getattr(actor.modules.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    limit = min(config.data.max_prompt_length or 2**31, most - 1)  # one position is left for a response at least
+    if isinstance(data, PromptDataset):
+        tokens, counts = tokenize_prompts(
+            data, actor.tokenizer, max_prompt_length=limit, truncation=config.data.truncation, tools=actor.tools
+        )
+        notes += [f"{counts[what]} prompts of {data.name} are longer than {limit} tokens and were {what}"
+                  for what in ("dropped", "truncated") if counts[what]]  # fmt: skip
+        return tokens
+    data.max_prompt_length = limit
+    data.tokenize(actor.tokenizer)
+    lengths = (data.batch.lengths(name) for name in ("prompt_tokens", "response_tokens"))
     longest = max(map(sum, zip(*lengths, strict=True)))
-    if longest > _positions(actor):
+    if longest > most:
         raise DataError(
-            f"data.{split} has a row of {longest} tokens and the model takes {_positions(actor)}: set "
-            "data.max_response_length, or data.max_prompt_length with data.truncation"
+            f"data.{split} has a row of {longest} tokens and the model takes {most}: set data.max_response_length, or "
+            "data.max_prompt_length with data.truncation"
         )
     prompt = "prompts longer than data.max_prompt_length or what the model takes"
     what_became = {
@@ -283,5 +265,6 @@ def _tokenize(config: Config, loader: OfflineDatasetLoader, actor: Actor, split:
         "truncated": f"{prompt}, which were truncated",
         "responses_truncated": "responses longer than data.max_response_length, which lost their end",
     }
-    counts = loader.counts
-    return [f"{counts[what]} rows of data.{split} have {fate}" for what, fate in what_became.items() if counts[what]]
+    counts = data.counts
+    notes += [f"{counts[what]} rows of data.{split} have {fate}" for what, fate in what_became.items() if counts[what]]
+    return data

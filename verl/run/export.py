@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, a
     checkpoint = find_checkpoint(path, lambda whole: rebuilt.update({whole.path: state.rebuild(whole)}))
     if out.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ConfigError(f"{out} lies in the checkpoint, which its run may replace: name a directory elsewhere")
-    origin = _Origin(checkpoint)
-    reader = origin.tokenizer(tokenizer)
+    first_model, first_tokenizer, trust = _origin(checkpoint)
+    reader = _tokenizer(tokenizer, first_tokenizer or first_model, trust)
     model, fault = rebuilt[checkpoint.path]
     if fault is not None:
         raise CheckpointError(f"checkpoint {checkpoint.path}: {fault}; nothing was written")
-    origin.give_generation_config(model)
+    if first_model is not None and hasattr(model, "generation_config"):
+        # Sampling defaults and end tokens are not in checkpoints; without a file the architecture's stay.
+        with suppress(OSError, ValueError):
+            model.generation_config = GenerationConfig.from_pretrained(first_model)
     staging = staging_of(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -89,38 +93,27 @@ def find_checkpoint(path: str | Path, check: Callable[[Checkpoint], object]) -> 
     )
 
 
-class _Origin:
-    """The model that the training of a checkpoint began with: by the settings of its run, else by its own name."""
+def _origin(checkpoint: Checkpoint) -> tuple[str | None, str | None, bool]:
+    """The model that training began with, its tokenizer, and whether code of theirs is run: by the settings of the
+    run, else by the model's own name."""
+    config: dict[str, Any] = checkpoint.json("actor/config.json", dict[str, Any])
+    name = config.get("_name_or_path")
+    saved = checkpoint.path / TOKENIZER
+    tokenizer = str(saved) if saved.is_dir() else None
+    settings = checkpoint.path.resolve().parent.parent / "config.yaml"
+    if not settings.is_file():
+        return (name if isinstance(name, str) and name else None), tokenizer, False
+    model = load_config(settings).actor_rollout_ref.model
+    return model.path, tokenizer or model.tokenizer, model.trust_remote_code
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        config: dict[str, Any] = checkpoint.json("actor/config.json", dict[str, Any])
-        name = config.get("_name_or_path")
-        self._model, self._trust = (name if isinstance(name, str) and name else None), False
-        saved = checkpoint.path / TOKENIZER
-        self._tokenizer = str(saved) if saved.is_dir() else None
-        settings = checkpoint.path.resolve().parent.parent / "config.yaml"
-        if settings.is_file():
-            model = load_config(settings).actor_rollout_ref.model
-            self._model, self._tokenizer = model.path or self._model, self._tokenizer or model.tokenizer
-            self._trust = model.trust_remote_code
 
-    def tokenizer(self, name_or_path: str | None) -> PreTrainedTokenizerBase:
-        """The tokenizer that is given, or that training began with."""
-        name = name_or_path or self._tokenizer or self._model
-        if name is None:
-            raise ModelError("the checkpoint does not say which model it began with: name the tokenizer, --tokenizer")
-        try:
-            return load_tokenizer(name, trust_remote_code=self._trust)
-        except ModelError as error:
-            if name_or_path is not None:
-                raise
-            raise ModelError(f"{error}. Name the tokenizer's directory with --tokenizer") from error
-
-    def give_generation_config(self, model: Any) -> None:
-        """Sampling defaults and end tokens, which checkpoints do not hold, where the first model can still be read."""
-        if self._model is None or not hasattr(model, "generation_config"):
-            return
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(self._model)
-        except (OSError, ValueError):  # it has none, or is gone: those of the architecture stay
-            return
+def _tokenizer(name: str | None, origin: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of this name, or that training began with."""
+    if name is None and origin is None:
+        raise ModelError("the checkpoint does not say which model it began with: name the tokenizer, --tokenizer")
+    try:
+        return load_tokenizer(name or str(origin), trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        if name is not None:
+            raise
+        raise ModelError(f"{error}. Name the tokenizer's directory with --tokenizer") from error

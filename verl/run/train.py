@@ -8,7 +8,6 @@ import platform
 import shlex
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+import verl
 from verl._base.secrets import masked_settings
 from verl._host.device import default_kind
 from verl._host.log import setup_logging
@@ -33,7 +33,7 @@ from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.kernels.build import library
 from verl.report.completions import save_table
 from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, scale, write_report
-from verl.report.sinks import Logger, open_logger
+from verl.report.sinks import open_logger
 from verl.run import build
 from verl.run.check import Checked, check_settings
 from verl.run.data import build_data, in_steps
@@ -63,7 +63,7 @@ def train(
         VerlError: what stops a run, by the boundary where it arose.
         SystemExit: by a signal, after a checkpoint.
     """
-    clock = _Clock(began)
+    began = time.monotonic() if began is None else began
     transformers.set_seed(config.trainer.seed)  # for the user's code; what the system draws has seeds of its own
     checked = check_settings(config)
     epochs, config = config.trainer.total_epochs, in_steps(config, checked.data)
@@ -81,12 +81,7 @@ def train(
         fresh=fresh or not settings.resume,
     )
     with run:
-        setup_logging(run.log)
-        if not controller.is_local:
-            first = run.log if controller.executor == "torchrun" else run.log.with_suffix(".rank0.log")
-            others = [run.log.with_suffix(f".rank{rank}.log") for rank in range(1, controller.size)]
-            controller.everywhere(setup_logging, each=[(log,) for log in (first, *others)])
-        logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
+        _log_into(run, controller)
         if epochs is not None:
             count = f"{epochs} epoch{'s' * (epochs > 1)} of {checked.data.rows} rows"
             logger.info("%s in batches of %d: %d steps", count, config.data.batch_size, settings.total_steps)
@@ -97,13 +92,17 @@ def train(
             trainer, prompts = _open_trainer(config, checked, run, controller, epochs)
             trainer.on_log_hook(report)
             trainer.on_log_hook(lambda step, record: run.note_late(new_user_files()))
-            clock.started(trainer.steps, kernels)
+            first, loaded = trainer.steps, time.monotonic()
+            if kernels is not None:
+                kernels.exception()  # training would wait for them
+            compiled = time.monotonic()
             trainer.fit(prompts, settings.total_steps - trainer.steps)
             trainer.logger.close()
             summary = _summary(config, trainer, run)
             run.finish(summary, steps=trainer.steps)
             page = report.write()
-            _print_table(summary, run.path, page, clock.parts(read_rows(run.metrics), report.seconds))
+            rows = [row for row in read_rows(run.metrics) if row["step"] > first or first == 0]
+            _print_table(summary, run.path, page, _seconds((began, loaded, compiled), rows, report.seconds))
             return summary
         except Exception as error:
             # Where another library's error is the cause, its traceback says more, unless the message is for the user.
@@ -121,6 +120,16 @@ def train(
             if run.path.exists() and not report.is_last:
                 report.write()
             controller.close()
+
+
+def _log_into(run: Run, controller: Controller) -> None:
+    """Every process logs into a file of the run."""
+    setup_logging(run.log)
+    if not controller.is_local:
+        first = run.log if controller.executor == "torchrun" else run.log.with_suffix(".rank0.log")
+        others = [run.log.with_suffix(f".rank{rank}.log") for rank in range(1, controller.size)]
+        controller.everywhere(setup_logging, each=[(log,) for log in (first, *others)])
+    logger.info("run directory %s (%s, attempt %d)", run.path, run.status, run.attempt)
 
 
 def _open_trainer(
@@ -161,8 +170,21 @@ def _open_trainer(
         if trainer.position is not None:
             prompts.load_state_dict(trainer.position)  # which refuses other prompts
         run.rewind(-1 if step is None else step)  # once nothing is refused any more
-    run.note_environment(_environment())
-    trainer.use_logger(_logger(config, run, step))
+    versions = {module.__name__: module.__version__ for module in (verl, torch, transformers)}
+    python, system = platform.python_version(), platform.platform()
+    run.note_environment({**versions, "python": python, "platform": system, "threads": torch.get_num_threads()})
+    trainer.use_logger(
+        open_logger(
+            run.path,
+            settings.loggers,
+            run_id=run.path.name,
+            project=settings.project,
+            config=dict(flat(masked_settings(config.model_dump(mode="json")))),
+            total_steps=settings.total_steps,
+            resume_step=-1 if step is None and run.status == "resumed" else step,
+            eval_every=None if config.data.eval is None else settings.eval_every or max(settings.total_steps, 1),
+        )
+    )
     return trainer, prompts
 
 
@@ -173,7 +195,9 @@ def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | 
         shown = ("step", "headline", "problems", "low", "high")
         run.note_evaluation({**{name: result[name] for name in shown if name in result}, **result["metrics"]})
         if evaluation is not None and isinstance(rows, PromptDataset):
-            samples = _with_prompts(evaluation.samples, rows).slice(0, settings.log_completions)
+            samples, texts = evaluation.samples.slice(0, settings.log_completions), rows.texts()
+            prompts = [texts[int(group.rpartition(".")[2])] for group in samples["group"]]
+            samples = samples.drop(["prompt"]).add({"prompt": prompts})
             path = run.completions / f"step-{result['step']:06d}.parquet"
             save_table(path, samples.select(_COMPLETION_COLUMNS).table)
 
@@ -185,27 +209,6 @@ def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | 
         kl=KL in settings.eval_metrics,
         name=f"data.eval ({config.data.eval})",
         on_result=note,
-    )
-
-
-def _with_prompts(samples: Batch, held_out: PromptDataset) -> Batch:
-    """Samples with their prompts as text."""
-    texts = held_out.texts()
-    prompts = [texts[int(group.rpartition(".")[2])] for group in samples["group"]]
-    return samples.drop(["prompt"]).add({"prompt": prompts})
-
-
-def _logger(config: Config, run: Run, step: int | None) -> Logger:
-    settings = config.trainer
-    return open_logger(
-        run.path,
-        settings.loggers,
-        run_id=run.path.name,
-        project=settings.project,
-        config=dict(flat(masked_settings(config.model_dump(mode="json")))),
-        total_steps=settings.total_steps,
-        resume_step=-1 if step is None and run.status == "resumed" else step,
-        eval_every=None if config.data.eval is None else settings.eval_every or max(settings.total_steps, 1),
     )
 
 
@@ -225,19 +228,6 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
     if seconds := total("time/rollout"):
         summary["rollout_tokens_per_second"] = total("rollout/tokens") / seconds
     return summary | ({} if trainer.held_out is None else trainer.held_out.summary(config.trainer.seed))
-
-
-def _environment() -> dict[str, Any]:
-    import verl
-
-    return {
-        "verl": verl.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": platform.platform(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 class _LiveReport:
@@ -269,30 +259,20 @@ class _LiveReport:
             self.seconds += self.written - began
 
 
-class _Clock:
-    """Where the time of one attempt went."""
+def _seconds(times: tuple[float, float, float], rows: list[dict[str, Any]], report: float) -> dict[str, float]:
+    """Seconds of each part of an attempt, from its log. Rollouts beside other work, as of asynchronous training, count
+    in full.
 
-    def __init__(self, began: float | None) -> None:
-        self._began = time.monotonic() if began is None else began
-        self._start = self._compiling = 0.0
-        self._step = 0
-
-    def started(self, step: int, kernels: Future[Any] | None) -> None:
-        """All is loaded, and training begins after a step; kernels that are still being compiled are waited for."""
-        self._step, now = step, time.monotonic()
-        if kernels is not None:
-            kernels.exception()
-        self._start, self._compiling = now - self._began, time.monotonic() - now
-
-    def parts(self, rows: list[dict[str, Any]], report: float) -> dict[str, float]:
-        """Seconds of each part, from the log of the run and those of its report. What goes on beside other work, such
-        as rollouts of asynchronous training, counts in full."""
-        rows = [row for row in rows if row["step"] > self._step or self._step == 0]
-        parts = {"start": self._start, "compiling": self._compiling}
-        for name, key in (("evaluations", "evaluation"), ("rollout", "rollout"), ("update", "update")):
-            parts[name] = math.fsum(row.get(f"time/{key}") or 0.0 for row in rows)
-        parts["report"] = report
-        return {**parts, "the rest": max(time.monotonic() - self._began - sum(parts.values()), 0.0)}
+    Args:
+        times: when the command began, when all was loaded, and when kernels were compiled.
+        rows: of the attempt's log.
+    """
+    began, loaded, compiled = times
+    parts = {"start": loaded - began, "compiling": compiled - loaded}
+    for name, key in (("evaluations", "evaluation"), ("rollout", "rollout"), ("update", "update")):
+        parts[name] = math.fsum(row.get(f"time/{key}") or 0.0 for row in rows)
+    parts["report"] = report
+    return {**parts, "the rest": max(time.monotonic() - began - sum(parts.values()), 0.0)}
 
 
 def _print_table(
