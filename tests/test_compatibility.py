@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import verl
 from tests.conftest import IDS, byte_tokenizer
 from verl._base.schemas import CHECKPOINT, RUN, SETTINGS, Schema
-from verl.checkpoint.saving import dump_manifest, manifest_digest
-from verl.checkpoint.store import load_checkpoint, verify
+from verl.checkpoint.store import dump_manifest, load_checkpoint, manifest_digest
+from verl.checkpoint.verify import verify
 from verl.cli.main import app
 from verl.config import build_config, commented_yaml, load_config, load_tasks, run_id
 from verl.errors import CheckpointError, ConfigError, DamagedCheckpointError

@@ -23,7 +23,7 @@ from benchmarks import calibrate
 from verl._host import device
 from verl._host.device import free_memory, peak_memory
 from verl.algorithms import make_algorithm
-from verl.checkpoint.rng import rng_state, set_rng_state
+from verl.checkpoint.state import rng_state, set_rng_state
 from verl.cli.doctor import check_devices, check_space
 from verl.cluster.controller import Controller
 from verl.cluster.placement import DeviceMesh

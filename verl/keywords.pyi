@@ -152,10 +152,10 @@ class TrainerKeywords(AlgorithmKeywords, total=False):
     buffer_size: int | None
     buffer_dir: str | Path
     update_freq: int | None
+    async_save: bool
     checkpoint_dir: str | Path | None
     save_every: int | None
     keep_checkpoints: int | None
-    async_save: bool
     log_dir: str | Path | bool | None
     logger: Logger | None
     on_log_hook: Callable[[int, dict[str, Any]], None] | None

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import verl
 from verl.algorithms import make_algorithm
-from verl.checkpoint.state import verify
 from verl.checkpoint.store import load_checkpoint
+from verl.checkpoint.verify import verify
 from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import load_model
 from verl.rollout.hf import HFEngine

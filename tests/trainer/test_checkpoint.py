@@ -18,8 +18,10 @@ from safetensors.torch import save as safetensors
 from verl._base.schemas import CHECKPOINT
 from verl.batch import Batch
 from verl.checkpoint.directory import CheckpointStore
-from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
-from verl.checkpoint.store import load_checkpoint, model_identity, save_checkpoint, verify
+from verl.checkpoint.schema import RandomState
+from verl.checkpoint.state import rng_state, set_rng_state
+from verl.checkpoint.store import load_checkpoint, model_identity, save_checkpoint
+from verl.checkpoint.verify import verify
 from verl.errors import CheckpointError, DamagedCheckpointError
 from verl.weights import tensor_files
 from verl.weights.shard import Shard

@@ -16,7 +16,8 @@ from tests import forked
 from tests.trainer.test_checkpoint import IDENTITY, assert_holds, contents, store_with
 from verl._base.durable import staging_of
 from verl.checkpoint.directory import CheckpointStore
-from verl.checkpoint.store import load_checkpoint, save_checkpoint, verify
+from verl.checkpoint.store import load_checkpoint, save_checkpoint
+from verl.checkpoint.verify import verify
 from verl.errors import CheckpointError
 
 

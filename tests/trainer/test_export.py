@@ -17,8 +17,8 @@ from tests.tensor_memory import is_mapped
 from tests.trainer.runs import run_dir, settings
 from tests.trainer.test_offline import loader, offline_trainer
 from tests.trainer.test_state import reforge
-from verl.checkpoint.state import rebuild, verify
 from verl.checkpoint.store import load_checkpoint, save_checkpoint
+from verl.checkpoint.verify import rebuild, verify
 from verl.cli.main import app
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, ModelError

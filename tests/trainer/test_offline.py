@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import verl
-from verl.checkpoint.state import verify
+from verl.checkpoint.verify import verify
 from verl.errors import ConfigError, DataError
 from verl.models.loading import load_tokenizer
 

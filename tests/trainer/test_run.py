@@ -27,8 +27,8 @@ from tests.trainer.runs import (
 )
 from verl.algorithms import registry
 from verl.batch import Batch
-from verl.checkpoint.state import verify
 from verl.checkpoint.store import load_checkpoint
+from verl.checkpoint.verify import verify
 from verl.config import build_config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.run.check import check_settings

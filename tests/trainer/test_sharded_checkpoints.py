@@ -23,7 +23,8 @@ from tests.trainer.test_ranks import ranks_of, start
 from tests.trainer.test_state import low_bytes
 from tests.training.cases import ROWS, part, ragged_batch
 from verl.checkpoint.directory import CheckpointStore
-from verl.checkpoint.store import load_checkpoint, verify
+from verl.checkpoint.store import load_checkpoint
+from verl.checkpoint.verify import verify
 from verl.errors import CheckpointError
 from verl.weights.shard import Shard, checksum
 from verl.weights.tensor_files import read_shards

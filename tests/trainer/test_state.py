@@ -22,6 +22,7 @@ from tests.trainer.cases import low_bytes
 from verl.checkpoint import state
 from verl.checkpoint.directory import CheckpointStore
 from verl.checkpoint.store import Checkpoint
+from verl.checkpoint.verify import verify
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
@@ -208,7 +209,7 @@ def test_weights_that_are_not_the_models_or_not_finite_are_damage(
 ) -> None:
     trainer, directory = forge(saved, "actor/weights", change)
     assert "'model." in caplog.text and "taking the one before it" in caplog.text
-    assert not state.verify(directory).ok
+    assert not verify(directory).ok
     before = checksum(trainer.actor.shards())
     with pytest.raises(DamagedCheckpointError, match=r"step-000002 is damaged: actor/weights: 'model\."):
         trainer.load_checkpoint(directory)
@@ -258,7 +259,7 @@ def test_an_optimizers_state_that_cannot_be_is_damage(
 ) -> None:
     _, directory = forge(saved, "actor/optimizer", change)
     assert "step-000002 is damaged: actor/optimizer: " in caplog.text
-    assert "actor/optimizer: " in str(state.verify(directory))
+    assert "actor/optimizer: " in str(verify(directory))
 
 
 def test_state_of_a_callers_optimizer_is_all_that_was_saved(tiny: Path, tmp_path: Path) -> None:
@@ -285,7 +286,7 @@ def test_generators_that_cannot_be_are_damage(saved: tuple[verl.Trainer, Path], 
     content["random"]["numpy"] = numpy
     reforge(directory / "step-000002", "trainer.json", json.dumps(content).encode())
     assert found(trainer, directory).step == 1
-    assert "random.numpy" in str(state.verify(directory / "step-000002"))
+    assert "random.numpy" in str(verify(directory / "step-000002"))
 
 
 @pytest.mark.quick(every=4)

@@ -1,4 +1,4 @@
-"""Checkpoints: the store, the state in them, when one is written.
+"""Checkpoints: a directory of files, a trainer's state in it, and when one is written.
 
-Reading order: `directory`, `store`, `state`, `saving`, `automatic`, `rng`.
+Reading order: `directory`, `state`, `schema`, `store`, `verify`.
 """

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are kept, and which is the one to go on from."""
+"""The checkpoints of a run: when one is saved, which are kept, and which is the one to go on from."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl._base.checked import checked
 from verl._base.durable import clear_staging, link_atomic, remove, staging_of
 from verl._base.record import Count
-from verl.checkpoint.saving import MANIFEST, SaveResult, Saving, Writer, reason
-from verl.checkpoint.store import Checkpoint, load_checkpoint
-from verl.errors import CheckpointError, DamagedCheckpointError
+from verl.checkpoint import state
+from verl.checkpoint.store import MANIFEST, Checkpoint, SaveResult, Saving, Writer, load_checkpoint, reason
+from verl.cluster.controller import start
+from verl.errors import CheckpointError, ConfigError, DamagedCheckpointError, VerlError
+
+if TYPE_CHECKING:
+    from verl.data.prefetch import Loader
+    from verl.trainer.options import CheckpointOptions
+    from verl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step-(\d{6,})")
+_STEP = re.compile(r"step-(\d{6}|[1-9]\d{6,})")
 
 
 class CheckpointStore:
@@ -38,7 +45,7 @@ class CheckpointStore:
         if self.directory.is_dir():
             clear_staging(self.directory)
             for entry in self.directory.glob("step-*"):
-                if (match := _STEP.fullmatch(entry.name)) and entry.name != self.path(int(match[1])).name:
+                if entry.name[5:].isdecimal() and not _STEP.fullmatch(entry.name):
                     logger.warning(
                         "%s is passed over: a checkpoint of that step has another name; is it a copy?", entry
                     )
@@ -46,14 +53,15 @@ class CheckpointStore:
     @staticmethod
     def holds(directory: Path) -> bool:
         """Whether there are checkpoints in a directory, damaged ones included."""
-        return bool(_steps(directory))
+        return any(entry.is_dir() and _STEP.fullmatch(entry.name) for entry in directory.glob("step-*"))
 
     def path(self, step: int) -> Path:
-        return self.directory / _name(step)
+        return self.directory / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, damaged ones included, ascending."""
-        return _steps(self.directory)
+        named = ((_STEP.fullmatch(entry.name), entry) for entry in self.directory.glob("step-*"))
+        return sorted(int(match[1]) for match, entry in named if match and entry.is_dir())
 
     def save(self, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None) -> SaveResult:
         """`save_checkpoint` under the step's name; older checkpoints go once this one is safe.
@@ -107,8 +115,13 @@ class CheckpointStore:
         """
         skipped: list[str] = []
         for step in reversed(self.steps()):
+            path = self.path(step)
             try:
-                checkpoint = self._open(step, identity)
+                if path.is_symlink():
+                    raise DamagedCheckpointError(f"checkpoint {path} is damaged: it is a symbolic link")
+                checkpoint = load_checkpoint(path, identity)
+                if checkpoint.step != step:
+                    raise checkpoint.damaged(f"{MANIFEST} says step {checkpoint.step}")
                 if check is not None:
                     check(checkpoint)
                 return checkpoint
@@ -120,15 +133,6 @@ class CheckpointStore:
                 f"no checkpoint is whole: {'; '.join(skipped)}. Put one back from a copy, or start anew (--fresh)"
             )
         return None
-
-    def _open(self, step: int, identity: Mapping[str, str] | None) -> Checkpoint:
-        path = self.path(step)
-        if path.is_symlink():
-            raise DamagedCheckpointError(f"checkpoint {path} is damaged: it is a symbolic link")
-        checkpoint = load_checkpoint(path, identity)
-        if checkpoint.step != step:
-            raise DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} says step {checkpoint.step}")
-        return checkpoint
 
     def rollback(self, step: int) -> None:
         """Remove every checkpoint after `step`, damaged ones included, so that the newest is the one to go on from.
@@ -158,14 +162,123 @@ class CheckpointStore:
         remove(doomed)
 
 
-def _name(step: int) -> str:
-    return f"step-{step:06d}"
+class AutomaticCheckpoints:
+    """`step-<number>` directories of a trainer, the newest of which is always the one to go on from.
 
+    Args:
+        directory: where they are.
+        every: steps from one to the next.
+        keep: how many are kept, the newest; None: all.
+        background: tensors are copied to host memory and written while training goes on, one save at a time.
+    """
 
-def _steps(directory: Path) -> list[int]:
-    if not directory.is_dir():
-        return []
-    matches = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
-    return sorted(
-        int(match[1]) for match, entry in matches if match and entry.name == _name(int(match[1])) and entry.is_dir()
-    )
+    def __init__(self, directory: str | Path, every: int, keep: int | None, background: bool) -> None:
+        self.every, self.store = every, CheckpointStore(directory, keep)
+        self._background = background
+        self._pending: Saving | None = None
+        #: The step that was saved or loaded last.
+        self.saved: int | None = None
+
+    @classmethod
+    def of(cls, options: CheckpointOptions) -> AutomaticCheckpoints | None:
+        """None where neither directory nor frequency is given.
+
+        Raises:
+            ConfigError: one is given without the other.
+        """
+        directory, every, keep = options.checkpoint_dir, options.save_every, options.keep_checkpoints
+        if directory is not None and every is not None:
+            return cls(directory, every, keep, options.async_save)
+        if directory is not None or every is not None:
+            raise ConfigError(
+                "automatic checkpoints need both checkpoint_dir=... and save_every=..., where and how often: give the "
+                "other too, or call save_checkpoint(path) yourself"
+            )
+        if keep is not None or options.async_save:
+            name = "async_save" if keep is None else "keep_checkpoints"
+            raise ConfigError(f"{name} is of automatic checkpoints: give checkpoint_dir= and save_every=")
+        return None
+
+    def save(self, trainer: Trainer, *, last: bool = False) -> str | None:
+        """Save the present step, unless that is done, or in the background begin to.
+
+        Args:
+            last: it is waited for.
+
+        Returns:
+            Why the disk did not take it, which is also logged.
+        """
+        with trainer.models_idle():
+            if trainer.steps not in (self.saved, self._pending and self._pending.step):
+                self.finish()
+                start()
+                contents = state.contents(trainer, background=self._background)
+                self._pending = self.store.begin(trainer.steps, *contents)
+            return self.finish(wait=last or not self._background)
+
+    def finish(self, *, wait: bool = True) -> str | None:
+        """End the save that is under way, if there is one and it is done or waited for; returns as `save`.
+
+        Raises:
+            CheckpointError: a content that a checkpoint cannot hold, such as a tensor that is not finite.
+        """
+        saving, self._pending = self._pending, None  # a save that raises is over: it is not polled again
+        result = None if saving is None else saving.poll(wait=wait)
+        if saving is None or result is None:
+            self._pending = saving
+            return None
+        self.saved = saving.step if result else self.saved
+        return result.error
+
+    def close(self) -> None:
+        """End the save that is under way; a failure is logged."""
+        try:
+            self.finish()
+        except VerlError as error:
+            logger.warning("the last checkpoint was not saved: %s", error)
+
+    def resume(self, trainer: Trainer, data: Loader | None = None) -> int | None:
+        """See `Trainer.resume`."""
+        self.finish()
+        start()
+        checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer, data=data))
+        if checkpoint is None:
+            return None
+        self._restore(trainer, checkpoint)
+        return checkpoint.step
+
+    def rollback(self, trainer: Trainer, step: int) -> None:
+        """See `Trainer.rollback`."""
+        self.finish()
+        start()
+        checkpoint = load_checkpoint(self.store.path(step), state.identity(trainer))
+        state.check(trainer, checkpoint)
+        self._restore(trainer, checkpoint)
+
+    def before(self, step: int) -> int:
+        """The newest checkpoint that is not after `step`, or the oldest one.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        self.finish()
+        steps = self.store.steps()
+        if not steps:
+            raise CheckpointError(f"there is no checkpoint in {self.store.directory} to go back to")
+        return max((saved for saved in steps if saved <= step), default=steps[0])
+
+    def last_good(self, trainer: Trainer) -> int | None:
+        """The step of the newest checkpoint that did not come right after a skipped update."""
+        self.finish()
+        for step in reversed(self.store.steps()):
+            try:
+                if not state.check(trainer, load_checkpoint(self.store.path(step), state.identity(trainer))).skipped:
+                    return step
+            except CheckpointError as error:
+                logger.warning("%s; looking at the one before it", error)
+        return None
+
+    def _restore(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+        state.restore(trainer, checkpoint)
+        self.store.rollback(checkpoint.step)
+        self.saved = checkpoint.step

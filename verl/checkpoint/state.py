@@ -14,34 +14,35 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+import random
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from pydantic import AfterValidator, BaseModel, Field, JsonValue, PositiveFloat, model_validator
 
 from verl._base.durable import parse_json
+from verl._host import device
 from verl.batch import Batch
-from verl.checkpoint.rng import RandomState, rng_state, set_rng_state
-from verl.checkpoint.saving import SaveResult, TokenizerWriter, Writer
-from verl.checkpoint.store import Checkpoint, VerifyReport, load_checkpoint, model_identity, save_checkpoint
-from verl.checkpoint.store import verify as verify_files
+from verl.checkpoint.schema import Probe, RandomState, RoleState, TrainerState
+from verl.checkpoint.store import (
+    TOKENIZER,
+    Checkpoint,
+    SaveResult,
+    Writer,
+    load_checkpoint,
+    model_identity,
+    save_checkpoint,
+)
 from verl.cluster.controller import start
-from verl.errors import CheckpointError, DamagedCheckpointError, DataError, ModelError
-from verl.models.int4 import to_int4
-from verl.models.lora import change_layers, layer_changes
-from verl.models.source import ModelFiles
+from verl.errors import CheckpointError, DamagedCheckpointError, DataError
+from verl.models.lora import layer_changes
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.handle import check_base
 from verl.training.optimizer import LIKE_THE_WEIGHT, MOMENTS, check_masters, check_optimizer, optimizer_name
-from verl.weights.meta import on_meta, take_weights
-from verl.weights.shard import names_digest
-from verl.weights.shards import model_shards, outline
+from verl.weights.shard import Shard, names_digest
 from verl.weights.tensor_files import is_finite
 from verl.workers.actor import ActorWorker
 from verl.workers.trained import TrainedWorker
@@ -50,143 +51,12 @@ if TYPE_CHECKING:
     from verl.data.prefetch import Loader
     from verl.trainer.trainer import Trainer
 
-
-def _check_numbers(value: Any, where: str = "") -> Any:
-    """Refuse numbers that are not finite at any depth: JSON's `1e999` is one, too."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        _check_numbers(item, f"{where}.{key}" if where else str(key))
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} {value} is not a finite number".lstrip())
-    return value
-
-
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-#: What an object keeps in a form of its own.
-Own = dict[str, Annotated[JsonValue, AfterValidator(_check_numbers)]]
-
-
-class _Saved(BaseModel, extra="forbid", allow_inf_nan=False):
-    """A part of a checkpoint's JSON: no unknown keys, and no numbers that are not finite."""
-
-
-class SavedBase(_Saved):
-    """What adapters were added to, where a checkpoint does not hold it; see `ModelHandle.save`."""
-
-    path: str
-    sha256: str
-
-
-class RoleState(BaseModel, extra="allow", allow_inf_nan=False):
-    """What a trained role keeps beside tensors."""
-
-    __pydantic_extra__: Own
-
-    completed_steps: Count
-    optimizer: str = "AdamW"
-    values: dict[str, Own] = {}
-    groups: list[Own] = []
-    loss_scale: PositiveFloat = 1.0
-    steps_at_scale: Count = 0
-    policy_version: Count = 0
-    updates: Count = 0
-    policy_id: str = ""
-    base: SavedBase | None = None
-    #: `names_digest` of the optimizer's tensors.
-    tensors: str | None = None
-
-
-class HeldOutRows(_Saved):
-    """Which rows are evaluated."""
-
-    rows: Count
-    digest: str
-
-
-class ResultState(_Saved):
-    """The result of an evaluation; see `HeldOut`."""
-
-    step: Count
-    headline: str
-    metrics: dict[str, float | None]
-    problems: Count
-    by_problem: list[float | None] = []
-    low: float = 0.0
-    high: float = 0.0
-
-
-class EvaluationState(_Saved):
-    """What `HeldOut` keeps: which rows, and the first and the latest result."""
-
-    held_out: HeldOutRows
-    first: ResultState | None
-    last: ResultState | None
-
-    @model_validator(mode="after")
-    def _agree(self) -> EvaluationState:
-        if (self.first is None) != (self.last is None):
-            raise ValueError("of the first and the latest result one is missing")
-        if self.first is not None and self.last is not None:
-            if not {self.first.headline, self.last.headline} <= self.first.metrics.keys() & self.last.metrics.keys():
-                raise ValueError("a headline has no metric")
-            if len(self.first.by_problem) != len(self.last.by_problem):
-                raise ValueError("the results are of another number of problems")
-        return self
-
-
-class TaskState(_Saved):
-    """What a task keeps."""
-
-    algorithm: Own
-    sources: dict[str, Own]
-
-
-class TrainerState(_Saved):
-    """`trainer.json`: the schema that every save and every load passes."""
-
-    steps: Count
-    skipped: Count
-    tasks: dict[str, TaskState]
-    roles: dict[str, RoleState]
-    random: RandomState
-    updates: Count
-    idle: Count
-    position: Own | None
-    evaluation: EvaluationState | None
-    guards: list[Own] = []
-    mixture: Own = {}
-
-
-class SavedAdapters(_Saved):
-    """Adapters as peft describes them."""
-
-    name: str
-    dtype: Literal["float64", "float32", "float16", "bfloat16"]
-    config: Own
-
-
-class SavedLayers(_Saved):
-    """`actor/layers.json`: see `verl.models.lora.layer_changes`."""
-
-    int4: list[str]
-    adapters: SavedAdapters | None
-
-
-class _Probe(BaseModel, allow_inf_nan=False):
-    """`actor/probe.json`."""
-
-    dtype: Literal["float64", "float32", "float16", "bfloat16"]
-    tolerance: PositiveFloat
-    head: Literal["lm", "value", "score"]
-    outputs: list[float]
-
-
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
-#: Columns of samples that wait for an update, and those that have a number a token.
+#: Columns that samples in the buffer must have, and those that have one value a response token.
 _SAMPLE = ("group", "prompt_tokens", "response_tokens")
 _BY_TOKEN = ("response_mask", "rollout_log_probs", "log_probs", "ref_log_probs", "values")
 _REQUIRED = ("trainer.json", "buffer.parquet", "random", "actor/config.json", "actor/probe.json")
-_MOMENTS = ("step", *MOMENTS)
+_ADAMW = {"step", *MOMENTS}
 #: The attributes of a trainer that `TrainerState` holds as they are.
 _OWN = ("steps", "skipped", "updates", "idle", "position")
 
@@ -223,31 +93,56 @@ def identity(trainer: Trainer) -> dict[str, str]:
 
 
 def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[Writer]]:
-    """What `save_checkpoint` writes: files, the identity, and the writers of the roles and of the tokenizer.
+    """The arguments of `save_checkpoint`: files, the identity, and the ranks of each role as writers.
 
     Args:
         background: the tensors are copied to host memory and written while training goes on.
     """
     writers = [RoleWriter(role, handle, background) for role, handle in trainer.roles.items()]
     random_tensors, random_meta = rng_state()
+
+    def trainer_json() -> dict[str, Any]:
+        state = {name: getattr(trainer, name) for name in _OWN} | {
+            "tasks": {
+                name: {
+                    "algorithm": task.algorithm.state_dict(),
+                    "sources": {role: source.state_dict() for role, source in task.sources.items()},
+                }
+                for name, task in trainer.tasks.items()
+            },
+            "roles": {writer.role: writer.meta for writer in writers},
+            "random": random_meta.model_dump(),
+            "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
+            "guards": [] if trainer.guards is None else trainer.guards.state_dict(),
+            "mixture": trainer.mixture.state_dict(),
+        }
+        try:
+            parse_json(json.dumps(state).encode(), TrainerState)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(str(error)) from None
+        return state
+
+    actor = trainer.actor
     files = {
-        "actor/config.json": trainer.actor.modules.config.to_dict(),
-        "actor/probe.json": _probe(trainer.actor.group.call, trainer.actor.modules, trainer.actor.head),
+        "actor/config.json": actor.modules.config.to_dict(),
+        "actor/probe.json": probe(actor.group.call, actor.modules, actor.head),
+        # Templates and tokens that were set in Python are in no other file.
+        f"{TOKENIZER}/": actor.tokenizer_as_trained.save_pretrained,
         "buffer.parquet": trainer.buffer.state(),
         "random": random_tensors,
-        "trainer.json": lambda: _state(trainer, {writer.role: writer.meta for writer in writers}, random_meta),
+        "trainer.json": trainer_json,
         **trainer.extra_files(),
     }
-    if any((layers := layer_changes(trainer.actor.modules)).values()):
+    if any((layers := layer_changes(actor.modules)).values()):
         files["actor/layers.json"] = layers
-    return files, identity(trainer), [*writers, TokenizerWriter(trainer.actor.tokenizer_as_trained)]
+    return files, identity(trainer), [*writers]
 
 
 class RoleWriter:
     """The ranks of a role as writers of a checkpoint; see `Writer`.
 
     Attributes:
-        meta: what the role keeps beside tensors, once it has begun.
+        meta: the role's state besides tensors, once it has begun.
     """
 
     def __init__(self, role: str, handle: Actor | Critic, background: bool) -> None:
@@ -274,29 +169,6 @@ class RoleWriter:
         return self._files
 
 
-def _state(trainer: Trainer, roles: Mapping[str, Any], random: RandomState) -> dict[str, Any]:
-    """`trainer.json`."""
-    state = {name: getattr(trainer, name) for name in _OWN} | {
-        "tasks": {
-            name: {
-                "algorithm": task.algorithm.state_dict(),
-                "sources": {role: source.state_dict() for role, source in task.sources.items()},
-            }
-            for name, task in trainer.tasks.items()
-        },
-        "roles": dict(roles),
-        "random": random.model_dump(),
-        "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
-        "guards": [] if trainer.guards is None else trainer.guards.state_dict(),
-        "mixture": trainer.mixture.state_dict(),
-    }
-    try:
-        parse_json(json.dumps(state).encode(), TrainerState)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(str(error)) from None
-    return state
-
-
 def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) -> TrainerState:
     """Look through all that `restore` takes from a checkpoint; nothing is replaced.
 
@@ -312,23 +184,21 @@ def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) 
     needed = [*_REQUIRED, *(f"{role}/{part}" for role in roles for part in ("weights", "optimizer"))]
     if lacking := [name for name in needed if name not in checkpoint]:
         raise checkpoint.damaged(f"it lacks {', '.join(lacking)}")
-    state = _read_state(checkpoint)
+    state = read_state(checkpoint)
     if state.roles.keys() != roles.keys():
         raise checkpoint.damaged(f"trainer.json has the roles {sorted(state.roles)}, not {sorted(roles)}")
     for role, handle in roles.items():
         _check_role(checkpoint, role, handle, state.roles[role])
-    _read_probe(checkpoint)
+    read_probe(checkpoint)
     checkpoint.json("actor/config.json", dict[str, Any])
     _check_buffer(checkpoint)
-    _check_random(checkpoint, state)
+    check_random(checkpoint, state)
     if state.tasks.keys() != trainer.tasks.keys():
         raise CheckpointError(
             f"{checkpoint.path} is of the tasks {', '.join(state.tasks)}, and these are {', '.join(trainer.tasks)}"
         )
-    for name, holder, saved in _holders(trainer, state):
-        _try_state(checkpoint, name, holder, saved)
-    if data is not None and state.position is not None:
-        _try_state(checkpoint, "the data", data, state.position)
+    for name, holder, saved in _holders(trainer, state, data):
+        _try_state(checkpoint, name, holder, saved, may_differ=holder is data)
     try:
         trainer.check_extra_files(checkpoint)
     except DataError as error:
@@ -340,7 +210,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Restore the trainer from a checkpoint that has passed `check`."""
-    state = _read_state(checkpoint)
+    state = read_state(checkpoint)
     for _, holder, saved in _holders(trainer, state):
         holder.load_state_dict(saved)
     for role, handle in trainer.roles.items():
@@ -356,8 +226,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     set_rng_state(checkpoint.tensors("random"), state.random)
 
 
-def _holders(trainer: Trainer, state: TrainerState) -> Iterator[tuple[str, Any, Any]]:
-    """What keeps a state in a form of its own: its name in messages, the object, and the state that was saved."""
+def _holders(trainer: Trainer, state: TrainerState, data: Loader | None = None) -> Iterator[tuple[str, Any, Any]]:
+    """Objects with a `state_dict` of their own: the name in messages, the object, and the state that was saved."""
     for name, task in trainer.tasks.items():
         yield "algorithm", task.algorithm, state.tasks[name].algorithm
         for role, source in task.sources.items():
@@ -365,9 +235,32 @@ def _holders(trainer: Trainer, state: TrainerState) -> Iterator[tuple[str, Any, 
     yield "the task scheduler", trainer.mixture, state.mixture
     if trainer.guards is not None:
         yield "the guards", trainer.guards, state.guards
+    if data is not None and state.position is not None:
+        yield "the data", data, state.position
 
 
-def _read_state(checkpoint: Checkpoint) -> TrainerState:
+def _try_state(checkpoint: Checkpoint, name: str, holder: Any, state: Any, *, may_differ: bool) -> None:
+    """Load a state into an object to see that it is accepted, then restore the object's own.
+
+    Args:
+        may_differ: the object is data; then a DataError says that the state is of other data, which is no damage.
+    """
+    before = holder.state_dict()
+    try:
+        holder.load_state_dict(state)
+    except DamagedCheckpointError as error:
+        raise checkpoint.damaged(f"trainer.json: the state of {name}: {error}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # of whatever algorithm, reward or data the user has
+        if may_differ and isinstance(error, DataError):
+            raise
+        raise checkpoint.damaged(f"trainer.json: the state of {name}: {type(error).__name__}: {error}") from None
+    finally:
+        holder.load_state_dict(before)
+
+
+def read_state(checkpoint: Checkpoint) -> TrainerState:
     state: TrainerState = checkpoint.json("trainer.json", TrainerState)
     if state.steps != checkpoint.step:
         raise checkpoint.damaged(f"trainer.json says step {state.steps}, the manifest {checkpoint.step}")
@@ -375,20 +268,19 @@ def _read_state(checkpoint: Checkpoint) -> TrainerState:
 
 
 def _check_role(checkpoint: Checkpoint, role: str, handle: Actor | Critic, state: RoleState) -> None:
-    options = handle.train_options
-    check_optimizer(optimizer_name(options.optimizer), state.model_dump(exclude_unset=True))
-    weights = handle.outline
-    names = _check_moments(checkpoint, role, weights, state, is_adamw=options.optimizer is None)
-    if options.optimizer is None:  # which weights a caller's own trains, it alone knows
-        check_masters({name: weight for name, weight in weights.items() if weight.requires_grad}, names)
+    optimizer, weights = handle.train_options.optimizer, handle.outline
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    check_optimizer(optimizer_name(optimizer), state.model_dump(exclude_unset=True))
+    names = check_moments(checkpoint, role, weights, state, is_adamw=optimizer is None)
+    if optimizer is None:  # which weights a caller's own trains, it alone knows
+        check_masters(trained, names)
     if state.base is not None:
         check_base(state.base.model_dump(), handle.base)
-        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    _check_weights(checkpoint, role, weights)
+    check_weights(checkpoint, role, weights if state.base is None else trained)
 
 
 def _check_buffer(checkpoint: Checkpoint) -> None:
-    """Samples that wait have what every update reads, and numbers for each of their tokens."""
+    """Samples in the buffer have what every update reads, and numbers for each of their tokens."""
     samples = checkpoint.batch("buffer.parquet")
     if len(samples) and (lacking := [name for name in _SAMPLE if name not in samples]):
         raise checkpoint.damaged(f"buffer.parquet: its samples lack {', '.join(lacking)}")
@@ -399,7 +291,8 @@ def _check_buffer(checkpoint: Checkpoint) -> None:
             raise checkpoint.damaged(f"buffer.parquet: {name} is not as long as response_tokens")
 
 
-def _check_random(checkpoint: Checkpoint, state: TrainerState) -> None:
+def check_random(checkpoint: Checkpoint, state: TrainerState) -> None:
+    """Set the random generators to see that they take their state, then set them back."""
     before = rng_state()
     try:
         set_rng_state(checkpoint.tensors("random"), state.random)
@@ -409,198 +302,113 @@ def _check_random(checkpoint: Checkpoint, state: TrainerState) -> None:
         set_rng_state(*before)
 
 
-def _check_moments(
+def _whole_tensors(checkpoint: Checkpoint, stem: str) -> Iterator[Shard]:
+    """The shards of some tensors, which are finite and, once all have come, whole."""
+    missing: dict[str, int] = {}
+    for shard in checkpoint.shards(stem):
+        if not is_finite(shard.tensor):
+            raise checkpoint.damaged(f"{stem}: '{shard.name}' has values that are not finite")
+        missing[shard.name] = missing.get(shard.name, math.prod(shard.global_shape)) - shard.tensor.numel()
+        yield shard
+    if cut := [name for name, count in missing.items() if count]:
+        raise checkpoint.damaged(f"{stem}: '{cut[0]}' is incomplete")
+
+
+def check_moments(
     checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor], state: RoleState, *, is_adamw: bool
 ) -> set[str]:
-    """Look through an optimizer's tensors: whole, of this model, finite, and all that there were; returns their names.
+    """Look through an optimizer's tensors: whole, of this model, finite, and all that were saved; returns their names.
 
     Args:
         is_adamw: it is ours, of whose tensors more is known.
     """
-    lacking: dict[str, int] = {}
-    for shard in checkpoint.shards(f"{role}/optimizer"):
+    where, keys = f"{role}/optimizer", dict[str, set[str]]()
+    for shard in _whole_tensors(checkpoint, where):
         name, _, key = shard.name.rpartition(".")
-        shape = tuple(weights[name].shape) if name in weights else None
-        fits = shape is not None and (key not in LIKE_THE_WEIGHT or shard.global_shape == shape)
-        if fits and is_adamw:
-            fits = key in (*LIKE_THE_WEIGHT, "step") and _is_possible(key, shard.tensor, state.completed_steps)
-        if not fits or not is_finite(shard.tensor) or not shard.tensor.is_floating_point():
-            raise checkpoint.damaged(f"{role}/optimizer: '{shard.name}' is not finite, or not of this model")
-        lacking.setdefault(shard.name, math.prod(shard.global_shape))
-        lacking[shard.name] -= shard.tensor.numel()
-    if cut := [name for name, count in lacking.items() if count]:
-        raise checkpoint.damaged(f"{role}/optimizer: '{cut[0]}' is incomplete")
+        tensor, is_like = shard.tensor, key in LIKE_THE_WEIGHT
+        fits = name in weights and (not is_like or shard.global_shape == weights[name].shape)
+        if is_adamw and key == "step":
+            fits &= tensor.numel() == 1 and float(tensor) in range(state.completed_steps + 1)
+        elif is_adamw:
+            fits &= is_like and (key != "exp_avg_sq" or not tensor.numel() or bool(tensor.min() >= 0))
+        if not fits or not tensor.is_floating_point():
+            raise checkpoint.damaged(f"{where}: '{shard.name}' is not of this model, or cannot be")
+        keys.setdefault(name, set()).add(key)
     if is_adamw:
-        moments = Counter(name for name, _, key in (n.rpartition(".") for n in lacking) if key in _MOMENTS)
-        if odd := [name for name, count in moments.items() if count < len(_MOMENTS)]:
-            raise checkpoint.damaged(f"{role}/optimizer: of {', '.join(_MOMENTS)} of '{odd[0]}' not all are there")
+        moments = {name: states & _ADAMW for name, states in keys.items() if states & _ADAMW}
+        if odd := [name for name, states in moments.items() if states != _ADAMW]:
+            raise checkpoint.damaged(f"{where}: of {', '.join(('step', *MOMENTS))} of '{odd[0]}' not all are there")
         if state.completed_steps and not moments:
-            raise checkpoint.damaged(f"{role}/optimizer: after {state.completed_steps} steps no weight has moments")
-    if state.tensors not in (None, names_digest(lacking)):
-        raise checkpoint.damaged(f"{role}/optimizer: its {len(lacking)} tensors are not those that were saved")
-    return {*lacking}
+            raise checkpoint.damaged(f"{where}: after {state.completed_steps} steps no weight has moments")
+    names = {f"{name}.{key}" for name, states in keys.items() for key in states}
+    if state.tensors not in (None, names_digest(names)):
+        raise checkpoint.damaged(f"{where}: its {len(names)} tensors are not those that were saved")
+    return names
 
 
-def _is_possible(key: str, tensor: torch.Tensor, steps: int) -> bool:
-    """Whether AdamW can have come to such a state in so many steps."""
-    if key == "step":
-        return tensor.numel() == 1 and float(tensor) in range(steps + 1)
-    return key != "exp_avg_sq" or not tensor.numel() or bool(tensor.min() >= 0)
-
-
-def _check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor]) -> None:
+def check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor]) -> None:
     """Compare the saved weights with a model's: names, shapes, dtypes; and look for NaN."""
-    saved = dict.fromkeys(weights, 0)
-    for shard in checkpoint.shards(f"{role}/weights"):
+    where, names = f"{role}/weights", set[str]()
+    for shard in _whole_tensors(checkpoint, where):
         weight = weights.get(shard.name)
-        if weight is None or tuple(weight.shape) != shard.global_shape:
-            raise checkpoint.damaged(f"{role}/weights: '{shard.name}' {shard.global_shape} is not of this model")
+        if weight is None or weight.shape != shard.global_shape:
+            raise checkpoint.damaged(f"{where}: '{shard.name}' {shard.global_shape} is not of this model")
         if weight.dtype != shard.tensor.dtype:
             what = f"'{shard.name}' is {shard.tensor.dtype}, and in this model {weight.dtype}"
-            raise checkpoint.damaged(f"{role}/weights: {what}")
-        if not is_finite(shard.tensor):
-            raise checkpoint.damaged(f"{role}/weights: '{shard.name}' has values that are not finite")
-        saved[shard.name] += shard.tensor.numel()
-    if short := [name for name, count in saved.items() if count != weights[name].numel()]:
-        raise checkpoint.damaged(f"{role}/weights: '{short[0]}' is incomplete or missing")
+            raise checkpoint.damaged(f"{where}: {what}")
+        names.add(shard.name)
+    if missing := weights.keys() - names:
+        raise checkpoint.damaged(f"{where}: '{min(missing)}' is missing")
 
 
-def _try_state(checkpoint: Checkpoint, name: str, holder: Any, state: Any) -> None:
-    """Load a state into an object to see that it is accepted, then restore the object's own."""
-    before = holder.state_dict()
-    try:
-        holder.load_state_dict(state)
-    except DamagedCheckpointError as error:
-        raise checkpoint.damaged(f"trainer.json: the state of {name}: {error}") from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # of whatever algorithm, reward or data the user has
-        if name == "the data" and isinstance(error, DataError):
-            raise
-        raise checkpoint.damaged(f"trainer.json: the state of {name}: {type(error).__name__}: {error}") from None
-    finally:
-        holder.load_state_dict(before)
+def read_probe(checkpoint: Checkpoint) -> Probe:
+    noted: Probe = checkpoint.json("actor/probe.json", Probe)
+    if len(noted.outputs) != (1 if noted.head == "score" else len(_PROBE_TOKENS) - 2):
+        raise checkpoint.damaged(f"actor/probe.json has {len(noted.outputs)} outputs")
+    return noted
 
 
-def verify(path: str | Path) -> VerifyReport:
-    """Check a checkpoint through: digests, tensors, and the reloaded actor's forward pass against the one noted when
-    it was saved."""
-    report = verify_files(path)
-    if not report.ok:
-        return report
-    checkpoint = load_checkpoint(path)
-    if "actor/probe.json" not in checkpoint:
-        return report
-    try:
-        state = _read_state(checkpoint)
-        _check_random(checkpoint, state)
-        for role, saved in state.roles.items():
-            shapes = {s.name: torch.empty(s.global_shape, device="meta") for s in checkpoint.shards(f"{role}/weights")}
-            is_ours = saved.optimizer == "AdamW" and not saved.groups
-            _check_moments(checkpoint, role, shapes, saved, is_adamw=is_ours)
-        _, fault = rebuild(checkpoint)
-    except DamagedCheckpointError as error:
-        fault = str(error)
-    if fault is not None:
-        report.problems.append(fault)
-    return report
-
-
-def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
-    """The actor's model, made anew from a checkpoint, and what is wrong with it: None if its outputs are those noted
-    when it was saved.
-
-    Raises:
-        CheckpointError: the checkpoint holds no actor, or one that cannot be made anew here.
-    """
-    from verl.models.portable import PortableModel
-    from verl.rollout.options import SamplerOptions
-    from verl.training.options import EngineOptions
-
-    noted = _read_probe(checkpoint)
-    base = _read_state(checkpoint).roles["actor"].base if "trainer.json" in checkpoint else None
-    model = _on_base(checkpoint, noted, base) if base is not None else _from_config(checkpoint, noted)
-    weights = outline(model)
-    if base is not None:
-        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    _check_weights(checkpoint, "actor", weights)
-    beside = (shard for shard in model_shards(model) if shard.name not in weights)
-    take_weights(model, chain(beside, checkpoint.shards("actor/weights")))
-    worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=noted.head)
-    probe = _probe(lambda method, batch: method(worker, batch), model, noted.head)
-    gap = max(abs(a - b) for a, b in zip(probe["outputs"], noted.outputs, strict=True))
-    if gap <= noted.tolerance:
-        return model, None
-    return model, f"the reloaded actor's outputs differ by {gap:.3g} from those noted at the save"
-
-
-def _from_config(checkpoint: Checkpoint, noted: _Probe) -> Any:
-    """The model that a checkpoint holds whole, without weights (`verl.weights.meta`)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from verl.models.heads import ValueModel, width_of
-
-    settings = checkpoint.json("actor/config.json", dict[str, Any])
-    try:
-        config = AutoConfig.for_model(**settings)
-        model = on_meta(partial(AutoModelForCausalLM.from_config, config, dtype=getattr(torch, noted.dtype)))
-    except Exception as error:  # the settings may say anything
-        raise CheckpointError(
-            f"the model of {checkpoint.path} cannot be made by transformers alone ({error}): load the checkpoint into "
-            "a Trainer over the model it was made from, and call trainer.actor.save_pretrained(path)"
-        ) from error
-    if noted.head == "score":
-        bias = [s.tensor for s in checkpoint.shards("actor/weights") if s.name == "score.bias"]
-        backbone = ValueModel.from_model(model).backbone
-        weight = torch.zeros(1, width_of(backbone))
-        model = ValueModel(backbone, (weight, torch.zeros(1) if bias else None)).eval()
-    if "actor/layers.json" in checkpoint:
-        change_layers(model, checkpoint.json("actor/layers.json", SavedLayers).model_dump())
-    return model
-
-
-def _on_base(checkpoint: Checkpoint, noted: _Probe, base: SavedBase) -> Any:
-    """The model of a checkpoint of adapters alone, over its base; the adapters are still to come.
-
-    Raises:
-        CheckpointError: the base is not there any more, or is another.
-    """
-    files = ModelFiles(base.path, "score" if noted.head == "score" else "causal", noted.dtype)
-    try:
-        if files.digest != base.sha256:
-            raise ModelError(f"its files are not there or have changed (SHA-256 of then: {base.sha256})")
-        model = files.load()
-    except ModelError as error:
-        raise CheckpointError(
-            f"{checkpoint.path} holds adapters alone, and their base at {base.path} cannot be read: {error}. Put the "
-            "base back there"
-        ) from error
-    layers = checkpoint.json("actor/layers.json", SavedLayers)
-    if layers.int4:
-        to_int4(getattr(model, "backbone", model))
-    change_layers(model, {**layers.model_dump(), "int4": []})
-    return model
-
-
-def _read_probe(checkpoint: Checkpoint) -> _Probe:
-    probe: _Probe = checkpoint.json("actor/probe.json", _Probe)
-    if len(probe.outputs) != (1 if probe.head == "score" else len(_PROBE_TOKENS) - 2):
-        raise checkpoint.damaged(f"actor/probe.json has {len(probe.outputs)} outputs")
-    return probe
-
-
-def _probe(
+def probe(
     call: Callable[[Callable[[ActorWorker, Batch], Batch], Batch], Batch], model: Any, head: str
 ) -> dict[str, Any]:
     """Log-probs (or the score) of a few fixed tokens under the live weights, by a call of an actor's workers."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = [token % vocabulary for token in _PROBE_TOKENS]
     batch = Batch.from_columns({"prompt_tokens": [tokens[:2]], "response_tokens": [tokens[2:]]})
-    backbone = getattr(model, "backbone", model)
-    dtype = str(backbone.dtype).removeprefix("torch.")
+    dtype = str(getattr(model, "backbone", model).dtype).removeprefix("torch.")
     tolerance = {"float64": 1e-9, "float32": 1e-4}.get(dtype, 0.1)
     if head == "score":
         outputs = call(ActorWorker.scores, batch)["scores"]
     else:
         outputs = call(ActorWorker.log_probs, batch)["log_probs"][0]
     return {"dtype": dtype, "tolerance": tolerance, "head": head, "outputs": outputs}
+
+
+def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
+    """State of torch (CPU and every accelerator), NumPy's global generator and `random`."""
+    version, words, gauss = random.getstate()
+    kind, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        **device.rng_states(),
+    }
+    return tensors, RandomState(python=(version, gauss), numpy=(str(kind), int(pos), int(has_gauss), float(cached)))
+
+
+def set_rng_state(tensors: Mapping[str, torch.Tensor], meta: RandomState) -> None:
+    """Set what `rng_state` gave. States of devices that this process lacks are left out.
+
+    Raises:
+        CheckpointError: the state is incomplete or of another kind of generator.
+    """
+    try:
+        version, gauss = meta.python
+        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        kind, pos, has_gauss, cached = meta.numpy
+        np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
+        torch.set_rng_state(tensors["torch"].clone())
+        device.set_rng_states(tensors)
+    except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"the state of the random generators cannot be restored: {error}") from error

@@ -300,7 +300,7 @@ def verify(
     [bold]Examples[/bold]
     $ verl verify runs/latest/checkpoints/step-000060
     """
-    from verl.checkpoint.state import verify as verify_checkpoint
+    from verl.checkpoint.verify import verify as verify_checkpoint
 
     report = verify_checkpoint(checkpoint)
     typer.secho(visible(str(report)), fg="green" if report.ok else "red", err=not report.ok)

@@ -1,12 +1,13 @@
 """Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run.
 
-Reading order: `schema`, `tasks`, `load`, `document`, `other_names`, `sft_names`,
+Reading order: `schema`, `tasks`, `identity`, `load`, `document`, `other_names`, `sft_names`,
 `unused_names`, `translation`.
 """
 
 from verl.config.document import commented_yaml, describe, differences, markdown
+from verl.config.identity import config_hash, run_id
 from verl.config.load import build_config, load_config, load_tasks, to_yaml
-from verl.config.schema import Config, CostConfig, CriticConfig, RewardConfig, RewardPart, config_hash, run_id
+from verl.config.schema import Config, CostConfig, CriticConfig, RewardConfig, RewardPart
 from verl.config.tasks import TaskConfig
 
 __all__ = [

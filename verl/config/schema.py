@@ -6,15 +6,12 @@ A field that is `free` does not change the numbers of a run, and so stays out of
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from os.path import expanduser
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from verl._base.names import check_known
@@ -35,14 +32,12 @@ from verl._base.record import (
     Staleness,
     Strings,
     cost,
-    extra,
     function_path,
     limit,
     output,
     result,
     wrong,
 )
-from verl._base.secrets import masked_settings
 from verl.config.tasks import AlgorithmName, TaskConfig, check_names
 from verl.data.pools import PoolOptions
 from verl.errors import nearest
@@ -352,7 +347,27 @@ class TaskSchedulerConfig(Record):
     min_weight: Share = result(0.1, "least share of a task")
 
 
-class TrainerConfig(Record):
+# These three are also of `Trainer`, which takes their fields by the same names: a setting of both is added here alone.
+class SavingSettings(Record):
+    async_save: bool = cost(False, "write checkpoints while training goes on, from a copy in host memory", free=True)
+
+
+class LimitSettings(Record):
+    deadline: Seconds = limit(1800.0, "seconds after which a phase without progress ends the run", free=True)
+    max_resamples: Natural = limit(4, "further rollouts in one step when an algorithm rejects samples")
+    max_skipped_updates: Count = limit(5, "updates in a row that may be skipped for a non-finite loss or gradient")
+
+
+class UpdateSettings(Record):
+    skip_zero_advantage_rows: bool = cost(
+        True,
+        "rows whose gradient is known to be 0, such as samples of a prompt that all scored alike, are not computed in "
+        "updates; metrics of the update's forward pass are then means over the other rows (false: all are computed)",
+        free=True,
+    )
+
+
+class TrainerConfig(SavingSettings, LimitSettings, UpdateSettings):
     total_steps: Natural = limit(100, "steps; a longer run goes on from a shorter one", free=True)
     total_epochs: Count | None = limit(None, "passes over data.train, instead of total_steps", free=True)
     seed: Seed = result(0, "seed of everything random")
@@ -381,7 +396,6 @@ class TrainerConfig(Record):
     save_every: Count | None = output(10, "steps between checkpoints (null: only at the end)", free=True)
     keep_checkpoints: Count = output(2, "how many checkpoints to keep", free=True)
     resume: bool = output(True, "continue an unfinished run (false: start a new one, as --fresh does)", free=True)
-    async_save: bool = cost(False, "write checkpoints while training goes on, from a copy in host memory", free=True)
     loggers: Annotated[tuple[Logger, ...], AsTuple] = output(
         ("console", "tensorboard"), "where metrics go besides metrics.jsonl", free=True
     )
@@ -395,14 +409,6 @@ class TrainerConfig(Record):
     control: Literal["permute_rewards", "zero_lr"] | None = result(
         None, "a run that should learn nothing: shuffled rewards, or learning rate 0"
     )
-    skip_zero_advantage_rows: bool = cost(
-        True,
-        "rows whose gradient is known to be 0, such as samples of a prompt that all scored alike, are not computed in "
-        "updates; metrics of the update's forward pass are then means over the other rows (false: all are computed)",
-        free=True,
-    )
-    max_resamples: Natural = limit(4, "further rollouts in one step when an algorithm rejects samples")
-    max_skipped_updates: Count = limit(5, "updates in a row that may be skipped for a non-finite loss or gradient")
     guards: Annotated[tuple[GuardConfig, ...], AsTuple] = result(
         (), "metrics whose fall takes training back to an earlier checkpoint"
     )
@@ -411,7 +417,6 @@ class TrainerConfig(Record):
         "change the shares of several tasks by their progress: {initial_weights: {TASK: SHARE}, "
         "metric_key, patience, min_weight} (null: fixed shares)",
     )
-    deadline: Seconds = limit(1800.0, "seconds after which a phase without progress ends the run", free=True)
     threads: Count | None = cost(None, "CPU threads (null: as torch chooses)")
     placement: dict[str, Any] | str | None = cost(
         None,
@@ -471,42 +476,3 @@ class Config(Record):
                 raise wrong(f"trainer.{name}", "is set, but data.eval names no problems to evaluate on")
         if self.trainer.total_steps == 0 and self.data.eval is None:
             raise wrong("trainer.total_steps", "is 0 and data.eval names nothing to evaluate on: nothing would run")
-
-
-def config_hash(config: Config) -> str:
-    """Eight hex digits over all settings that change a run's numbers.
-
-    Left out are the settings marked so in the schema: where the run directory is and how it is called, what
-    is logged and kept, how often it is saved, and its length, unless a learning rate depends on that. Credentials are
-    left out, too.
-    """
-    content = _identity(config)
-    optims = (config.actor_rollout_ref.actor.optim, config.critic.optim)
-    if any(optim.schedule != "constant" and optim.total_steps is None for optim in optims):
-        content["trainer"]["total_steps"] = config.trainer.total_steps
-    text = json.dumps(masked_settings(content), sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _identity(section: BaseModel) -> dict[str, Any]:
-    content = section.model_dump(mode="json")
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if extra(field, "free") or (extra(field, "added") and value == field.default):
-            del content[name]
-        elif isinstance(value, Record):
-            content[name] = _identity(value)
-    return content
-
-
-def run_id(config: Config) -> str:
-    """The name of the run's directory: a readable part and `config_hash`."""
-    name = config.trainer.run_name
-    if name is None:
-        source = config.data.train
-        data = source.get("task") or source.get("path") if isinstance(source, dict) else source
-        model = config.actor_rollout_ref.model.path or ""
-        words = [config.algorithm.name or "", Path(model).name, Path(str(data or "")).stem]
-        slugs = (re.sub(r"[^a-z0-9._]+", "-", word.lower()).strip("-.") for word in words)
-        name = "-".join(filter(None, slugs))
-    return f"{name}-{config_hash(config)}"

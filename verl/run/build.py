@@ -8,6 +8,7 @@ from typing import Any, Literal
 from verl.algorithms import BaseAlgorithm
 from verl.cluster.controller import Controller
 from verl.config import Config, CostConfig, RewardConfig
+from verl.config.schema import LimitSettings, SavingSettings, UpdateSettings
 from verl.models.loading import load_model
 from verl.report.sinks import Logger
 from verl.roles.actor import Actor
@@ -20,8 +21,8 @@ from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan
 
-#: Settings of the trainer that it takes under their names.
-_AS_SET = ("max_resamples", "max_skipped_updates", "skip_zero_advantage_rows", "deadline", "async_save")
+#: Settings that the trainer takes under their names.
+_AS_SET = [*SavingSettings.model_fields, *LimitSettings.model_fields, *UpdateSettings.model_fields]
 
 
 def placed_roles(config: Config, algorithms: Iterable[BaseAlgorithm]) -> list[str]:

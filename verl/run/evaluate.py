@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.batch import Batch
-from verl.checkpoint.saving import MANIFEST
+from verl.checkpoint.store import MANIFEST
 from verl.config import Config
 from verl.data.prompts import PromptDataset
 from verl.dataflow.graph import Node

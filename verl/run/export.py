@@ -12,10 +12,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from verl._base.durable import publish, staging_of, try_remove
 from verl._base.schemas import check_run_schema
-from verl.checkpoint import state
 from verl.checkpoint.directory import CheckpointStore
-from verl.checkpoint.saving import MANIFEST, TOKENIZER
-from verl.checkpoint.store import Checkpoint, load_checkpoint
+from verl.checkpoint.store import MANIFEST, TOKENIZER, Checkpoint, load_checkpoint
+from verl.checkpoint.verify import rebuild
 from verl.config import load_config
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.loading import load_tokenizer
@@ -42,7 +41,7 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, a
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} is there already and not empty: name a directory that is not there yet")
     rebuilt: dict[Path, tuple[Any, str | None]] = {}
-    checkpoint = find_checkpoint(path, lambda whole: rebuilt.update({whole.path: state.rebuild(whole)}))
+    checkpoint = find_checkpoint(path, lambda whole: rebuilt.update({whole.path: rebuild(whole)}))
     if out.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ConfigError(f"{out} lies in the checkpoint, which its run may replace: name a directory elsewhere")
     first_model, first_tokenizer, trust = _origin(checkpoint)

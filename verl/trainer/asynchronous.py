@@ -28,7 +28,7 @@ from verl._base.checked import checked, validated
 from verl._base.record import Count, Processes, Staleness
 from verl._host.user_calls import beside
 from verl.batch import Batch
-from verl.checkpoint.state import Count as SavedCount
+from verl.checkpoint.schema import Count as SavedCount
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
 from verl.dataflow.executor import Result

@@ -12,8 +12,9 @@ from pydantic import ConfigDict, InstanceOf
 
 from verl._base.checked import validated
 from verl._base.keywords import takes
-from verl._base.record import Count, Natural, Portion, Processes, Record, Seconds, SettingsError, cost, limit, output
+from verl._base.record import Count, Portion, Processes, Record, SettingsError, cost, limit, output
 from verl.algorithms import BaseAlgorithm
+from verl.config.schema import LimitSettings, SavingSettings, UpdateSettings
 from verl.errors import ConfigError
 from verl.report.sinks import Logger
 from verl.rollout.base import SamplingParams
@@ -45,14 +46,13 @@ class _Options(Record):
             raise SettingsError("Trainer", error.problems) from None
 
 
-class CheckpointOptions(_Options):
+class CheckpointOptions(_Options, SavingSettings):
     """Automatic checkpoints: with both `checkpoint_dir` and `save_every`, one every so many steps and at the end of
     `fit`; a failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one."""
 
     checkpoint_dir: str | Path | None = output(None, "where they are")
     save_every: Count | None = output(None, "steps from one to the next")
     keep_checkpoints: Count | None = output(None, "how many step-<number> stay there, the newest (None: all)")
-    async_save: bool = cost(False, "write them while training goes on, from a copy in host memory")
 
 
 class BufferOptions(_Options):
@@ -77,14 +77,9 @@ class LoggingOptions(_Options):
     timeline: str | Path | None = output(None, "a trace of what worked when is written there")
 
 
-class LimitOptions(_Options):
+class LimitOptions(_Options, LimitSettings):
     """When a step, or the run, gives up."""
 
-    deadline: Seconds = limit(1800.0, "seconds for one call of a node, and for ranks to wait for each other")
-    max_resamples: Natural = limit(4, "further rollouts in one step for prompts whose samples the algorithm rejects")
-    max_skipped_updates: Count = limit(
-        5, "updates in a row that may be skipped for non-finite numbers before the run ends"
-    )
     max_failed_episodes: Portion = limit(
         0.5, "share of the latest 256 samples, once there are 64, whose episode may fail"
     )
@@ -109,7 +104,7 @@ OTHERS: dict[str, Any] = {
     "config_path": str | Path | None,
     "dataloader": InstanceOf[Iterable[Any]] | None,
     "permute_rewards": bool,
-    "skip_zero_advantage_rows": bool,
+    **{name: field.annotation for name, field in UpdateSettings.model_fields.items()},
 }
 
 

@@ -21,7 +21,7 @@ from verl._base.names import disjoint
 from verl._base.record import AtOnce, Count, Natural, Portion
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.checkpoint.automatic import AutomaticCheckpoints
+from verl.checkpoint.directory import AutomaticCheckpoints
 from verl.cluster.controller import start
 from verl.data.buffers import Buffer
 from verl.data.loader import note_scores, pooled
