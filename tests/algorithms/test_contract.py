@@ -63,7 +63,7 @@ def test_the_registry_knows_where_each_algorithm_of_the_package_is() -> None:
     }
     script = (
         "import sys; from verl.algorithms import make_algorithm, registry; known = {*registry._ALGORITHMS.items()};"
-        "make_algorithm('grpo'); assert 'verl.algorithms.dpo' not in sys.modules; print(sorted(known))"
+        "make_algorithm('grpo'); assert 'verl.algorithms.pairs' not in sys.modules; print(sorted(known))"
     )
     shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
     assert shown.stdout.strip() == str(sorted(decorated))

@@ -57,8 +57,8 @@ def grpo(
     norm_adv_by_std: bool | Literal["batch"] = True,
     std_epsilon: float = STD_EPSILON,
 ) -> Tensor:
-    """GRPO (arXiv:2402.03300, section 4.1.2): centred in the group, over the group's (sample) standard deviation; with
-    "batch", over that of all rewards (arXiv:2508.08221)."""
+    """GRPO (arXiv:2402.03300, section 4.1.2): centred in the group, divided by its sample standard deviation; with
+    "batch", the deviation of all rewards (arXiv:2508.08221)."""
     centred = group_centred(rewards, groups)
     if not norm_adv_by_std:
         return centred
@@ -117,7 +117,7 @@ def gae(token_rewards: Tensor, values: Tensor, responses: Responses, gamma: floa
         token_rewards, values: `[R]`; `values` of the state before each token.
 
     Returns:
-        advantages, returns: `[R]`; on tokens not written they are those of the next written token.
+        advantages, returns: `[R]`; a token that was not written repeats the next written one.
     """
     rewards_SL, values_SL = responses.pad(token_rewards), responses.pad(values)
     written_SL = responses.pad(responses.written)
@@ -128,7 +128,7 @@ def gae(token_rewards: Tensor, values: Tensor, responses: Responses, gamma: floa
         advantage = torch.where(written_SL[:, t], delta + gamma * lam * advantage, advantage)
         next_value = torch.where(written_SL[:, t], values_SL[:, t], next_value)
         advantages_SL[:, t] = advantage
-    advantages = responses.unpad(advantages_SL)
+    advantages = advantages_SL[responses.sequence, responses.position]
     return advantages, advantages + values
 
 

@@ -1,7 +1,7 @@
 """How per-token losses become one number: weights over the whole mini-batch, `loss = (weights * per_token).sum()`.
 
 Every mode divides by counts of the whole mini-batch on all ranks, so neither micro-batches nor ranks can change a
-gradient. The modes and their names are those of verl; rows without a counted token are not counted as sequences.
+gradient. Modes and names are verl's; rows without a counted token are not counted as sequences.
 
 Deviation: "seq-mean-token-sum-norm" without `loss_scale_factor` divides by the longest response of the
 mini-batch, since there is no padded width here. Set the factor to the most new tokens for a constant norm.

@@ -32,10 +32,7 @@ from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 
-__all__ = [
-    "ROLES", "BaseAlgorithm", "Loss", "LossInput", "RoleObjective", "drop_abstained", "old_log_probs", "present",
-    "states",
-]  # fmt: skip
+__all__ = ["BaseAlgorithm", "Loss", "LossInput"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +59,9 @@ class BaseAlgorithm(ABC):
     """Subclass, implement `compute_loss`, and choose the class by itself or by a registered name.
 
     Annotated attributes of a subclass are its options: keyword arguments, checked by their type and its bounds
-    (`Annotated[float, pydantic.Field(gt=0)]`). (Subclasses become dataclasses by themselves.) As it stands,
-    `prepare` drops rows whose reward abstained and adds the columns `advantages` (reward minus the mean of its
-    group) and `old_log_probs`; override it for more.
+    (`Annotated[float, pydantic.Field(gt=0)]`). (Subclasses become dataclasses by themselves.) By default `prepare`
+    drops rows whose reward abstained and adds the columns `advantages` (reward minus the mean of its group) and
+    `old_log_probs`; override it for more.
 
     Class attributes:
         online: samples come from a rollout of the current policy (False: from a data set).
@@ -79,7 +76,7 @@ class BaseAlgorithm(ABC):
         unread: options that its loss never reads, and why; see `why_unread`.
         read_with: option -> another one, without which it is not read, and the values of that which go with it (none:
             any that is set). A subclass adds its own to its bases'.
-        no_gradient_at_zero: a statement about the losses of the class in which it stands: a token whose weight or whose
+        no_gradient_at_zero: a statement about the losses of the class that sets it: a token whose weight or whose
             advantage is 0 has a gradient of exactly 0, whatever the model predicts. Rows of such tokens alone need not
             be computed. A subclass that overrides a loss (`compute_loss`, `policy_loss`, `importance`; of critics
             `compute_critic_loss`, `compute_cost_critic_loss`) has to state it again.
@@ -200,9 +197,8 @@ class BaseAlgorithm(ABC):
         return None
 
     def needs(self, batch: Batch, role: str) -> list[bool] | None:
-        """Scored samples for which `prepare` and an update without rows of advantage 0 read what a model computes of
-        them; None: all. For the role "actor" these are the log-probs before the update; the others have none, and are
-        null there."""
+        """Scored samples for which `prepare`, and an update that skips rows of advantage 0, read a model's outputs;
+        None: all. For the role "actor" these are the log-probs before the update, which are null in other rows."""
         return None
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -237,7 +233,7 @@ class BaseAlgorithm(ABC):
         """`x.log_probs`, `[R]`.
 
         Raises:
-            DataError: the model has no language-model head, so there are none.
+            DataError: the model has no language-model head.
         """
         if x.log_probs is None:
             raise DataError(f"the loss of '{self.name}' needs log-probs: train it with a language-model head")
@@ -281,8 +277,8 @@ class RoleObjective:
         further_metrics: in addition to the algorithm's own, measured in the forward pass of the update; None: none.
         token_weights: the algorithm's.
         by_token: whether the loss is a weighted sum over tokens, so that nothing is learned where all weights are 0.
-        loss_needs: what this role's loss reads. `no_gradient_at_zero`: where the algorithm states it of that loss, and
-            it is by token.
+        loss_needs: the inputs of this role's loss. `no_gradient_at_zero`: the algorithm states it of that loss, and it
+            is by token.
     """
 
     algorithm: BaseAlgorithm
@@ -312,8 +308,8 @@ class RoleObjective:
 
 
 def states(algorithm: BaseAlgorithm, statement: str, methods: Collection[str]) -> bool:
-    """Whether a class attribute that states something of some methods is true, and of these very methods: a class that
-    overrides one of them has lost the statement, unless it repeats it."""
+    """Whether a class attribute that is a statement about some methods is true of these methods: a class that overrides
+    one of them has lost the statement, unless it repeats it."""
     for names in (vars(algorithm), *map(vars, type(algorithm).__mro__)):
         if statement in names:
             return bool(names[statement])
@@ -330,8 +326,8 @@ def drop_abstained(
     A group whose episodes all abstained is gone; groups that lost some go on with the others.
 
     Args:
-        by_group: the baseline is the group. An episode that is the only one left of a larger group has none, so it is
-            dropped, too, and counted as `left_alone`.
+        by_group: the baseline is the group. The last episode left of a larger group has no baseline: it is dropped,
+            too, and counted as `left_alone`.
 
     Raises:
         DataError: there is no such column.

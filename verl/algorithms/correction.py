@@ -97,8 +97,8 @@ def accepted(log_ratio: LogRatio, rule: Rejection, upper: float, lower: float | 
 
 
 def rejection_bounds(rule: Rejection, upper: float, lower: float | None = None) -> tuple[float, float]:
-    """Of the rule's statistic: k1 stays within [log lower, log upper] (`lower` is 1 / upper if not given), k2 and
-    k3 at or below `upper`.
+    """Bounds of the rule's statistic: k1 stays within [log lower, log upper] (`lower` is 1 / upper if not given), k2
+    and k3 at or below `upper`.
 
     Raises:
         ConfigError: a bound is not positive, or `lower` is given to k2 or k3, or above `upper`.

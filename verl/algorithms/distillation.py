@@ -3,9 +3,9 @@ Distillation of Language Models", arXiv:2306.13649, with the reverse KL and all 
 
 The teacher is the reference policy: `actor.make_reference(teacher)`, or `ref.path` of a YAML; its vocabulary must be
 the policy's. Without one it is the policy as it was at first, and nothing is learned. Deviation: the paper
-differentiates the KL of whole distributions at each token; here its gradient is estimated from the token that was
-sampled, as that of a reward log p(teacher) - log p(policy), of which a token is credited with its own alone. So a
-teacher costs one forward pass and no memory for logits.
+differentiates the KL of whole distributions at each token; here its gradient is estimated by the policy gradient of a
+reward log p(teacher) - log p(policy) of each sampled token, which is credited with its own reward alone. So a teacher
+costs one forward pass and no memory for logits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The episodes of a batch as estimators see them: one row each.
 
 A row is a trajectory, and an episode may have several (`verl.rollout.rows`). Rewards are compared by episode: an
-estimator gets one number of each, and every token of all its trajectories has the advantage that comes out. Those with
-a reward of their own (`trajectory_reward`) stand apart: the ones of one name are taken as another episode, in a group
+estimator gets one number of each, and every token of all its trajectories gets the same advantage. Trajectories with
+a reward of their own (`trajectory_reward`) are separate: those with one name are taken as another episode, in a group
 of that name.
 """
 
@@ -23,15 +23,15 @@ from verl.errors import DataError
 
 
 class Episodes:
-    """Shapes: R response tokens of S rows, which are trajectories, of E episodes, those that stand apart included.
-    Without a column `episode` each row is one, and nothing is computed.
+    """Shapes: R response tokens of S rows, which are trajectories, of E episodes, separate ones included. Without a
+    column `episode` each row is an episode, and nothing is computed.
 
     Attributes:
-        rows: the batch, those of an episode side by side.
+        rows: the batch, with the rows of an episode next to each other.
         batch: `[E]` rows, of the same tokens in the same order. `reward` has the rewards of single calls in it; of
             several trajectories with rewards of their own it is the mean. Other columns of rows are the first one's.
         number: `[S]` int64, the episode of each row of the batch that was given.
-        whole: `[E]` int64, the episode in which each stands apart, or itself.
+        whole: `[E]` int64, for a separate one the episode that it belongs to, else itself.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -65,7 +65,7 @@ class Episodes:
 
     @property
     def planned(self) -> Tensor:
-        """`[E]` fp64: how many there are of the episode's prompt, those that do not count too."""
+        """`[E]` fp64: the number of episodes of the same prompt, including those that do not count."""
         if self.are_rows:
             return group_sizes(self.responses.groups)
         of_group: dict[int, float] = {}
@@ -75,12 +75,12 @@ class Episodes:
         return torch.tensor([of_group[row] for row in self._firsts], dtype=torch.float64)
 
     def count(self, chosen: Tensor) -> int:
-        """How many episodes are `chosen`, `[E]` bool; those that stand apart in one count once."""
+        """How many episodes are `chosen`, `[E]` bool; the separate ones within one count once."""
         return int(chosen.sum()) if self.are_rows else len(self.batch.filter(chosen.tolist()).episode_indices())
 
     def at_end(self, outcome: Tensor) -> Tensor:
-        """`[E]` -> `[S]`: what each row of `rows` has at its end, of what each episode has: without the rewards of its
-        calls, and with its own in the place of the episode's."""
+        """`[E]` -> `[S]`: the reward at the end of each row of `rows`: the episode's outcome without the rewards of
+        its calls, or the trajectory's own."""
         if self.batch is self.rows:
             return outcome
         return self.spread(outcome) + self._own_rewards - self.spread(self.batch.tensor("reward", torch.float64))
@@ -102,7 +102,7 @@ class Episodes:
 
     @cached_property
     def _own_rewards(self) -> Tensor:
-        """`[S]`: of each trajectory: its own, or the episode's. Where the episode has none, it has none either."""
+        """`[S]`: each trajectory's own reward, or the episode's. NaN where the episode has no reward."""
         rewards = self.rows.tensor("reward", torch.float64)
         if "trajectory_reward" not in self.rows:
             return rewards
@@ -130,7 +130,7 @@ class Episodes:
         return batch.drop(columns).add(columns)
 
     def _rewards(self, rewards: Tensor) -> Tensor:
-        """`[E]`, from those of whole episodes."""
+        """`[E]` rewards, from the rewards of whole episodes."""
         number = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
         nothing, sizes = torch.zeros(len(self._sizes), dtype=torch.float64), self._sizes.clamp(min=1)
         is_apart = self.whole != torch.arange(len(sizes))
@@ -155,7 +155,7 @@ def one_trajectory(batch: Batch, algorithm: str) -> Batch:
 
 
 def _members(batch: Batch) -> list[tuple[str | None, list[int]]]:
-    """The rows of each episode, under None, which may be no row; and behind it those that stand apart, by name."""
+    """The rows of each episode under None, which may be no row, followed by its separate ones by name."""
     rewards = batch["trajectory_reward"] if "trajectory_reward" in batch else [None] * len(batch)
     names = batch["trajectory"] if "trajectory" in batch else [None] * len(batch)
     members: list[tuple[str | None, list[int]]] = []

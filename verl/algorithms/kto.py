@@ -3,7 +3,7 @@
 The reference point, KL of policy and reference, is estimated as in the paper from mismatched pairs: the prompt of
 each row with the response of a row before it that has another prompt (round the end of the batch), one estimate for
 the whole batch, clamped at 0. These rows are added by `extend`, read by both models like any others, and gone after
-`prepare`. TRL's estimate is of a micro-batch on each rank: `kl_rows` is that; and data may bring the other response of
+`prepare`. TRL estimates it for each micro-batch of a rank, as `kl_rows` does; and data may bring the other response of
 each row themselves, in a column `kl_response_tokens`.
 
 With `loss_type="apo_zero_unpaired"` there is no reference point, and no mismatched rows: APO (arXiv:2408.06266,
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from verl._base.record import Count, NotNegative, Positive
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
@@ -94,7 +93,9 @@ class KTO(BaseAlgorithm):
         responses = Responses(batch)
         difference = responses.tokens("log_probs") - responses.tokens("ref_log_probs")
         ratios = responses.sum(torch.where(responses.written, difference, 0.0))
-        kl = self._kl(ratios[mismatched])
+        others = ratios[mismatched]
+        estimates = [part.mean().clamp(min=0.0).expand(len(part)) for part in others.split(self.kl_rows or len(others))]
+        kl = torch.cat(estimates) if self.loss_type == "kto" else torch.zeros_like(others)
         labels = batch.tensor("label", torch.float64)
         train = ~mismatched & labels.isfinite()
         dropped = int((~mismatched & ~labels.isfinite()).sum())
@@ -104,13 +105,6 @@ class KTO(BaseAlgorithm):
         of_row[~mismatched] = kl if len(kl) else 0.0
         prepared = batch.add({"kto_kl": of_row}).filter(train.tolist())
         return prepared, {"kl": float(kl.mean()) if len(kl) else 0.0, "kto/unlabelled": float(dropped)}
-
-    def _kl(self, ratios: Tensor) -> Tensor:
-        """`[S]`: the reference point of each row, from the log-ratio `[S]` of its prompt with another response."""
-        if self.loss_type != "kto":
-            return torch.zeros_like(ratios)
-        parts = ratios.split(self.kl_rows or max(len(ratios), 1))
-        return torch.cat([part.mean().clamp(min=0.0).expand(len(part)) for part in parts])
 
     def compute_loss(self, x: LossInput) -> Loss:
         ratio = sequence_log_probs(x, self.needed_log_probs(x) - x.columns["ref_log_probs"])
@@ -126,7 +120,7 @@ class KTO(BaseAlgorithm):
 
 def labels_by_reward(batch: Batch) -> list[float]:
     """1 where a sample's reward is above the mean of its prompt's samples, 0 where it is below, NaN (no label) at it.
-    Where no prompt has two samples, the mean is of the batch."""
+    Where no prompt has two samples, it is compared with the mean of the batch."""
     rewards, scored = batch.tensor("reward", torch.float64), present(batch)
     groups = batch.group_indices()
     if all(len(group) == 1 for group in groups):

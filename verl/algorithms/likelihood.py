@@ -52,7 +52,7 @@ class ConstrainedDecoding(SFT):
     one, is measured.
 
     Rejection sampling fine-tuning as in Dong et al., "RAFT: Reward rAnked FineTuning" (arXiv:2304.06767), with a
-    constraint in the place of the ranking. Deviations: every response that holds counts alike, and the policy is
+    constraint instead of the ranking. Deviations: every response that holds counts alike, and the policy is
     updated on them once, in the step that sampled them.
 
     Options:

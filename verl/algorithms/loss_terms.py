@@ -1,4 +1,4 @@
-"""What a loss function reads and what it returns.
+"""Inputs and results of loss functions.
 
 Shapes: R response tokens and S rows (sequences) of one micro-batch; tokens are flat, row after row.
 """
@@ -76,7 +76,7 @@ class LossInput:
 @hinted
 @dataclass(kw_only=True)
 class Loss:
-    """What a loss function returns for one micro-batch.
+    """The loss of one micro-batch.
 
     `metrics` are additive like `total` (divided by the mini-batch's counts); those whose key ends in `/max`
     combine by maximum instead.
@@ -95,13 +95,13 @@ LossFn: TypeAlias = Callable[[LossInput], Loss]
 
 @dataclass(frozen=True, kw_only=True)
 class LossNeeds:
-    """What a loss reads beside weights.
+    """The inputs of a loss, besides weights.
 
     Attributes:
         columns: of the batch; those it lacks are absent from `LossInput.columns`.
         temperature: log-probs and entropies are of logits divided by it.
         entropy: whether the loss reads entropies.
-        statistics: whether entropies, mean logits and top tokens are measured beside it, without a gradient.
+        statistics: whether entropies, mean logits and top tokens are measured as well, without a gradient.
         coupled: rows of one `group` meet in one micro-batch.
         no_gradient_at_zero: a token of weight 0, or of advantage 0 where nothing but advantages count, has a gradient
             of exactly 0; see `BaseAlgorithm`.
@@ -116,8 +116,8 @@ class LossNeeds:
 
     @property
     def advantages_decide(self) -> bool:
-        """Whether a token whose advantage is 0 has no gradient: nothing beside advantages counts in the loss, no KL to
-        a reference, whatever its coefficient, and no entropy bonus."""
+        """Whether a token whose advantage is 0 has no gradient: only advantages count in the loss, no KL to a
+        reference, whatever its coefficient, and no entropy bonus."""
         beside = self.entropy or self.coupled or "ref_log_probs" in self.columns
         return self.no_gradient_at_zero and "advantages" in self.columns and not beside
 
@@ -146,7 +146,7 @@ class LossPart:
 
 
 def combine_metrics(parts: list[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Metrics of a mini-batch from those of its micro-batches: sums; maxima where the key ends in `/max`."""
+    """Metrics of a mini-batch from its micro-batches: sums; maxima where the key ends in `/max`."""
     combined: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

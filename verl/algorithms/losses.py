@@ -41,7 +41,7 @@ class PolicyTerms:
         return sum_rows(values * self.active, self.sequence, self.num_sequences)[self.sequence]
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """`[R]` -> `[R]`: at each token the mean over its row's active tokens (0 if there are none)."""
+        """`[R]` -> `[R]`: at each token the mean over its row's active tokens, 0 without any."""
         active = self.active.to(values.dtype)
         total, count = (sum_rows(x, self.sequence, self.num_sequences) for x in (values * active, active))
         return (total / count.clamp(min=1))[self.sequence]
@@ -77,8 +77,8 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dua
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """Half the squared error of values `[R]`; with `clip`, the larger of it and that of values kept within `clip`
-    of the old ones (the value clipping of PPO's reference implementation).
+    """Half the squared error of values `[R]`; with `clip`, or of values kept within `clip` of the old ones, if that is
+    larger (the value clipping of PPO's reference implementation).
 
     Returns:
         loss per token `[R]`, and where clipping took the gradient away, `[R]` bool.

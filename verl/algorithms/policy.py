@@ -18,18 +18,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from verl._base.record import Count, NotNegative, Number, Positive
+from verl.algorithms import correction
 from verl.algorithms.advantages import group_equal
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs, present, states
-from verl.algorithms.correction import (
-    Level,
-    LogRatio,
-    Rejection,
-    accepted,
-    importance_weights,
-    mismatch,
-    mismatch_shares,
-    rejection_bounds,
-)
 from verl.algorithms.episodes import Episodes
 from verl.algorithms.kl import MAX_LOG_RATIO, adapted, check_estimator, kl_estimate
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
@@ -116,11 +107,11 @@ class PolicyGradient(BaseAlgorithm):
     kl_coef: NotNegative = 0.01
     kl_target: Positive | None = None
     kl_horizon: Count = 10_000
-    rollout_is: Level | Literal["ratio"] | None = "token"
+    rollout_is: correction.Level | Literal["ratio"] | None = "token"
     rollout_is_threshold: Positive = 2.0
     rollout_is_lower: NotNegative | None = None
     rollout_is_normalize: bool = False
-    rollout_rs: Rejection | None = None
+    rollout_rs: correction.Rejection | None = None
     rollout_rs_threshold: Positive = 2.0
     rollout_rs_lower: Positive | None = None
 
@@ -141,7 +132,7 @@ class PolicyGradient(BaseAlgorithm):
             why = "its loss has no ratio" if self.rollout_rs is None else "rollout_rs reads the trainer's log-probs"
             raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")
         if self.rollout_rs is not None:
-            rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
+            correction.rejection_bounds(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
         #: `bound` of `kl_estimate`.
         self.kl_bound = MAX_LOG_RATIO
         self._kl_coef = self.kl_coef  # as `kl_target` has moved it
@@ -216,8 +207,8 @@ class PolicyGradient(BaseAlgorithm):
         return weights
 
     def needs(self, batch: Batch, role: str) -> list[bool] | None:
-        """For the actor, where rewards alone decide whether an advantage is 0: the samples that have a reward, without
-        those of prompts whose samples all scored alike."""
+        """For the actor, where rewards alone decide whether an advantage is 0: samples with a reward, of prompts whose
+        samples scored differently."""
         alone = states(self, "zero_where_alike", _OF_REWARDS) and self.kl_in == "none"
         if role != "actor" or not alone or self.rollout_rs is not None or self.rollout_is_normalize:
             return None
@@ -272,7 +263,7 @@ class PolicyGradient(BaseAlgorithm):
         metrics: dict[str, Tensor | float] = {"loss/policy": policy.detach(), **_policy_metrics(x, terms, loss)}
         if "rollout_log_probs" in x.columns:  # the policy is the one that sampled, and nothing has measured it yet
             difference = self.needed_log_probs(x).detach() - x.columns["rollout_log_probs"]
-            metrics |= mismatch_shares(difference, active, x.computed_tokens)
+            metrics |= correction.mismatch_shares(difference, active, x.computed_tokens)
         if self.kl_in == "loss":
             kl = self.token_kl(terms.log_probs, torch.where(active, x.columns["ref_log_probs"], 0.0))
             kl = kl * self.ratio(terms) if self.kl_by_ratio else kl
@@ -328,15 +319,16 @@ class PolicyGradient(BaseAlgorithm):
             corrected, metrics = self._correct(batch.take(rows))
             return batch.add(corrected.drop(batch.columns).among(rows, len(batch))), metrics
         responses = Responses(batch)
-        log_ratio = LogRatio.of(responses, responses.tokens("log_probs"), responses.tokens("rollout_log_probs"))
+        trainer, engine = (responses.tokens(name) for name in ("log_probs", "rollout_log_probs"))
+        log_ratio = correction.LogRatio.of(responses, trainer, engine)
         columns, weights = {}, None
         if self.rollout_is is not None and self.rollout_is != "ratio":
-            weights = columns["rollout_is_weights"] = importance_weights(
+            weights = columns["rollout_is_weights"] = correction.importance_weights(
                 log_ratio, self.rollout_is, self.rollout_is_threshold, self.rollout_is_lower, self.rollout_is_normalize
             )
-        metrics = mismatch(log_ratio, weights)
+        metrics = correction.mismatch(log_ratio, weights)
         if self.rollout_rs is not None:
-            stay = accepted(log_ratio, self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
+            stay = correction.accepted(log_ratio, self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_lower)
             columns["loss_mask"] = (stay & responses.trained).to(torch.uint8)
             batch = batch.drop(["loss_mask"])
             rejected = (responses.written & ~stay).sum() / responses.written.sum().clamp(min=1)

@@ -13,8 +13,7 @@ from torch import Tensor
 from verl._base.autograd import bounded
 from verl._base.record import NotNegative, Positive
 from verl.algorithms.aggregation import AggregationMode
-from verl.algorithms.baselines import GRPO
-from verl.algorithms.dapo import DAPO
+from verl.algorithms.baselines import DAPO, GRPO
 from verl.algorithms.kl import MAX_LOG_RATIO
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
 from verl.algorithms.policy import NO_CLIP, NO_DUAL_CLIP

@@ -21,8 +21,8 @@ DEFAULT_ALGORITHM = "grpo"
 
 #: Classes by name; those of this package as where they are, until one is asked for.
 _ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {name: f"verl.algorithms.{path}" for name, path in {
-    "cispo": "ratios.CISPO", "constrained_decoding": "likelihood.ConstrainedDecoding", "dapo": "dapo.DAPO",
-    "distillation": "distillation.Distillation", "dpo": "dpo.DPO", "dr_grpo": "baselines.DrGRPO",
+    "cispo": "ratios.CISPO", "constrained_decoding": "likelihood.ConstrainedDecoding", "dapo": "baselines.DAPO",
+    "distillation": "distillation.Distillation", "dpo": "pairs.DPO", "dr_grpo": "baselines.DrGRPO",
     "gmpo": "ratios.GMPO", "gpg": "baselines.GPG", "grpo": "baselines.GRPO", "grpo_passk": "baselines.GRPOPassK",
     "gspo": "ratios.GSPO", "ipo": "pairs.IPO", "kto": "kto.KTO", "opo": "baselines.OPO", "orpo": "pairs.ORPO",
     "ppo": "ppo.PPO", "reinforce_plus_plus": "baselines.ReinforcePlusPlus",
@@ -73,8 +73,8 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
     `DEFAULT_ALGORITHM`.
 
     Raises:
-        ConfigError: an unknown name or option (the nearest is named), an option's value is of the wrong type,
-            or options are given together with an instance.
+        ConfigError: an unknown name or option (the nearest is named), an option of the wrong type, or options given
+            together with an instance.
     """
     algorithm = DEFAULT_ALGORITHM if algorithm is None else algorithm
     if isinstance(algorithm, BaseAlgorithm):
@@ -83,7 +83,9 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
                 f"options {sorted(options)} were given beside a finished {type(algorithm).__name__}: set them in it"
             )
         return algorithm
-    kind: type[BaseAlgorithm] = _by_name(algorithm) if isinstance(algorithm, str) else algorithm
+    kind: Any = algorithm
+    if isinstance(kind, str):
+        kind = load_function(kind) if ".py:" in kind else _registered(kind)
     check_class(kind)
     known = {field.name for field in fields(kind) if field.init}
     for option in options:
@@ -91,7 +93,7 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
             raise ConfigError(
                 f"algorithm '{kind.name or kind.__name__}' has no option '{option}': {nearest(option, known)}"
             )
-    return kind(**options)
+    return kind(**options)  # type: ignore[no-any-return]
 
 
 def default_algorithm(batch: Batch) -> BaseAlgorithm:
@@ -110,16 +112,13 @@ def value_algorithm() -> BaseAlgorithm:
     return make_algorithm("ppo", kl_in="none", kl_target=None)
 
 
-def _by_name(name: str) -> Any:
-    """The object of a registered name, or of "FILE.py:NAME"; not checked yet."""
-    if ".py:" in name:
-        return load_function(name)
+def _registered(name: str) -> Any:
     if name not in _ALGORITHMS:
         raise ConfigError(
             f"no algorithm is called '{name}': {nearest(name, _ALGORITHMS)} (one of your own: FILE.py:CLASS)"
         )
     known = _ALGORITHMS[name]
-    if isinstance(known, str):
-        module, _, qualname = known.rpartition(".")
-        return getattr(import_module(module), qualname)
-    return known
+    if not isinstance(known, str):
+        return known
+    module, _, qualname = known.rpartition(".")
+    return getattr(import_module(module), qualname)

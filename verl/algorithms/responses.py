@@ -121,10 +121,6 @@ class Responses:
         padded[self.sequence, self.position] = values
         return padded
 
-    def unpad(self, values: Tensor) -> Tensor:
-        """`[S, L]` -> `[R]`."""
-        return values[self.sequence, self.position]
-
     def store(self, columns: Mapping[str, Tensor]) -> Batch:
         """The batch with token-aligned columns `[R]` added."""
         kinds = (self.batch.arrow(name).type for name in self.batch.columns)
