@@ -95,7 +95,7 @@ def engine_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int],
 
     def run() -> int:
         engine.load_shards((), engine.policy_version + 1)  # as after an update: no prompt is known
-        engine.stats = EngineStats()
+        vars(engine.stats).update(vars(EngineStats()))
         return sum(len(sample.tokens) for sample in generate(engine, requests))
 
     def split() -> dict[str, float]:

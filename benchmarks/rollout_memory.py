@@ -39,8 +39,8 @@ def workspace(engine: Any) -> int:
     """Bytes that generation needs beside weights and KV cache: activations of a step, its logits, and on CPU what
     oneDNN keeps for products in half precision. Processors and top-p need some more rows of logits per response."""
     packed = engine.packed
-    filled, scheduler = engine.runner.filled, engine.scheduler
-    tokens, rows = filled(scheduler.step_tokens + scheduler.max_batch), filled(scheduler.max_batch)
+    padded, scheduler = engine.runner.padded, engine.scheduler
+    tokens, rows = padded(scheduler.step_tokens + scheduler.max_batch), padded(scheduler.max_batch)
     width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
     heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
     layer = 4 * packed.hidden_size + 2 * heads + 2 * width
@@ -83,11 +83,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             engine.add(Request(f"{i}/{j}", prompt, params))
     for _ in generate(engine, []):
         pass
-    peak, stated = resident("VmHWM") - before, engine.cache.bytes + workspace(engine)
+    peak, stated = resident("VmHWM") - before, engine.cache.nbytes + workspace(engine)
     return {
         "peak_over_weights_mb": round(peak / 1e6, 1),
         "stated_mb": round(stated / 1e6, 1),
-        "kv_cache_mb": round(engine.cache.bytes / 1e6, 1),
+        "kv_cache_mb": round(engine.cache.nbytes / 1e6, 1),
         "workspace_mb": round(workspace(engine) / 1e6, 1),
         "ratio": round(peak / stated, 3),
         "preemptions": engine.stats.preemptions,
@@ -126,7 +126,7 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
             used[name] = max(used[name], engine.cache.num_blocks - engine.cache.available)
             engine.step()
         real[name] = round((resident("VmRSS") - before) / 1e6, 1)
-        block = engine.cache.bytes / engine.cache.num_blocks
+        block = engine.cache.nbytes / engine.cache.num_blocks
         del engine
     full, tail = divmod(args.prompt_tokens, BLOCK)
     # The prompt's blocks once, and of each response its own and a copy of the prompt's last one where it is not full.

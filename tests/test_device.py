@@ -270,7 +270,7 @@ def test_a_kv_cache_is_of_the_device_not_the_host(fake: Fake, tiny: Path, free: 
     fake.kind, fake.free = "cpu", free  # an accelerator on which the engine can run
     cache = EmbeddedEngine(packed, eos_token_ids=(0,), seed=0, max_batch=4096).cache
     room = (free + (3 << 20)) // 2
-    assert room - cache.bytes / cache.num_blocks < cache.bytes <= room
+    assert room - cache.nbytes / cache.num_blocks < cache.nbytes <= room
     assert peak_memory(packed.device) == 7 << 20
 
 

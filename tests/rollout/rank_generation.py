@@ -74,10 +74,10 @@ def run(kind: str, size: int, group: Any, invariant: bool = False) -> None:
     TorchEngine(packed.model, EngineOptions(), mesh=mesh, group=group, packed=packed)
     packed.measure_heads()
     engine = make(packed, invariant)
-    if not engine.leads:
+    if not engine.is_driver:
         for _ in range(2):
             engine.wake()
-            engine.follow()
+            engine.worker_loop()
             engine.sleep()
         return
     found = []
@@ -89,7 +89,7 @@ def run(kind: str, size: int, group: Any, invariant: bool = False) -> None:
     line = {
         "kind": kind + " invariant" * invariant,
         "heads": packed.num_heads,
-        "bytes": engine.cache.bytes / alone.cache.bytes,
+        "bytes": engine.cache.nbytes / alone.cache.nbytes,
         "preemptions": engine.stats.preemptions,
         "together": found,
         "alone": answers(alone),

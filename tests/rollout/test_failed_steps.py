@@ -87,7 +87,7 @@ def test_a_failure_at_any_token_changes_no_response(
                 stack.callback(packed.model.get_input_embeddings().register_forward_pre_hook(fails.count).remove)
             stack.enter_context(pytest.raises(KeyError, match="at this call"))
             while engine.unfinished:
-                if where in ("sleep", "load_shards") and fails.calls == fails_at - 1 and engine._drawn:
+                if where in ("sleep", "load_shards") and fails.calls == fails_at - 1 and engine._pending:
                     engine.sleep() if where == "sleep" else engine.load_shards([], 0)
                 engine.step()
         engine.wake()

@@ -28,7 +28,7 @@ from verl.models.lora import adapters_off
 from verl.models.packed import evaluating
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, SamplingParams, check_new
-from verl.rollout.embedded.response import Response, draw
+from verl.rollout.embedded.response import Response, sample_next
 from verl.weights.shard import Shard
 from verl.weights.shards import take_model_shards
 
@@ -124,7 +124,7 @@ class HFEngine:
         if self._batch:
             try:
                 logits = self._forward()
-                draw(self._batch, logits, self.policy_version, kernels(logits.dtype, logits.device)).take()
+                sample_next(self._batch, logits, self.policy_version, kernels(logits.dtype, logits.device)).take()
             except BaseException:
                 self._restart_batch()  # the cache is ahead of the responses
                 raise

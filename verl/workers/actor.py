@@ -211,8 +211,8 @@ class ActorWorker(TrainedWorker):
                 self._refill(weights)
                 if self._sync is not None:
                     self._sync.probe = None
-                if isinstance(engine, EmbeddedEngine) and not engine.leads:
-                    engine.follow()
+                if isinstance(engine, EmbeddedEngine) and not engine.is_driver:
+                    engine.worker_loop()
                 else:
                     yield from self._groups(engine, prompts, params, task, weights.precision)
             finally:

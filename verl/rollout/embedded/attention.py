@@ -4,7 +4,8 @@
 lie in blocks of a pool. `BatchTensors` are a step's sequences on the device; `PagedAttention` writes their new keys and
 values and attends, once a layer.
 
-Legend: T tokens of the step, N sequences, B blocks of the longest one, H query heads, K key/value heads, D head size.
+Legend: T tokens of the step, N sequences, B blocks of the longest one, P blocks of the cache of S tokens each, R tokens
+and M keys that the torch code reads at a time, H query heads, K key/value heads, G = H / K, D head size.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class BatchTensors(NamedTuple):
 
     tokens: Tensor  # [T'] int64
     positions: Tensor  # [T'] int64
-    draw_rows: Tensor  # [T'] int64
+    sampled_rows: Tensor  # [T'] int64
     slots: Tensor  # [T] or [T'] int64
     cu_seq_q: Tensor  # [N + 1] int32
     cu_seq_k: Tensor  # [N + 1] int32, sums of `seqused_k`
@@ -47,33 +48,35 @@ class BatchTensors(NamedTuple):
 
     @classmethod
     def of(cls, batch: ScheduledBatch, device: torch.device, rows: int | None = None) -> BatchTensors:
-        """`rows`: tokens with padding."""
+        """`rows`: the padded batch size, in tokens."""
         count, sequences, longest = len(batch.tokens), len(batch.ends), max(map(len, batch.blocks))
         # One array of what each token has and one of what each sequence has: two copies to the device.
         per_token = np.zeros((4, rows or count), np.int64)
         per_token[2, count:] = -1
-        per_token[:, :count] = batch.tokens, batch.positions, batch.draw_rows, batch.slots
+        per_token[:, :count] = batch.tokens, batch.positions, batch.sampled_rows, batch.slots
         sizes = (sequences + 1, sequences + 1, sequences, sequences, sequences * longest)
         per_sequence = np.zeros(sum(sizes), np.int32)
         ends_q, ends_k, used, shared, table = np.split(per_sequence, np.cumsum(sizes)[:-1])
         ends_q[1:], ends_k[1:], used[:], shared[:] = batch.ends, np.cumsum(batch.used), batch.used, batch.shared
         for row, blocks in zip(table.reshape(sequences, longest), batch.blocks, strict=True):
             row[: len(blocks)] = blocks
-        tokens, positions, draw_rows, slots = to_device(torch.from_numpy(per_token), device)
+        tokens, positions, sampled_rows, slots = to_device(torch.from_numpy(per_token), device)
         max_q = max(end - begin for begin, end in zip([0, *batch.ends], batch.ends, strict=False))
         of_sequences = to_device(torch.from_numpy(per_sequence), device)
         cu_seq_q, cu_seq_k, seqused_k, shared_, block_table = of_sequences.split(sizes)
         lists = (cu_seq_q, cu_seq_k, seqused_k, shared_, block_table.view(sequences, longest))
-        return cls(tokens, positions, draw_rows, slots[:count], *lists, max_q=max_q, max_k=max(batch.used))
+        return cls(tokens, positions, sampled_rows, slots[:count], *lists, max_q=max_q, max_k=max(batch.used))
 
-    def known_tokens(self, last_draw: Tensor) -> Tensor:
-        """The tokens `[T']`, those in flight taken from the last draw."""
-        drawn = last_draw.index_select(0, self.draw_rows.clamp(min=0))
-        return torch.where(self.draw_rows < 0, self.tokens, drawn)
+    def known_tokens(self, last_sampled: Tensor) -> Tensor:
+        """The tokens `[T']`, with tokens in flight taken from `last_sampled`."""
+        sampled = last_sampled.index_select(0, self.sampled_rows.clamp(min=0))
+        return torch.where(self.sampled_rows < 0, self.tokens, sampled)
 
 
 def copy_blocks(cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy the contents of blocks, (from, to) each, of all layers."""
+    if not pairs:
+        return
     source, to = to_device(torch.tensor(pairs).T.contiguous(), cache.device)
     for pool in (cache.keys, cache.values):
         for layer in pool:
@@ -91,37 +94,39 @@ class PagedAttention(NamedTuple):
     tensors: BatchTensors
     rows: int | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """Raises: ModelError: keys, values or queries are not of the shape that the cache was made for."""
         heads, size = self.cache.heads, self.cache.head_dim
-        shapes = [tuple(x.shape[1:]) for x in (query, key, value)]
-        if shapes[1:] != [(heads, size)] * 2 or query.shape[2] != size or query.shape[1] % heads:
+        shapes = [tuple(x.shape[1:]) for x in (q_THD, k_TKD, v_TKD)]
+        if shapes[1:] != [(heads, size)] * 2 or q_THD.shape[2] != size or q_THD.shape[1] % heads:
             raise ModelError(
                 f"layer {layer} gives its attention queries, keys and values of shapes {shapes}, the KV cache has "
                 f"{heads} heads of size {size}: generate with the 'hf' rollout engine"
             )
         tensors, kernels = self.tensors, self.cache.kernels
         count = len(tensors.slots)
-        out = torch.empty_like(query, memory_format=_DENSE)
-        out[count:] = 0
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        out_THD[count:] = 0
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if kernels is None:
-            for pool, x in ((keys, key), (values, value)):
+            for pool, x in ((keys, k_TKD), (values, v_TKD)):
                 pool.flatten(0, 1)[tensors.slots] = x[:count]
-            out[:count] = self._attend(query[:count], keys, values, scale, window)
+            out_THD[:count] = self._attend(q_THD[:count], keys, values, scale, window)
         else:
-            inputs = (query, key[:count], value[:count])
-            query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
-            kernels.write(key, value, keys, values, tensors.slots)
+            inputs = (q_THD, k_TKD[:count], v_TKD[:count])
+            q_THD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
+            kernels.write(k_TKD, v_TKD, keys, values, tensors.slots)
             lists = (tensors.cu_seq_q, tensors.seqused_k, tensors.block_table, tensors.shared)
-            kernels.varlen_attn(query, keys, values, out, *lists, window or 0, scale, heads)
-        return out
+            kernels.varlen_attn(q_THD, keys, values, out_THD, *lists, window or 0, scale, heads)
+        return out_THD
 
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """By flash attention where there is one, else by the torch code."""
-        tensors, is_grouped = self.tensors, query.shape[1] != self.cache.heads
-        kernel = flash.flash_attention(values, paged=True)
-        if self.rows is not None and kernel is not None and not flash.takes_splits(kernel, keys):
+    def _attend(self, q_THD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, scale: float, window: int | None) -> Tensor:
+        """By flash attention where it is available, else by the torch code."""
+        tensors, is_grouped = self.tensors, q_THD.shape[1] != self.cache.heads
+        kernel = flash.flash_attention(v_PSKD, paged=True)
+        if self.rows is not None and kernel is not None and not flash.takes_splits(kernel, k_PSKD):
             kernel = None
         window_size = (-1 if window is None else window - 1, 0)
         options: dict[str, int] = {}
@@ -131,16 +136,13 @@ class PagedAttention(NamedTuple):
             # One query sees all keys, causal or not, and only where it is not said to be do the query heads of a
             # group share each read. Steps whose numbers depend on nothing else in them take one kernel throughout.
             window_size = (-1, -1)
-        elif flash.takes_splits(kernel, keys):
+        elif flash.takes_splits(kernel, k_PSKD):
             options = {"num_splits": 1}  # else torch splits the keys, and writes most sequences to the wrong place
         lists = (tensors.cu_seq_q, tensors.cu_seq_k, tensors.max_q, tensors.max_k)
         pages: dict[str, Any] = {"seqused_k": tensors.seqused_k, "block_table": tensors.block_table, **options}
         return (kernel or varlen_attn)(
-            query, keys, values, *lists, scale=scale, window_size=window_size, enable_gqa=is_grouped, **pages
+            q_THD, k_PSKD, v_PSKD, *lists, scale=scale, window_size=window_size, enable_gqa=is_grouped, **pages
         )
-
-
-_DENSE = torch.contiguous_format
 
 
 def varlen_attn(
@@ -163,61 +165,62 @@ def varlen_attn(
 
     Args:
         query: `[T, H, D]`, the last tokens of each sequence.
-        key, value: the pool, `[blocks, tokens of a block, K, D]`.
+        key, value: the pool, `[P, S, K, D]`.
         cu_seq_q: `[N + 1]`, where the queries of each sequence begin and end.
         cu_seq_k: not read: `seqused_k` `[N]` says how many keys each sequence has.
         window_size: (w, 0): a token sees itself and the w before it; (-1, 0): all before it.
         block_table: `[N, B]`, the blocks of each sequence.
-        rows: compute products for so many tokens at a time, so that a token's numbers do not depend on the others.
+        rows: compute products for this many tokens at a time, so that a token's numbers do not depend on the others.
 
     Returns:
         `[T, H, D]` in the dtype of the queries; computed in fp32, or fp64 for fp64.
     """
-    device, kv_heads = query.device, key.shape[2]
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q = (query.to(exact) * (query.shape[-1] ** -0.5 if scale is None else scale)).unflatten(1, (kv_heads, -1))
+    q_THD, k_PSKD, v_PSKD = query, key, value  # as torch calls them
+    device, kv_heads, count = q_THD.device, k_PSKD.shape[2], len(q_THD)
+    exact = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
+    q_TKGD = (q_THD.to(exact) * (q_THD.shape[-1] ** -0.5 if scale is None else scale)).unflatten(1, (kv_heads, -1))
     lengths = cu_seq_q.diff()
     # The host knows how many there are: it need not wait for the lengths.
-    sequence = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=len(query))
-    position = (seqused_k - cu_seq_q[1:])[sequence] + torch.arange(len(query), device=device)
-    most = rows or max(1, _GATHER_BYTES // (2 * _KEYS * key[0, 0].numel() * exact.itemsize))
-    out = torch.empty_like(query, memory_format=_DENSE)
-    for start in range(0, len(query), most):
-        part = slice(start, min(start + most, len(query)))
-        count = part.stop - start
-        # Filled up with the part's first token: blocks of others may never have been written.
-        index = torch.arange(rows or count, device=device)
-        index = start + index.masked_fill_(index >= count, 0)
+    sequence = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=count)
+    position = (seqused_k - cu_seq_q[1:])[sequence] + torch.arange(count, device=device)
+    most = rows or max(1, _GATHER_BYTES // (2 * _KEYS * k_PSKD[0, 0].numel() * exact.itemsize))
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    for start in range(0, count, most):
+        part = slice(start, min(start + most, count))
+        size = part.stop - start
+        # Padded by the part's first token: blocks of others may never have been written.
+        index = torch.arange(rows or size, device=device)
+        index = start + index.masked_fill_(index >= size, 0)
         table = block_table[sequence[index]]
-        mixed = _attend_rows(q[index], key, value, table, position[index], window_size[0], max_k)
-        out[part] = mixed[:count].flatten(1, 2).to(query.dtype)
-    return out
+        mixed = _attend_rows(q_TKGD[index], k_PSKD, v_PSKD, table, position[index], window_size[0], max_k)
+        out_THD[part] = mixed[:size].flatten(1, 2).to(q_THD.dtype)
+    return out_THD
 
 
 def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, position: Tensor, past: int, max_k: int
+    q_RKGD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table: Tensor, position: Tensor, past: int, max_k: int
 ) -> Tensor:
-    """Of single tokens `[R, K, G, D]` at `position` `[R]`, none beyond `max_k`, with blocks `table` `[R, B]`; softmax
-    over runs of blocks."""
-    peak = query.new_full(query.shape[:3], torch.finfo(query.dtype).min)
-    total, out = torch.zeros_like(peak), torch.zeros_like(query)
-    size = key.shape[1]
+    """Attention of single tokens at `position` `[R]`, none beyond `max_k`, with blocks `table` `[R, B]`; softmax over
+    runs of blocks."""
+    peak_RKG = q_RKGD.new_full(q_RKGD.shape[:3], torch.finfo(q_RKGD.dtype).min)
+    total_RKG, out_RKGD = torch.zeros_like(peak_RKG), torch.zeros_like(q_RKGD)
+    size = k_PSKD.shape[1]
     run = max(1, _KEYS // size)
     longest = int(position.max()) + 1 if is_host(position.device) else max_k
     for first in range(0, blocks_for(longest, size), run):
         chosen = table[:, first : first + run]
         chosen = torch.nn.functional.pad(chosen, (0, run - chosen.shape[1]))
-        k, v = (pool[chosen].flatten(1, 2).to(query.dtype).transpose(1, 2) for pool in (key, value))  # [R, K, keys, D]
-        key_positions = first * size + torch.arange(run * size, device=query.device)
+        k_RKMD, v_RKMD = (x[chosen].flatten(1, 2).to(q_RKGD.dtype).transpose(1, 2) for x in (k_PSKD, v_PSKD))
+        key_positions = first * size + torch.arange(run * size, device=q_RKGD.device)
         seen = key_positions <= position[:, None]
         if past >= 0:
             seen &= key_positions >= position[:, None] - past
         # What a token does not see may hold anything, and 0 x NaN is NaN.
         hidden = ~seen[:, None, :, None]
-        scores = (query @ k.masked_fill(hidden, 0).mT).masked_fill(hidden.mT, -torch.inf)
-        new_peak = torch.maximum(peak, scores.amax(-1))
-        weights, kept = (scores - new_peak[..., None]).exp(), (peak - new_peak).exp()
-        total = total * kept + weights.sum(-1)
-        out = out * kept[..., None] + weights @ v.masked_fill(hidden, 0)
-        peak = new_peak
-    return out / total[..., None]
+        scores_RKGM = (q_RKGD @ k_RKMD.masked_fill(hidden, 0).mT).masked_fill(hidden.mT, -torch.inf)
+        new_peak = torch.maximum(peak_RKG, scores_RKGM.amax(-1))
+        weights_RKGM, kept_RKG = (scores_RKGM - new_peak[..., None]).exp(), (peak_RKG - new_peak).exp()
+        total_RKG = total_RKG * kept_RKG + weights_RKGM.sum(-1)
+        out_RKGD = out_RKGD * kept_RKG[..., None] + weights_RKGM @ v_RKMD.masked_fill(hidden, 0)
+        peak_RKG = new_peak
+    return out_RKGD / total_RKG[..., None]

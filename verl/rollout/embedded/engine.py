@@ -1,11 +1,11 @@
 """The embedded engine: generation on the trained tensors themselves, in the trainer's process.
 
-A step is three calls: `Scheduler.schedule` decides what to compute, `ModelRunner.run` computes it and draws the next
-tokens, `PendingTokens.take` reads them and appends them to their responses. What is recomputed after a preemption gets
-the same random numbers, and so the same tokens.
+A step is three calls: `Scheduler.schedule` decides what to compute, `ModelRunner.run` computes it and samples the next
+tokens, `PendingTokens.take` reads them and appends them to their responses. A preempted response gets the same random
+numbers again, and so the same tokens.
 
 On an accelerator a step is launched before the tokens of the one before are read (`look_ahead`), so that the device
-does not wait for the host. Of a response whose end is found that way one more token was computed, which is dropped.
+does not wait for the host. A response whose end is found that way has one token too many, which is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.kv_cache import KVCache, block_tokens, blocks_for
 from verl.rollout.embedded.response import PendingTokens, Response
 from verl.rollout.embedded.runner import ModelRunner
-from verl.rollout.embedded.scheduler import EngineStats, ResponseState, Scheduler
+from verl.rollout.embedded.scheduler import EngineStats, Scheduler
 from verl.weights.shard import Shard, local_part
 from verl.weights.shards import take_model_shards
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class EmbeddedEngine:
     """Continuous batching over a `PackedModel`. See `RolloutEngine` for the methods.
 
-    Ranks that share the model by tensor parallelism all make an engine of equal arguments. The first of them is given
-    the requests, and the others `follow` it.
+    Ranks that share the model by tensor parallelism all make an engine of equal arguments. The first, the driver, is
+    given the requests, and the others run its `worker_loop`.
 
     Args:
         packed: the model; its weights are read where they are, never copied.
@@ -46,7 +46,7 @@ class EmbeddedEngine:
         tokenizer: for stop strings, guards and grammars.
         max_batch: responses that run at a time.
         kv_memory: bytes of the KV cache; None: as much as `max_batch` responses of `max_length` need, half of the
-            free memory at most. Without the CPU's kernels there is one block more, which padding is written to.
+            free memory at most. Without the CPU's kernels one more block is allocated, which padding is written to.
         max_length: prompt and response together; None: what the model allows.
         step_tokens: prompt tokens computed in one step, besides one token of each running response.
         batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same beside any
@@ -83,9 +83,7 @@ class EmbeddedEngine:
             raise ModelError(f"{type(packed.model).__name__} has no {lack}: generate with the 'hf' rollout engine")
         if max_batch < 1 or step_tokens < 1:
             raise ConfigError(f"rollout: max_batch ({max_batch}) and step_tokens ({step_tokens}) must be positive")
-        self.packed = packed
-        self.seed = seed
-        self.tokenizer = tokenizer
+        self.packed, self.tokenizer, self.seed = packed, tokenizer, seed
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_length = _max_length(packed, max_length)
         on_device = not is_host(packed.device)
@@ -97,24 +95,25 @@ class EmbeddedEngine:
         self.stats = EngineStats()
         self.cache = _make_cache(packed, kv_memory, max_batch, self.max_length, compiled)
         self.scheduler = Scheduler(
-            self.cache, max_batch=max_batch, step_tokens=step_tokens, keep_responses=not batch_invariant
+            self.cache, self.stats, max_batch=max_batch, step_tokens=step_tokens, cache_responses=not batch_invariant
         )
         self.runner = ModelRunner(
             packed,
             self.cache,
+            self.stats,
             max_batch=max_batch,
             max_length=self.max_length,
             batch_invariant=batch_invariant,
             compiled=compiled,
             look_ahead=self.look_ahead,
         )
-        #: Whether this rank is given requests.
-        self.leads = self.runner.leads
+        #: Whether this rank is given requests; the others run `worker_loop`.
+        self.is_driver = self.runner.is_driver
         self._model_state: list[tuple[int, int]] = []
-        #: What the last step drew, while it is in flight.
-        self._drawn: list[PendingTokens] = []
-        self._by_id: dict[str, ResponseState] = {}
-        self._finished: list[ResponseState] = []
+        #: Tokens of the last step, while they are in flight.
+        self._pending: list[PendingTokens] = []
+        self._by_id: dict[str, Response] = {}
+        self._finished: list[Response] = []
 
     @property
     def unfinished(self) -> int:
@@ -136,18 +135,17 @@ class EmbeddedEngine:
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
         )
-        response_tokens = len(response.prompt) % self.cache.block + response.max_new_tokens
-        size = self.cache.block
-        needed = blocks_for(len(response.prompt), size) + blocks_for(response_tokens, size)
+        prompt, size = len(response.prompt), self.cache.block
+        needed = blocks_for(prompt, size) + blocks_for(prompt % size + response.max_new_tokens, size)
         if needed > self.cache.num_blocks:
             raise RolloutError(
-                f"request '{request.id}' may need {needed * self.cache.block} tokens of KV cache, there is room for "
+                f"request '{request.id}' may need {needed * size} tokens of KV cache, there is room for "
                 f"{self.cache.tokens}: give the rollout more memory or shorten prompts or responses"
             )
         if not self._by_id:
             self._look_at_model()
-        state = self._by_id[request.id] = ResponseState(response, self.cache.block)
-        (self.scheduler.waiting if response.finish is None else self._finished).append(state)
+        self._by_id[request.id] = response
+        (self.scheduler.waiting if response.finish is None else self._finished).append(response)
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
@@ -158,39 +156,37 @@ class EmbeddedEngine:
         """
         if self.cache.asleep and self.scheduler.waiting:
             raise RolloutError("the rollout engine sleeps while requests wait: call wake() first")
-        # Ahead, the tokens of the step before are unread while the next one is planned. A grammar's mask, or a caller's
-        # edit of the logits, is made of these tokens: where a response has one, they are read first, and nothing
-        # overlaps.
+        # Looking ahead, the tokens of the step before are unread while the next one is planned. A grammar's mask, or a
+        # caller's edit of the logits, is made of these tokens: where a response has one, they are read first, and
+        # nothing overlaps.
         try:
-            running = [state.response for state in self.scheduler.running]
-            if any(response.processors or response.mask is not None for response in running):
-                self._take(self._drawn)
-            batch = self.scheduler.schedule(self.stats)
-            before, self._drawn = self._drawn, self.runner.run(batch, self.policy_version, self.stats)
-            # Ahead, a step is on the device by now while the tokens of the one before are read here.
+            if any(response.edits_by_tokens for response in self.scheduler.running):
+                self._take(self._pending)
+            batch = self.scheduler.schedule()
+            before, self._pending = self._pending, self.runner.run(batch, self.policy_version)
+            # Looking ahead, a step is on the device by now while the tokens of the one before are read here.
             self._take(before)
             if not self.look_ahead:
-                self._take(self._drawn)
+                self._take(self._pending)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.
-            self._put_all_back()
+            self._preempt_all()
             self.cache.clear()
             raise
         done, self._finished = self._finished, []
-        for state in done:
-            del self._by_id[state.response.id]
+        for response in done:
+            del self._by_id[response.id]
         if not self._by_id:
-            self._drawn = []
-        return [state.response.sample(self.policy_version) for state in done]
+            self._pending = []
+        return [response.sample(self.policy_version) for response in done]
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns them. Ids of no request are ignored."""
         for name in ids:
-            state = self._by_id.get(name)
-            if state is None or state.response.finish is not None:
-                continue
-            state.response.finish = "abort"
-            self._end(state)
+            response = self._by_id.get(name)
+            if response is not None and response.finish is None:
+                response.finish = "abort"
+                self._end(response)
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
         """Take new weights in place; nothing is copied for tensors that are the model's own.
@@ -207,16 +203,16 @@ class EmbeddedEngine:
         self.policy_version = version
 
     def sleep(self) -> None:
-        """Free the memory of the KV cache; unfinished requests are kept. Ranks that follow this one go on."""
+        """Free the memory of the KV cache; unfinished requests are kept. The worker loops of other ranks end."""
         try:
             self._pause()
         finally:
             self.cache.release()
             self.runner.end()
 
-    def follow(self) -> None:
-        """Compute what the rank that leads decides, until it sleeps."""
-        self.runner.follow()
+    def worker_loop(self) -> None:
+        """Compute what the driver commands, until it sleeps."""
+        self.runner.worker_loop()
 
     def wake(self) -> None:
         """Allocate the KV cache again after `sleep`."""
@@ -243,36 +239,36 @@ class EmbeddedEngine:
             self.cache.clear()
         self.runner.look_at_model()
 
-    def _take(self, drawn: list[PendingTokens]) -> None:
-        """Add what was drawn to its responses, and free the blocks of those that have ended."""
+    def _take(self, taken: list[PendingTokens]) -> None:
+        """Add sampled tokens to their responses, and free the blocks of those that have ended."""
         started = time.perf_counter()
-        for pending in drawn:
+        for pending in taken:
             going_on = [response for response in pending.responses if response.finish is None]
             try:
                 pending.take()
             finally:
                 for response in going_on:
                     if response.finish is not None:
-                        self._end(self._by_id[response.id])
+                        self._end(response)
             self.stats.generated_tokens += len(going_on)
-        if drawn is self._drawn:
-            self._drawn = []
+        if taken is self._pending:
+            self._pending = []
         self.stats.sampling_seconds += time.perf_counter() - started
 
-    def _end(self, state: ResponseState) -> None:
-        self.scheduler.end(state)
-        self._finished.append(state)
+    def _end(self, response: Response) -> None:
+        self.scheduler.end(response)
+        self._finished.append(response)
 
     def _pause(self) -> None:
-        """Read what is in flight, and let all responses wait; where that fails, what was not read is drawn again."""
+        """Read what is in flight, and preempt all responses; where that fails, unread tokens are sampled again."""
         try:
-            self._take(self._drawn)
+            self._take(self._pending)
         finally:
-            self._put_all_back()
+            self._preempt_all()
 
-    def _put_all_back(self) -> None:
-        self._drawn = []
-        self.scheduler.put_all_back()
+    def _preempt_all(self) -> None:
+        self._pending = []
+        self.scheduler.preempt_all()
 
 
 def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_length: int, compiled: bool) -> KVCache:

@@ -2,9 +2,9 @@
 
 A block holds some tokens of all layers; how many is up to the device. Blocks are reference-counted: samples of a prompt
 share its blocks, prompts share the blocks of a common prefix. A full prompt block without users stays cached under the
-hash of all tokens up to its end, until its memory is needed (least recently used first) or the weights change. So does
-what belongs to a turn of an episode, its response too, and there a block that is filled in part, or of which a prompt
-has only the beginning, is shared by a copy (`keep`, `longest_rows`).
+hash of all tokens up to its end, until its memory is needed (least recently used first) or the weights change. Blocks
+of a turn of an episode stay too, its response and partial blocks included: a prompt that begins with a part of such a
+block copies it (the partial-block prefix cache: `cache_prefix`, `longest_partial`).
 
 In general a layer is a pool of blocks `[N, B, K, D]`, as `torch.nn.attention.varlen.varlen_attn` reads it. For the
 CPU kernels keys are transposed within a block, so that products with keys and with values read memory in order. In
@@ -20,9 +20,11 @@ import hashlib
 import math
 import mmap
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
+from operator import and_, eq
 
 import torch
 from torch import Tensor
@@ -33,7 +35,6 @@ from verl.kernels.compiled import kernels
 BLOCK = 32  # tokens of a block on CPU, as in paged_attention.cpp
 _FLASH_BLOCK = 256  # what flash attention reads
 _WIDTH = 16  # as in paged_attention.cpp
-Digest = bytes  # in the class `bytes` is a property
 
 
 def block_tokens(device: torch.device) -> int:
@@ -78,14 +79,10 @@ class KVCache:
         compiled: bool = True,
         block: int = BLOCK,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks = self.spare = num_blocks
         self.block = block
-        self.spare = num_blocks
-        self._layers = num_layers
-        self.heads = num_heads
-        self.head_dim = head_dim
-        self.dtype = dtype
-        self.device = device
+        self._layers, self.heads, self.head_dim = num_layers, num_heads, head_dim
+        self.dtype, self.device = dtype, device
         self.kernels = kernels(dtype, device) if compiled else None
         self.clear()
         self.allocate()
@@ -101,7 +98,7 @@ class KVCache:
         return self.num_blocks * self.block
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory of the blocks while awake."""
         return self.num_blocks * self.block_bytes(self._layers, self.heads, self.head_dim, self.dtype, self.block)
 
@@ -111,14 +108,14 @@ class KVCache:
         Raises:
             RolloutError: there is not so much.
         """
-        blocks: list[tuple[int, ...]] = [(self.block, self.heads, self.head_dim)] * 2
+        shapes: list[tuple[int, ...]] = [(self.block, self.heads, self.head_dim)] * 2
         if self.kernels is not None:
-            blocks = [(self.heads, *block) for block in _block_shapes(self.head_dim, self.dtype, self.block)]
+            shapes = [(self.heads, *shape) for shape in _block_shapes(self.head_dim, self.dtype, self.block)]
         try:
-            self.keys, self.values = map(self._empty, blocks)
+            self.keys, self.values = map(self._empty, shapes)
         except (OSError, RuntimeError) as error:  # of mmap, of torch
             raise RolloutError(
-                f"a KV cache of {self.bytes / 1e9:.3g} GB cannot be allocated on {self.device} ({error}): lower "
+                f"a KV cache of {self.nbytes / 1e9:.3g} GB cannot be allocated on {self.device} ({error}): lower "
                 "rollout.kv_cache_gb"
             ) from error
         self.asleep = False
@@ -144,12 +141,13 @@ class KVCache:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._users = [0] * self.num_blocks
         self.filled = [False] * self.num_blocks
-        self._by_hash: dict[Digest, int] = {}
-        self._hash_of: dict[int, Digest] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        # Of kept blocks the digest of what stands before, and the tokens of their rows; and all blocks by that digest.
-        self._rows: dict[int, tuple[Digest, tuple[int, ...]]] = {}
-        self._behind: dict[Digest, list[int]] = {}
+        self._by_hash: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks without users, least recently used first
+        # The partial-block prefix cache: a block's tokens with the digest of all tokens before them, and the blocks of
+        # each such digest.
+        self._partial: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self._after: defaultdict[bytes, list[int]] = defaultdict(list)
 
     @property
     def available(self) -> int:
@@ -186,14 +184,14 @@ class KVCache:
                 self._hash_of[block] = digest
         return shared + fresh
 
-    def keep(
-        self, tokens: Sequence[int], blocks: Sequence[int], digests: Sequence[Digest], start: int, end: int
+    def cache_prefix(
+        self, tokens: Sequence[int], blocks: Sequence[int], digests: Sequence[bytes], start: int, end: int
     ) -> None:
-        """Keep what a sequence's blocks hold of its tokens `start` to `end`, where all tokens before are there too, for
-        prompts that begin so.
+        """Cache a sequence's tokens `start` to `end` for prompts that begin with them, the last partial block too.
 
         Args:
-            digests: `prefix_digests` of the tokens.
+            tokens: of the sequence, from its beginning.
+            digests: their `prefix_digests`.
         """
         for index in range(start // self.block, blocks_for(end, self.block)):
             block, rows = blocks[index], tuple(tokens[index * self.block : min(end, (index + 1) * self.block)])
@@ -201,17 +199,20 @@ class KVCache:
                 if self._by_hash.setdefault(digests[index + 1], block) != block:
                     continue
                 self._hash_of[block], self.filled[block] = digests[index + 1], True
-            if block not in self._rows:
-                self._behind.setdefault(digests[index], []).append(block)
-            elif len(rows) < len(self._rows[block][1]):
+            if block not in self._partial:
+                self._after[digests[index]].append(block)
+            elif len(rows) < len(self._partial[block][1]):
                 continue
-            self._rows[block] = digests[index], rows
+            self._partial[block] = digests[index], rows
 
-    def longest_rows(self, digest: Digest, tokens: Sequence[int]) -> tuple[int, int]:
-        """`(block, rows)`: of the kept blocks behind this beginning, one that begins with the most of these tokens, and
-        with how many."""
-        counts = ((block, _common(self._rows[block][1], tokens)) for block in self._behind.get(digest, ()))
-        return max(counts, key=lambda each: each[1], default=(0, 0))
+    def longest_partial(self, digest: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """`(block, rows)`: the cached block after this prefix that begins with the most of these tokens, and how many
+        they are."""
+        best = (0, 0)
+        for block in self._after.get(digest, ()):
+            rows = sum(accumulate(map(eq, self._partial[block][1], tokens), and_))
+            best = max(best, (block, rows), key=lambda each: each[1])
+        return best
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Remove one user of these blocks."""
@@ -223,7 +224,7 @@ class KVCache:
                 raise RolloutError(f"KV block {block} was given back twice")
             if self._users[block]:
                 continue
-            if block in self._rows or (self.filled[block] and block in self._hash_of):
+            if block in self._partial or (self.filled[block] and block in self._hash_of):
                 self._idle[block] = None
             else:
                 self._forget(block)
@@ -240,17 +241,16 @@ class KVCache:
         return block
 
     def _forget(self, block: int) -> None:
-        digest = self._hash_of.pop(block, None)
-        if digest is not None:
-            del self._by_hash[digest]
-        before, _ = self._rows.pop(block, (None, ()))
-        if before is not None:
-            self._behind[before].remove(block)
-            if not self._behind[before]:
-                del self._behind[before]
+        if block in self._hash_of:
+            del self._by_hash[self._hash_of.pop(block)]
+        if block in self._partial:
+            prefix, _ = self._partial.pop(block)
+            self._after[prefix].remove(block)
+            if not self._after[prefix]:
+                del self._after[prefix]
 
 
-def prefix_digests(tokens: Sequence[int], size: int) -> list[Digest]:
+def prefix_digests(tokens: Sequence[int], size: int) -> list[bytes]:
     """For each number of full blocks, from none on, the hash of all tokens in them."""
     running = hashlib.blake2b(digest_size=16)
     digests = [running.digest()]
@@ -258,9 +258,3 @@ def prefix_digests(tokens: Sequence[int], size: int) -> list[Digest]:
         running.update(array("q", tokens[start : start + size]).tobytes())
         digests.append(running.digest())
     return digests
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -27,12 +28,34 @@ if TYPE_CHECKING:
     from verl.rollout.hooks import Guard
 
 
+@dataclass(eq=False)
+class PromptState:
+    """A prompt with running responses, which share its blocks.
+
+    Attributes:
+        computed: number of its leading tokens whose keys and values are in the cache after the steps scheduled so far.
+        hidden: `[d]`, the final state of its last token, once that is computed.
+        digests: `prefix_digests` of a turn's prompt, which is cached for later ones; else empty.
+    """
+
+    tokens: Sequence[int]
+    blocks: list[int]
+    digests: list[bytes]
+    computed: int = 0
+    hidden: Tensor | None = None
+    running: list[Response] = field(default_factory=list)
+
+
 class Response:
     """The tokens of a request so far.
 
     Attributes:
-        in_flight: tokens that are drawn and not read yet.
-        is_turn, top: see `Request`.
+        in_flight: tokens that are sampled and not read by the host yet.
+        prompt_state: None while it waits.
+        blocks: of the KV cache, its own.
+        computed: number of its leading tokens whose keys and values are in the cache after the steps scheduled so far;
+            a token in flight counts.
+        row: its row in the last sampled tokens.
 
     Raises:
         RolloutError: the request is invalid.
@@ -48,51 +71,43 @@ class Response:
         eos_token_ids: Sequence[int],
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        self.id = request.id
-        self.params = request.params
-        self.prompt = list(request.prompt_tokens)
+        self.request, self.id, self.params, self.prompt = request, request.id, request.params, request.prompt_tokens
+        guard, grammar, params, name = request.guard, request.grammar, request.params, f"request '{request.id}'"
         check_prompt(request.id, self.prompt, vocab_size, max_length)
-        self.max_new_tokens = min(self.params.max_new_tokens, max_length - len(self.prompt))
-        ends = () if self.params.ignore_eos else eos_token_ids
-        stops = [*self.params.stop_token_ids]
-        if tokenizer is not None and self.params.stop:
-            written = (special_token(tokenizer, stop) for stop in self.params.stop)
-            stops += [token for token in written if token is not None]
-        self.end_tokens = frozenset(t for t in (*ends, *stops) if 0 <= t < vocab_size)
-        if len(self.end_tokens) == vocab_size and self.params.min_new_tokens:
-            raise RolloutError(
-                f"request '{request.id}': every token of the vocabulary ends the response, so it cannot have "
-                f"min_new_tokens={self.params.min_new_tokens}"
-            )
+        self.prompt_key = tuple(self.prompt)
+        self.max_new_tokens = min(params.max_new_tokens, max_length - len(self.prompt))
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         self.watch: StopWatch | None = None
-        if tokenizer is None and (self.params.stop or request.guard is not None or request.grammar is not None):
-            raise RolloutError(
-                f"request '{request.id}' has stop strings, a guard or a grammar; the engine was given no tokenizer"
-            )
-        if tokenizer is not None and (self.params.stop or request.guard is not None):
-            decode = ResponseText(tokenizer, eos_token_ids)
-            self.watch = StopWatch(decode, self.params.stop, self.params.min_new_tokens)
-        if request.guard is not None and request.guard.every < 1:
-            raise RolloutError(
-                f"request '{request.id}': its guard checks every {request.guard.every} tokens, it must be at least 1"
-            )
-        self.processors = request.processors
         self.mask: GrammarMask | None = None
-        if request.grammar is not None and tokenizer is not None:
-            self.mask = request.grammar.mask(tokenizer, vocab_size, self.end_tokens)
-        self.guard = request.guard
-        self.on_token, self.is_turn, self.top = request.on_token, request.is_turn, request.top_log_probs
+        if tokenizer is not None:
+            ends |= {token for stop in params.stop if (token := special_token(tokenizer, stop)) is not None}
+            if params.stop or guard is not None:
+                self.watch = StopWatch(ResponseText(tokenizer, eos_token_ids), params.stop, params.min_new_tokens)
+        elif params.stop or guard is not None or grammar is not None:
+            raise RolloutError(f"{name} has stop strings, a guard or a grammar; the engine was given no tokenizer")
+        self.end_tokens = frozenset(token for token in ends if 0 <= token < vocab_size)
+        if len(self.end_tokens) == vocab_size and params.min_new_tokens:
+            raise RolloutError(
+                f"{name}: every token of the vocabulary ends the response, so it cannot have "
+                f"min_new_tokens={params.min_new_tokens}"
+            )
+        if guard is not None and guard.every < 1:
+            raise RolloutError(f"{name}: its guard checks every {guard.every} tokens, it must be at least 1")
+        if grammar is not None and tokenizer is not None:
+            self.mask = grammar.mask(tokenizer, vocab_size, self.end_tokens)
         self.stream = stream_key(seed, request.id)
         self.tokens: list[int] = []
-        self.in_flight = 0
         self.log_probs: list[float] = []
         self.top_log_probs: list[list[tuple[int, float]]] = []
         self.policy_version = 0
         self.finish: Finish | None = None if self.max_new_tokens else "length"
+        self.in_flight = self.computed = self.row = 0
+        self.prompt_state: PromptState | None = None
+        self.blocks: list[int] = []
 
     @property
-    def drawn(self) -> int:
-        """Tokens that are drawn, those in flight included."""
+    def sampled(self) -> int:
+        """Tokens that are sampled, those in flight included."""
         return len(self.tokens) + self.in_flight
 
     def append(self, token: int, log_prob: float, policy_version: int) -> None:
@@ -101,8 +116,8 @@ class Response:
             self.policy_version = policy_version
         self.tokens.append(token)
         self.log_probs.append(log_prob)
-        if self.on_token is not None:
-            self.on_token(token)
+        if self.request.on_token is not None:
+            self.request.on_token(token)
         ended = token in self.end_tokens
         last = ended or len(self.tokens) >= self.max_new_tokens
         stopped = self.watch is not None and bool(self.params.stop) and self.watch.saw_stop(self.tokens, final=last)
@@ -119,10 +134,13 @@ class Response:
         return "stop" if self.mask is None else "length"
 
     @property
-    def edited(self) -> bool:
-        """Whether the logits must be edited before its next token is sampled."""
-        bans = bool(self.end_tokens) and self.drawn < self.params.min_new_tokens
-        return bool(self.processors) or self.mask is not None or bans
+    def bans_ends(self) -> bool:
+        return bool(self.end_tokens) and self.sampled < self.params.min_new_tokens
+
+    @property
+    def edits_by_tokens(self) -> bool:
+        """Whether what edits its logits reads its tokens, so that none may be in flight."""
+        return bool(self.request.processors) or self.mask is not None
 
     def edit(self, logits: Tensor) -> Tensor:
         """The logits `[V]` to sample the next token from; the given ones are overwritten.
@@ -130,24 +148,17 @@ class Response:
         Raises:
             RolloutError: a processor returns logits of another shape.
         """
-        shape = logits.shape
-        for processor in self.processors:
+        shape = tuple(logits.shape)
+        for processor in self.request.processors:
             logits = processor(self.tokens, logits)
-            got = tuple(getattr(logits, "shape", ()))
-            if got != tuple(shape):
-                raise RolloutError(f"a logits processor of sample '{self.id}' must return {tuple(shape)}, gave {got}")
+            if (got := tuple(getattr(logits, "shape", ()))) != shape:
+                raise RolloutError(f"a logits processor of sample '{self.id}' must return {shape}, gave {got}")
         if self.mask is not None:
             logits = self.mask(self.tokens, logits)
-        if self.end_tokens and self.drawn < self.params.min_new_tokens:
+        if self.bans_ends:
             ends = to_device(torch.tensor(sorted(self.end_tokens)), logits.device)
             logits.index_fill_(0, ends, -torch.inf)
         return logits
-
-    def likeliest(self, token: int, log_prob: float, logits: Tensor) -> list[tuple[int, float]]:
-        """The `top` likeliest tokens of these logits `[V]` and their log-probs, given a token and its log-prob."""
-        values, tokens = logits.double().topk(min(self.top, len(logits)))
-        log_probs = log_prob + (values - logits[token].double()) / (self.params.temperature or 1.0)
-        return list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
 
     def text(self) -> str | None:
         """The text so far, for stop strings or a guard."""
@@ -160,7 +171,7 @@ class Response:
         return Sample(self.id, self.tokens, self.log_probs, end, version, self.text(), top_log_probs=tops)
 
 
-def draw(
+def sample_next(
     responses: Sequence[Response], logits: Tensor, policy_version: int, kernels: Kernels | None = None
 ) -> PendingTokens:
     """Sample the next token of each response from its row of `logits` `[N, V]`, which may be overwritten. Rows beyond
@@ -172,28 +183,28 @@ def draw(
     Raises:
         RolloutError: a processor returns something invalid.
     """
-    edits = {row: response.edit for row, response in enumerate(responses) if response.edited}
-    tops = {row: logits[row].clone() for row, response in enumerate(responses) if response.top}
-    params, numbers = draws_of(responses, len(logits))
+    edits = {row: r.edit for row, r in enumerate(responses) if r.edits_by_tokens or r.bans_ends}
+    tops = {row: logits[row].clone() for row, response in enumerate(responses) if response.request.top_log_probs}
+    params, numbers = sampling_inputs(responses, len(logits))
     table = SamplingTable.of(params, edits, logits.device)
-    drawn = sample(logits, to_device(torch.from_numpy(numbers), logits.device), table, kernels)
-    return PendingTokens(responses, *drawn, policy_version, logits.dtype, edits, tops)
+    sampled = sample(logits, to_device(torch.from_numpy(numbers), logits.device), table, kernels)
+    return PendingTokens(responses, *sampled, policy_version, logits.dtype, edits, tops)
 
 
-def draws_of(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
-    """How the next tokens are drawn: parameters, and uniform numbers `[N]`; filled up to `rows`."""
+def sampling_inputs(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
+    """Parameters and uniform numbers `[N]` of the responses' next tokens, padded to `rows`."""
     numbers = np.zeros(rows)
-    numbers[: len(responses)] = uniforms([r.stream for r in responses], [r.drawn for r in responses])
-    filling = [responses[0].params] * (rows - len(responses))
-    return [*(r.params for r in responses), *filling], numbers
+    numbers[: len(responses)] = uniforms([r.stream for r in responses], [r.sampled for r in responses])
+    padding = [responses[0].params] * (rows - len(responses))
+    return [*(r.params for r in responses), *padding], numbers
 
 
 class PendingTokens:
-    """Tokens that were drawn for responses and that the host has not read: tokens in flight.
+    """Sampled tokens that the host has not read: tokens in flight.
 
     Attributes:
         responses: those that they are for.
-        tokens: `[N]` int64, where they were drawn; rows beyond the responses are padding.
+        tokens: `[N]` int64, on the device; rows beyond the responses are padding.
     """
 
     def __init__(
@@ -206,7 +217,7 @@ class PendingTokens:
         edited: Container[int] = (),
         tops: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        self.responses, self.tokens, self.log_probs = responses, tokens, log_probs
+        self.responses, self.tokens = responses, tokens
         self._copy = HostCopy(tokens, log_probs)
         self._version, self._dtype = policy_version, dtype
         self._edited, self._tops = edited, tops
@@ -219,26 +230,35 @@ class PendingTokens:
         Raises:
             RolloutError: logits were not finite, or a processor or guard returned something invalid.
         """
-        going_on = []
-        for row, (response, token, log_prob) in enumerate(zip(self.responses, *self._copy.read(), strict=False)):
+        columns = self._copy.read()
+        for response in self.responses:
             response.in_flight -= 1
-            if response.finish is None:
-                going_on.append((row, response, int(token), log_prob))
-        for row, response, _, log_prob in going_on:
+        rows = [
+            (*each, row) for row, each in enumerate(zip(self.responses, *columns, strict=False)) if not each[0].finish
+        ]
+        for response, _, log_prob, row in rows:
             if not (math.isfinite(log_prob) or (log_prob == -math.inf and row in self._edited)):
                 raise RolloutError(
                     f"the logits of sample '{response.id}' at token {len(response.tokens)} are not finite: "
                     f"the weights of policy version {self._version} are broken, or overflow in {self._dtype}"
-                    + (", or a logits processor gave NaN or plus infinity" if response.processors else "")
+                    + (", or a logits processor gave NaN or plus infinity" if response.request.processors else "")
                 )
-        for row, response, token, log_prob in going_on:
+        for response, token, log_prob, row in rows:
             if log_prob == -math.inf:
                 response.finish = "reject"
                 continue
             if row in self._tops:
-                response.top_log_probs.append(response.likeliest(token, log_prob, self._tops[row]))
-            response.append(token, log_prob, self._version)
-        _check_guards([response for _, response, *_ in going_on])
+                tops = _top_log_probs(response, int(token), log_prob, self._tops[row])
+                response.top_log_probs.append(tops)
+            response.append(int(token), log_prob, self._version)
+        _check_guards([response for response, *_ in rows])
+
+
+def _top_log_probs(response: Response, token: int, log_prob: float, logits: Tensor) -> list[tuple[int, float]]:
+    """The likeliest tokens of these logits `[V]` and their log-probs, given a token and its log-prob."""
+    values, tokens = logits.double().topk(min(response.request.top_log_probs, len(logits)))
+    log_probs = log_prob + (values - logits[token].double()) / (response.params.temperature or 1.0)
+    return list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
 
 
 def _check_guards(responses: Sequence[Response]) -> None:
@@ -249,7 +269,7 @@ def _check_guards(responses: Sequence[Response]) -> None:
     """
     due: dict[int, tuple[Guard, list[Response]]] = {}
     for response in responses:
-        guard = response.guard
+        guard = response.request.guard
         if guard is not None and (response.finish is not None or len(response.tokens) % guard.every == 0):
             due.setdefault(id(guard), (guard, []))[1].append(response)
     for guard, asked in due.values():
@@ -263,7 +283,7 @@ def _check_guards(responses: Sequence[Response]) -> None:
                 response.finish = verdict if verdict == "reject" else response.cut
 
 
-def check_prompt(name: str, prompt: list[int], vocab_size: int, max_length: int) -> None:
+def check_prompt(name: str, prompt: Sequence[int], vocab_size: int, max_length: int) -> None:
     """Raises RolloutError for a prompt that no engine can continue."""
     if not prompt:
         raise RolloutError(f"request '{name}': the prompt is empty; begin it with the tokenizer's first token at least")

@@ -1,22 +1,23 @@
-"""The model's side of a step: `ModelRunner.run` computes a `ScheduledBatch` and draws the next tokens.
+"""The model's side of a step: `ModelRunner.run` computes a `ScheduledBatch` and samples the next tokens.
 
-It returns `PendingTokens`: drawn, and in flight until the engine reads them (`PendingTokens.take`, `Response.append`).
-It reads them at once; or, where it looks ahead, after it has launched the next step, which finds them in `last_draw` on
-the device. Blocks of the cache are the scheduler's affair: the batch says which.
+It returns `PendingTokens`, which are in flight until the engine reads them (`PendingTokens.take`): at once; or, where
+the engine looks ahead, after it has launched the next step, which finds them in `last_sampled` on the device.
 
-By tensor parallelism ranks compute one forward together, each with its heads and its part of the KV cache. One of them,
-the first, has the requests: it decides what is computed, samples, and sends the others what they need to follow it. So
-order, admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck. If it
-fails in a forward, it raises at once and orders nothing more: the others wait in that forward until the job ends them.
+With tensor parallelism ranks compute one forward together, each with its heads and its part of the KV cache. The first
+is the driver: it has the requests, schedules, samples, and sends commands to the workers, which run `worker_loop`. So
+admission, preemption, aborts, episodes and guards are decided once, and nothing has to be equal by luck. If the driver
+fails in a forward, it raises at once and sends no more commands: the workers wait in that forward until the job ends
+them.
 
 Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +30,8 @@ from verl.kernels.compiled import kernels
 from verl.models.packed import PackedModel, evaluating
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks
 from verl.rollout.embedded.kv_cache import KVCache
-from verl.rollout.embedded.response import PendingTokens, draw
-from verl.rollout.embedded.scheduler import EngineStats, ResponseState, ScheduledBatch
+from verl.rollout.embedded.response import PendingTokens, Response, sample_next
+from verl.rollout.embedded.scheduler import EngineStats, ScheduledBatch
 
 if TYPE_CHECKING:
     from verl.rollout.embedded.decode import Decoder
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _ROWS, _SIZES = 8, 16
 #: With `batch_invariant` every product has this many rows.
 FIXED_ROWS = 64
-# What the first rank orders: nothing more, the hidden states of a batch, the logits of some states.
+# The driver's commands: end the worker loop, compute the hidden states of a batch, compute the logits of some states.
 _END, _HIDDEN, _LOGITS = range(3)
 
 
@@ -56,8 +57,8 @@ class ModelRunner:
         look_ahead: a step is run before the tokens of the one before are read; not with tensor parallelism.
 
     Attributes:
-        leads: whether this rank decides.
-        last_draw: `[max_batch]` or more, int64: the tokens of the last draw by row; None without looking ahead.
+        is_driver: whether this rank schedules and samples.
+        last_sampled: `[max_batch]` or more, int64: the tokens sampled last, by row; None without looking ahead.
         decoder: runs decode steps in fixed buffers, which a CUDA graph needs; where it looks ahead without our kernels.
     """
 
@@ -65,6 +66,7 @@ class ModelRunner:
         self,
         packed: PackedModel,
         cache: KVCache,
+        stats: EngineStats,
         *,
         max_batch: int,
         max_length: int,
@@ -72,21 +74,23 @@ class ModelRunner:
         compiled: bool = True,
         look_ahead: bool = False,
     ) -> None:
-        self.packed, self.cache, self.group = packed, cache, packed.tensor_group
+        self.packed, self.cache, self.stats, self.group = packed, cache, stats, packed.tensor_group
         self._rows = FIXED_ROWS if batch_invariant else None
-        self._first = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
-        self.leads = self.group is None or dist.get_rank() == self._first
-        #: Whether the others compute what this rank has ordered: they take no other order then.
+        self._driver = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
+        self.is_driver = self.group is None or dist.get_rank() == self._driver
+        #: Whether the workers are computing a command: they take no other one then.
         self._is_computing = False
         self._max_batch = max_batch
-        self.last_draw: Tensor | None = None
+        self.last_sampled: Tensor | None = None
         self.decoder: Decoder | None = None
         if look_ahead:
-            self.last_draw = torch.zeros(max(max_batch, self.filled(max_batch)), dtype=torch.int64, device=cache.device)
+            self.last_sampled = torch.zeros(
+                max(max_batch, self.padded(max_batch)), dtype=torch.int64, device=cache.device
+            )
             if cache.kernels is None and not batch_invariant:
                 from verl.rollout.embedded.decode import Decoder
 
-                self.decoder = Decoder(packed, cache, self.last_draw, max_length=max_length)
+                self.decoder = Decoder(packed, cache, self.last_sampled, max_length=max_length)
         has_kernels = compiled and self.group is None and kernels(packed.dtype, cache.device) is not None
         self._plain_head = has_kernels and _head_is_plain(packed)
         precise = torch.promote_types(packed.dtype, torch.float32)
@@ -101,48 +105,48 @@ class ModelRunner:
         self._head: Any = self.packed.output_layer()
 
     @torch.no_grad()
-    def run(self, batch: ScheduledBatch, policy_version: int, stats: EngineStats) -> list[PendingTokens]:
-        """Compute the tokens of the batch, and draw one for each of its `samples`.
+    def run(self, batch: ScheduledBatch, policy_version: int) -> list[PendingTokens]:
+        """Compute the tokens of the batch, and sample one for each of its `samples`.
 
-        In a decode step (`ScheduledBatch.is_decode`) these are the last token of each response. Its keys and values go
-        to its slot; the logits of its hidden state are what the next token is drawn from.
+        In a decode step (`ScheduledBatch.is_decode`) the batch has the last token of each response: its keys and values
+        are written to its slot, and the next token is sampled from the logits of its hidden state.
         """
         started, model = time.perf_counter(), self.packed.model
-        together: AbstractContextManager[None] = nullcontext()
-        if self.group is not None and (batch.tokens or batch.copies):
-            text = torch.frombuffer(bytearray(batch.to_json()), dtype=torch.uint8)
-            together = self._together(_HIDDEN, len(text), text)
-        stats.steps += bool(batch.tokens)
-        with together, evaluating(model) if model.training else nullcontext():
-            if batch.copies:
-                copy_blocks(self.cache, batch.copies)
-            # The same forward and draw in fixed buffers; it fills `last_draw` itself.
+        self.stats.steps += bool(batch.tokens)
+        with ExitStack() as stack:
+            if self.group is not None and (batch.tokens or batch.copies):
+                text = torch.frombuffer(bytearray(batch.to_json()), dtype=torch.uint8)
+                stack.enter_context(self._command(_HIDDEN, len(text), text))
+            if model.training:
+                stack.enter_context(evaluating(model))
+            copy_blocks(self.cache, batch.copies)
+            # The same forward and sampling in fixed buffers; it fills `last_sampled` itself.
             if self.decoder is not None and batch.is_decode and self.packed.ready is None:
-                drawn = [self.decoder.step(batch, self.filled(len(batch.samples)), policy_version)]
-                stats.forward_seconds += time.perf_counter() - started
-                return drawn
+                pending = [self.decoder.step(batch, self.padded(len(batch.samples)), policy_version)]
+                self.stats.forward_seconds += time.perf_counter() - started
+                return pending
             hidden = self._forward(batch)
         for prompt, index in batch.completed:
             prompt.hidden = hidden[index].clone()
         computed = time.perf_counter()
-        stats.forward_seconds += computed - started
-        drawn = self._draw(batch.samples, hidden, policy_version) if batch.samples else []
-        stats.sampling_seconds += time.perf_counter() - computed
-        return drawn
+        self.stats.forward_seconds += computed - started
+        pending = self._sample(batch.samples, hidden, policy_version) if batch.samples else []
+        self.stats.sampling_seconds += time.perf_counter() - computed
+        return pending
 
-    def filled(self, rows: int) -> int:
-        """The number of rows, with padding, for a product of `rows` rows."""
+    def padded(self, rows: int) -> int:
+        """The padded batch size of a product of `rows` rows."""
         if self._rows is not None:
             return self._rows
         step = max(_ROWS, (1 << (rows - 1).bit_length()) // _SIZES)
         return -(-rows // step) * step
 
     def end(self) -> None:
-        """Free what is kept between steps, and let the ranks that follow go on with something else."""
+        """Free what is kept between steps, and end the workers' loops."""
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
         self.forget_steps()
-        if self.group is not None and self.leads and not self._is_computing:
-            self._order(_END, 0)
+        if self.group is not None and self.is_driver and not self._is_computing:
+            self._broadcast(torch.tensor([_END, 0]))
         self._is_computing = False
 
     def forget_steps(self) -> None:
@@ -151,40 +155,35 @@ class ModelRunner:
             self.decoder.forget()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Compute what the first rank orders, until it ends."""
+    def worker_loop(self) -> None:
+        """Compute what the driver commands, until it ends."""
         while True:
-            head = torch.empty(2, dtype=torch.int64)
-            dist.broadcast(head, self._first, group=self.group)
-            order, count = head.tolist()
-            if order == _END:
+            command, count = self._broadcast(torch.empty(2, dtype=torch.int64)).tolist()
+            if command == _END:
                 return
-            if order == _LOGITS:
-                states = self._no_states.new_empty(count, self._no_states.shape[1])
-                dist.broadcast(states, self._first, group=self.group)
-                self.packed.logits(states)
+            if command == _LOGITS:
+                self.packed.logits(self._broadcast(self._no_states.new_empty(count, self._no_states.shape[1])))
                 continue
-            text = torch.empty(count, dtype=torch.uint8)
-            dist.broadcast(text, self._first, group=self.group)
-            batch = ScheduledBatch.from_json(bytes(text.tolist()), self.cache.block)
-            if batch.copies:
-                copy_blocks(self.cache, batch.copies)
+            text = self._broadcast(torch.empty(count, dtype=torch.uint8))
+            batch = ScheduledBatch(**json.loads(bytes(text.tolist())))
+            copy_blocks(self.cache, batch.copies)
             with evaluating(self.packed.model):
                 self._forward(batch)
 
+    def _broadcast(self, content: Tensor) -> Tensor:
+        dist.broadcast(content, self._driver, group=self.group)
+        return content
+
     @contextmanager
-    def _together(self, order: int, count: int, content: Tensor) -> Iterator[None]:
-        """Inside, all ranks compute what is ordered. Where that fails, they take no order until the engine sleeps."""
+    def _command(self, command: int, count: int, content: Tensor) -> Iterator[None]:
+        """Inside, all ranks compute the command. Where that fails, they take no other one until the engine sleeps."""
         if self._is_computing:
             raise RolloutError("the ranks that generate together are no longer in step: a forward of theirs failed")
         self._is_computing = True
-        self._order(order, count)
-        dist.broadcast(content, self._first, group=self.group)
+        self._broadcast(torch.tensor([command, count]))
+        self._broadcast(content)
         yield
         self._is_computing = False
-
-    def _order(self, order: int, count: int) -> None:
-        dist.broadcast(torch.tensor([order, count]), self._first, group=self.group)
 
     def _forward(self, batch: ScheduledBatch) -> Tensor:
         """Final hidden states `[T, d]` of the batch's tokens."""
@@ -195,41 +194,41 @@ class ModelRunner:
         states = []
         for part in [batch] if self._rows is None else batch.split(self._rows):
             count = len(part.tokens)
-            tensors = BatchTensors.of(part, self.cache.device, self.filled(count))
-            tokens = tensors.tokens if self.last_draw is None else tensors.known_tokens(self.last_draw)
+            tensors = BatchTensors.of(part, self.cache.device, self.padded(count))
+            tokens = tensors.tokens if self.last_sampled is None else tensors.known_tokens(self.last_sampled)
             hidden = forward(tokens, tensors.positions, PagedAttention(self.cache, tensors, self._rows))
             states.append(hidden[:count])
         return states[0] if len(states) == 1 else torch.cat(states)
 
-    def _draw(
-        self, samples: list[tuple[ResponseState, int]], hidden: Tensor, policy_version: int
-    ) -> list[PendingTokens]:
-        """Draw a token for each of `samples`, given the states `[T, d]` of the step."""
-        first = [s.prompt.hidden for s, index in samples if index < 0 and s.prompt and s.prompt.hidden is not None]
-        # The states of prompts, for responses without a token, are behind those of this step's tokens.
+    def _sample(self, samples: list[tuple[Response, int]], hidden: Tensor, policy_version: int) -> list[PendingTokens]:
+        """Sample a token for each of `samples`, given the states `[T, d]` of the step."""
+        # A first token is sampled from the prompt's last state, cached since it was computed: this may be steps ago,
+        # for the other samples of the prompt. These states are stacked after those of this step's tokens.
+        prompts = [r.prompt_state for r, index in samples if index < 0]
+        first = [prompt.hidden for prompt in prompts if prompt is not None and prompt.hidden is not None]
         states = torch.cat([hidden, torch.stack(first)]) if first else hidden
         fresh = iter(range(len(hidden), len(states)))
         rows = [next(fresh) if index < 0 else index for _, index in samples]
         size = self._rows or len(rows)
-        drawn = []
+        pending = []
         for start in range(0, len(rows), size):
             some = rows[start : start + size]
             # Padded by copies of a row that is there, so that no row's numbers depend on how many there are; what is
-            # drawn for a copy has no response, and is dropped.
-            some += some[:1] * (self.filled(len(some)) - len(some))
+            # sampled for a copy has no response, and is dropped.
+            some += some[:1] * (self.padded(len(some)) - len(some))
             logits = self.logits(states.index_select(0, to_device(torch.tensor(some), states.device)))
-            responses = [state.response for state, _ in samples[start : start + size]]
-            drawn.append(draw(responses, logits, policy_version, self._kernels))
-        if self.last_draw is not None:  # where the next step, scheduled before these are read, finds them
-            tokens = torch.cat([pending.tokens[: len(pending.responses)] for pending in drawn])
-            self.last_draw[: len(tokens)].copy_(tokens)
-        return drawn
+            responses = [response for response, _ in samples[start : start + size]]
+            pending.append(sample_next(responses, logits, policy_version, self._kernels))
+        if self.last_sampled is not None:  # where the next step, scheduled before these are read, finds them
+            tokens = torch.cat([each.tokens[: len(each.responses)] for each in pending])
+            self.last_sampled[: len(tokens)].copy_(tokens)
+        return pending
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits `[N, V]` of states `[N, d]`; in the model's dtype, without an fp32 copy, where the head is plain and
         kernels sample."""
         if self.group is not None:
-            with self._together(_LOGITS, len(states), states):
+            with self._command(_LOGITS, len(states), states):
                 return self.packed.logits(states)
         if not self._plain_head:
             return self.packed.logits(states)
@@ -240,7 +239,7 @@ class ModelRunner:
             logits: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
             return logits
         if len(self._logit_space) < len(states):
-            self._logit_space = states.new_empty(self.filled(self._max_batch), len(weight))
+            self._logit_space = states.new_empty(self.padded(self._max_batch), len(weight))
         out = self._logit_space[: len(states)]
         return torch.mm(states, weight.t(), out=out) if bias is None else torch.addmm(bias, states, weight.t(), out=out)
 

@@ -95,13 +95,11 @@ def numbers_of(params: Sequence[SamplingParams]) -> list[list[float]]:
 
 
 class SamplingTable(NamedTuple):
-    """The parameters of N rows as tensors `[N]`, fp64 or int64. `inverse_temperature` 0 is greedy."""
+    """How N rows are sampled. `numbers`: `[4, N]` fp64, see `numbers_of`. `edits[row]` returns the logits `[V]` to
+    sample the row from, given its own, which it may overwrite."""
 
     flags: SamplingFlags
-    inverse_temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    numbers: Tensor
     edits: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({})
 
     @classmethod
@@ -111,15 +109,8 @@ class SamplingTable(NamedTuple):
         edits: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingTable:
-        """`edits[row]` returns the logits `[V]` to sample the row from, given its own, which it may overwrite."""
-        numbers = to_device(torch.tensor(numbers_of(params), dtype=torch.float64), torch.device(device))
-        return cls(SamplingFlags.of(params), numbers[0], numbers[1].long(), numbers[2], numbers[3], edits or {})
-
-    def rows(self, index: Tensor) -> SamplingTable:
-        """Some of the rows, not edited; `index` `[R]` int64."""
-        columns = (self.inverse_temperature, self.top_k, self.top_p, self.min_p)
-        inverse, top_k, top_p, min_p = (column.index_select(0, index) for column in columns)
-        return SamplingTable(self.flags, inverse, top_k, top_p, min_p)
+        numbers = torch.tensor(numbers_of(params), dtype=torch.float64)
+        return cls(SamplingFlags.of(params), to_device(numbers, torch.device(device)), edits or {})
 
 
 def sample(
@@ -144,8 +135,8 @@ def sample(
         return _sample_edited(logits, uniforms, table, kernels)
     if kernels is None:
         return _sample_torch(logits.to(_accumulate(logits.dtype)), uniforms, table)
-    parameters = (table.inverse_temperature, table.top_k, table.top_p, table.min_p)
-    return kernels.sample(logits, uniforms, *parameters)
+    inverse, top_k, top_p, min_p = table.numbers
+    return kernels.sample(logits, uniforms, inverse, top_k.long(), top_p, min_p)
 
 
 def _sample_edited(
@@ -158,12 +149,12 @@ def _sample_edited(
     edited = torch.stack([edit(row) for row, edit in edits]).to(full)
     top = edited.amax(-1)
     tokens, log_probs = sample(logits, uniforms, table._replace(edits={}), kernels)
-    special = table.rows(rows)
+    special = SamplingTable(table.flags, table.numbers.index_select(1, rows))
     if kernels is not None and full.dtype != logits.dtype:
         kernels = compiled.kernels(full.dtype, full.device)
     chosen, _ = sample(edited, uniforms.index_select(0, rows), special, kernels)
     # What an edit rules out belongs to the distribution that the log-prob is of.
-    inverse = special.inverse_temperature.masked_fill(special.inverse_temperature == 0, 1.0)
+    inverse = special.numbers[0].masked_fill(special.numbers[0] == 0, 1.0)
     both = full.gather(1, torch.stack([chosen, tokens.index_select(0, rows)], 1)).double()
     chosen_log_probs = log_probs.index_select(0, rows) + (both[:, 0] - both[:, 1]) * inverse
     chosen_log_probs.masked_fill_(top == -torch.inf, -torch.inf).masked_fill_(~(top < torch.inf), torch.nan)
@@ -176,8 +167,8 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
     """`sample` in torch operations; fp32 or fp64 logits are overwritten."""
-    greedy = table.inverse_temperature == 0
-    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.inverse_temperature), table.flags)
+    greedy = table.numbers[0] == 0
+    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.numbers[0]), table.flags)
     log_total = sums.double().sum(-1).log()
     if table.flags.top_k or table.flags.has_top_p or table.flags.has_min_p:
         # The log-prob below is of a kept token, whose weight stays as it is.
@@ -217,28 +208,22 @@ def _block_sums(weights: Tensor, out: Tensor) -> None:
 def _filter(weights: Tensor, sums: Tensor, table: SamplingTable) -> None:
     """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p. Rows
     without a filter stay as they are."""
-    flags = table.flags
+    flags, (_, top_k, top_p, min_p) = table.flags, table.numbers
     if flags.top_k:
-        weights *= weights >= _smallest_top_k(weights, table)[:, None]
+        count, top_k = min(flags.top_k, weights.shape[1]), top_k.long()
+        smallest = weights.topk(count, -1).values.gather(1, (top_k - 1).clamp(0, count - 1)[:, None])
+        weights *= weights >= smallest.masked_fill_(((top_k == 0) | (top_k > weights.shape[1]))[:, None], 0)
     if flags.has_top_p:
-        weights *= weights >= _smallest_top_p(weights, table)[:, None]
+        weights *= weights >= _smallest_top_p(weights, top_p)[:, None]
     if flags.has_min_p:
-        weights *= weights >= table.min_p[:, None].to(weights.dtype)
+        weights *= weights >= min_p[:, None].to(weights.dtype)
     _block_sums(weights, sums)
 
 
-def _smallest_top_k(weights: Tensor, table: SamplingTable) -> Tensor:
-    """The smallest weight `[N]` that top-k keeps (0 where it is off)."""
-    count = min(table.flags.top_k, weights.shape[1])
-    largest = weights.topk(count, -1).values
-    smallest = largest.gather(1, (table.top_k - 1).clamp(0, count - 1)[:, None])[:, 0]
-    return smallest.masked_fill_((table.top_k == 0) | (table.top_k > weights.shape[1]), 0)
-
-
-def _smallest_top_p(weights: Tensor, table: SamplingTable) -> Tensor:
+def _smallest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
     """The smallest weight `[N]` of the nucleus (0 where top-p is off): kept while the weights before sum to < p."""
-    needed = (table.top_p * weights.sum(-1, dtype=torch.float64))[:, None]
-    off = table.top_p >= 1
+    needed = (top_p * weights.sum(-1, dtype=torch.float64))[:, None]
+    off = top_p >= 1
     # Where the host can ask whether a few largest weights suffice, they mostly do.
     count = min(_CANDIDATES, weights.shape[1]) if is_host(weights.device) else weights.shape[1]
     largest = weights.topk(count, -1).values.double()
