@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 import verl
 from tests.cluster.functions import length, who
-from tests.conftest import Plain, byte_tokenizer
+from tests.conftest import byte_tokenizer
 from verl.batch import Batch
 from verl.cluster.ray import pool
 from verl.dataflow.loop import dump_stacks
@@ -361,15 +361,6 @@ def test_a_reward_model_that_cannot_be_made_ends_the_run(make: Callable[..., Rew
         make(None, model=str(tmp_path / "no such model"), workers=1).get_reward(texts_of("a"))
 
 
-@pytest.mark.slow
-def test_services_and_judges_are_asked_by_workers(make: Callable[..., Reward], serve: Callable[..., Plain]) -> None:
-    url = serve(1).url
-    texts = texts_of("a", "bb", "mumble")
-    for options in ({"url": f"{url}/score"}, {"url": url, "template": "{response}"}):
-        found = make(None, **options, workers=1).get_reward(texts)
-        assert found["reward"] == [1.0, 2.0, None]
-
-
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no range"):
         Reward(length, workers=4, max_workers=2)
@@ -379,4 +370,7 @@ def test_what_cannot_be_is_refused() -> None:
         _ = Reward(length).group
     with pytest.raises(ConfigError, match="not to one of its parts"):
         Reward({"a": {"source": length, "workers": 2}})
+    for options in ({}, {"template": "{response}"}):
+        with pytest.raises(ConfigError, match="Reward: its calls wait for servers, up to 64 at a time: leave workers"):
+            Reward(url="http://127.0.0.1:1", workers=2, **options)
     assert rewards.RewardPool(length, "length", workers=1).size == 0  # they start when they are needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Unpack
@@ -21,8 +21,6 @@ from verl.rewards.calls import Slots
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.sandbox.code_tests import Tests, judge, parse
 
-#: Seconds for a sample's processes to start and to be ended, besides its own.
-_GRACE = 60.0
 #: Bytes that a reference may print.
 _REFERENCE_OUTPUT = 16 << 20
 #: Marks before a fence: of list items and quotations.
@@ -79,6 +77,7 @@ class CodeReward(FunctionReward):
 
     one_of: ClassVar[tuple[str, ...]] = ("tests", "reference")
     judges: ClassVar[str | None] = "last_turn"
+    grace: ClassVar[float] = 60.0  # for a sample's processes to start and to end
 
     @checked
     def __init__(
@@ -98,13 +97,9 @@ class CodeReward(FunctionReward):
         self.partial, self.packages, self.live = partial, packages, live
         sandbox.require()
         options["process"] = False  # the programs have processes of their own
-        super().__init__(self.scores, name=name, timeout=timeout + _GRACE, retries=retries, **options)
+        super().__init__(self.scores, name=name, timeout=timeout + self.grace, retries=retries, **options)
         self.group.width = parallel or os.cpu_count() or 1
         self.group.slots = Slots(self.group.width)
-
-    @staticmethod
-    def call_seconds(options: Mapping[str, Any]) -> float:
-        return float(options["timeout"] + _GRACE)
 
     async def scores(
         self, solution_str: str, tests: Any = None, reference: Any = None, entry_point: str | None = None

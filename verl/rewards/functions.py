@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from os import PathLike
 from typing import Any, ClassVar, TypedDict
@@ -79,10 +78,11 @@ class FunctionReward:
     calls_on_fewer: ClassVar[bool] = False
     #: See `Form.judges`; a function may have it as an attribute.
     judges: ClassVar[str | None] = None
-    #: Whether a call retries what fails in it.
-    has_own_retries: ClassVar[bool] = False
-    #: Whether calls are made in worker processes also where none were asked for.
+    #: Seconds that a call may take in addition to `timeout`.
+    grace: ClassVar[float] = 0.0
+    #: Whether calls are made in worker processes also where none were asked for, and whether they can be.
     needs_processes: ClassVar[bool] = False
+    fits_workers: ClassVar[bool] = True
 
     @checked
     def __init__(
@@ -117,13 +117,11 @@ class FunctionReward:
         self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
         self._is_by_group = self._rows is None and not self.whole_batch
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
-        process = process and getattr(function, "process", True) and can_travel(function)
         if workers:
             self.call_in(workers, spec)
-        elif process:
-            self.call_in(ProcessCaller, _weak(function))
         else:
-            self._call_here()
+            is_forked = process and getattr(function, "process", True) and can_travel(function)
+            self.call_in(ProcessCaller if is_forked else ThreadCaller, _weak(function))
         self._lock = threading.Lock()
         #: Of the run; with the ids of its rows it seeds the random generators of a call.
         self.seed = 0
@@ -137,18 +135,10 @@ class FunctionReward:
         self.group = make(function or self.function, self.name)
         weakref.finalize(self, self.group.close)
 
-    def _call_here(self) -> None:
-        self.call_in(ThreadCaller, _weak(self.function))
-
     @property
     def columns(self) -> tuple[str, ...]:
         """See `verl.rewards.source.columns_read`."""
         return (*self.form.columns, *(["group?"] if self._is_by_group else []))
-
-    @staticmethod
-    def call_seconds(options: Mapping[str, Any]) -> float:
-        """Seconds that one call may take in a worker, by the options of this kind of reward."""
-        return float(options["timeout"])
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Look at the first rows of the data before anything is sampled.
@@ -246,7 +236,7 @@ class FunctionReward:
             text = "%s %s uses an accelerator, which a forked process cannot: this process calls it from now on"
             logger.warning(text, self.what, self.name)
             self.group.close()
-            self._call_here()
+            self.call_in(ThreadCaller, _weak(self.function))
         return await self.group.call(call, seconds)
 
     def _late(self) -> Score:
@@ -337,22 +327,16 @@ def _place(reason: str) -> str:
 
 
 def _weak(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; of a method one that does not keep its object. What calls it lives until the reward is gone, and
-    the object may be the reward itself, or have it: neither would ever be freed."""
-    if not inspect.ismethod(function):
+    """The function; a method without a reference to its object. The caller lives until the reward is gone, and the
+    object may be the reward or have it: with a reference neither would be freed."""
+    if not inspect.ismethod(function) or not hasattr(function.__self__, "__weakref__"):
         return function
-    try:
-        method = weakref.WeakMethod(function)
-    except TypeError:  # an object with __slots__
-        return function
-    return partial(_call_async if is_async(function) else _call, method)
+    method: Any = weakref.WeakMethod(function)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method()(*args, **kwargs)
 
-def _call(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
-    function = method()
-    assert function is not None  # the reward has it, and waits for this call
-    return function(*args, **kwargs)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await method()(*args, **kwargs)
 
-
-async def _call_async(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
-    return await _call(method, *args, **kwargs)
+    return call_async if is_async(function) else call

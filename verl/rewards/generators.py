@@ -24,10 +24,8 @@ notes_here: ContextVar[list[str] | None] = ContextVar("notes_here", default=None
 #: Whether the generators' states are kept for what else this process does: it is no process of a function's own.
 keeps_states = True
 _lock = threading.Lock()
-#: Seeded calls under way, and the states of the generators before the first of them.
-_calls, _before = 0, list[Any]()
-#: Counts the times that calls under way were left behind: what they do at their end counts no more.
-_left = 0
+#: The states of the generators before the outermost seeded call; None: no call is under way.
+_before: list[Any] | None = None
 
 
 def seed_of(seed: int, ids: Sequence[str]) -> int:
@@ -42,41 +40,38 @@ def seeded(seed: int | None) -> Iterator[list[str]]:
     Yields:
         The notes on the call of a user's function that is made inside.
     """
-    global _calls, _before
+    global _before
     _watch()
     notes: list[str] = []
-    token = notes_here.set(notes)
+    token, mine = notes_here.set(notes), None
     if seed is not None:
         with _lock:
-            if keeps_states and not _calls:
-                _before = [state() for state, *_ in _generators()]
-            _calls, left = _calls + 1, _left
+            if keeps_states and _before is None:
+                mine = _before = [state() for state, *_ in _generators()]
             for *_, begin in _generators():
                 begin(seed)
     try:
         yield notes
     finally:
         notes_here.reset(token)
-        if seed is not None:
-            with _lock:
-                if left == _left:
-                    _calls -= 1
-                    _restore()
+        _restore(mine)
 
 
-def _restore() -> None:
-    if keeps_states and not _calls:
-        for (_, restore, _), state in zip(_generators(), _before, strict=False):
-            restore(state)
+def _restore(states: list[Any] | None) -> None:
+    """Unless the call that kept these states was left behind: another may have begun since."""
+    global _before
+    if states is None:
+        return
+    with _lock:
+        if states is _before:
+            for (_, restore, _), state in zip(_generators(), states, strict=False):
+                restore(state)
+            _before = None
 
 
 def leave_calls() -> None:
     """The calls under way are late and left behind: the generators are as they were before them."""
-    global _calls, _left
-    with _lock:
-        if _calls:
-            _calls, _left = 0, _left + 1
-            _restore()
+    _restore(_before)
 
 
 @contextmanager

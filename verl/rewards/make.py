@@ -4,7 +4,6 @@ client of servers) is made from its class and options."""
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -15,14 +14,24 @@ from typing import Any
 from verl._base.keywords import takes
 from verl._host.user_functions import split_spec
 from verl.errors import ConfigError, nearest, shown
+from verl.rewards.by_source import score_by_source
 from verl.rewards.calls import Caller
+from verl.rewards.code import CodeReward
+from verl.rewards.codebleu import CodeBleuReward
 from verl.rewards.composite import CompositeReward, Smoothed
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.registry import REWARDS, registered
+from verl.rewards.maths import MathReward
+from verl.rewards.model import RewardModel
+from verl.rewards.reasoning_gym import TaskReward
+from verl.rewards.registry import REGISTERED, REWARDS
+from verl.rewards.remote import JudgeReward, RemoteReward
 from verl.rewards.source import RewardSource, source_of
 
+_NAMED: dict[str, type[FunctionReward]] = {"math": MathReward, "task": TaskReward, "reasoning_gym": TaskReward}
+#: Of "code" and "code_evaluator", by their option `evaluator`.
+_EVALUATORS: dict[Any, type[FunctionReward]] = {"tests": CodeReward, "codebleu": CodeBleuReward}
 #: Options of a reward in workers that are not passed on to the reward within each of them.
-_OURS = ("default_reward", "max_failure_rate", "name")
+_OURS = ("default_reward", "max_failure_rate", "name", "retries")
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
@@ -57,24 +66,24 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         if options:
             raise ConfigError(f"reward '{source.name}' is made already: it takes no options, not {sorted(options)}")
         return source
-    if _is_address(source):
-        kind = "JudgeReward" if "template" in options else "RemoteReward"
-        return _build("remote", kind, options, source)
+    addresses = [source] if isinstance(source, str) else source if isinstance(source, list | tuple) else []
+    if addresses and all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in addresses):
+        return _build(JudgeReward if "template" in options else RemoteReward, options, source)
     if isinstance(source, Mapping | list | tuple):
         return CompositeReward(source, make_reward, **options)
     is_path = isinstance(source, str | os.PathLike)
     if is_path and split_spec(str(source))[0].suffix == ".py" and not os.path.isdir(source):
-        return _build("functions", "FunctionReward", options, str(source))
-    if isinstance(source, str) and (reward := registered(source)) is not None:
+        return _build(FunctionReward, options, str(source))
+    if isinstance(source, str) and (reward := REGISTERED.get(source)) is not None:
         return _make(_called(reward, source, options), options)
     if isinstance(source, str) and source in REWARDS:
         return _by_name(source, options)
     if isinstance(source, str) and (name := misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if is_path or hasattr(source, "forward"):
-        return _build("model", "RewardModel", options, source)
+        return _build(RewardModel, options, source)
     if callable(source):
-        return _build("functions", "FunctionReward", options, source)
+        return _build(FunctionReward, options, source)
     raise ConfigError(
         f"a reward cannot be made from a {type(source).__name__}: pass a function, FILE.py:FUNCTION, a reward model, "
         "or a mapping of names to these"
@@ -96,40 +105,32 @@ def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
 
 
 def _by_name(name: str, options: dict[str, Any]) -> RewardSource:
-    if name == "math":
-        return _build("maths", "MathReward", options)
-    if name in ("task", "reasoning_gym"):
-        return _build("reasoning_gym", "TaskReward", options)
     if name == "data_source":
-        from verl.rewards.by_source import score_by_source
-
-        return _build("functions", "FunctionReward", options, score_by_source)
+        return _build(FunctionReward, options, score_by_source)
     if name == "rm_hf":
         if "model_name" not in options:
             raise ConfigError(
                 "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
             )
-        return _build("model", "RewardModel", options, options.pop("model_name"))
-    if (evaluator := options.pop("evaluator", "tests")) == "codebleu":
-        return _build("codebleu", "CodeBleuReward", options)
-    if evaluator != "tests":
+        return _build(RewardModel, options, options.pop("model_name"))
+    if name in _NAMED:
+        return _build(_NAMED[name], options)
+    evaluator = options.pop("evaluator", "tests")
+    if evaluator not in tuple(_EVALUATORS):
         raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
-    return _build("code", "CodeReward", options)
+    return _build(_EVALUATORS[evaluator], options)
 
 
-def _build(module: str, name: str, options: dict[str, Any], *source: Any) -> RewardSource:
-    kind = getattr(importlib.import_module(f"verl.rewards.{module}"), name)
+def _build(kind: type[FunctionReward], options: dict[str, Any], *source: Any) -> FunctionReward:
     known = {*inspect.signature(kind).parameters, *OnFailure.__annotations__} - {"source", "options"}
     workers = options.get("workers")
     if workers and not callable(workers):
-        raise ConfigError(f"{name}: workers are given to the Reward, not to one of its parts")
+        raise ConfigError(f"{kind.__name__}: workers are given to the Reward, not to one of its parts")
     workers = None if "workers" in known else options.pop("workers", None)
     for option in options:
         if option not in known:
-            raise ConfigError(f"{name} has no option '{option}': {takes(option) or nearest(option, known)}")
-    if workers:
-        return _in_workers(kind, source, options, workers)
-    return kind(*source, **options)  # type: ignore[no-any-return]
+            raise ConfigError(f"{kind.__name__} has no option '{option}': {takes(option) or nearest(option, known)}")
+    return _in_workers(kind, source, options, workers) if workers else kind(*source, **options)
 
 
 class PortableFunction:
@@ -173,26 +174,21 @@ class PortableFunction:
 def _in_workers(
     kind: type[FunctionReward], source: tuple[Any, ...], options: dict[str, Any], workers: Callable[..., Caller]
 ) -> FunctionReward:
-    """A reward of some kind whose calls are made by workers.
+    """A reward of some kind whose calls are made by workers; arguments as of `PortableFunction` and `FunctionReward`.
 
-    Args:
-        kind, source, options: as `PortableFunction` takes them.
-        workers: see `FunctionReward`.
+    Raises:
+        ConfigError: its calls wait for servers.
     """
-    defaults = inspect.signature(kind).parameters.items()
-    values = {name: one.default for name, one in defaults if one.default is not one.empty} | options
+    if not kind.fits_workers:
+        raise ConfigError(f"{kind.__name__}: its calls wait for servers, up to 64 at a time: leave workers out")
+    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
     inner = {name: value for name, value in options.items() if name not in _OURS}
-    if kind.has_own_retries:
-        values["retries"] = 0
-    else:
-        inner.pop("retries", None)
     return FunctionReward(
         PortableFunction(kind, source, inner),
-        timeout=kind.call_seconds(values),
-        retries=values.get("retries", 0),
-        batch_size=values.get("batch_size"),
+        timeout=options.get("timeout", defaults["timeout"]) + kind.grace,
+        batch_size=options.get("batch_size", defaults.get("batch_size")),
         workers=workers,
-        **{name: values[name] for name in _OURS if name in values},
+        **{"name": defaults["name"]} | {name: options[name] for name in _OURS if name in options},
     )
 
 
@@ -200,8 +196,3 @@ def misspelt(source: str) -> str | None:
     """The built-in reward with a similar name, if any. Names of models on a hub have an owner, "owner/name"."""
     close = [] if Path(source).exists() else difflib.get_close_matches(source, REWARDS, n=1, cutoff=0.8)
     return close[0] if close else None
-
-
-def _is_address(source: Any) -> bool:
-    addresses = [source] if isinstance(source, str) else source if isinstance(source, list | tuple) else []
-    return bool(addresses) and all(isinstance(a, str) and a.startswith(("http://", "https://")) for a in addresses)

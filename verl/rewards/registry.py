@@ -11,7 +11,8 @@ from verl._base.record import Name
 from verl.errors import ConfigError
 
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
-_REGISTERED: dict[str, Any] = {}
+#: Functions and classes of users, by name.
+REGISTERED: dict[str, Any] = {}
 #: Names that `Reward` and settings take: the built-in ones, and those that are registered.
 REWARDS = {"task", "code", "code_evaluator", "data_source", "math", "reasoning_gym", "rm_hf"}
 
@@ -29,15 +30,10 @@ def register_reward(name: Name) -> Callable[[RewardT], RewardT]:
     def register(reward: RewardT) -> RewardT:
         if not callable(reward):
             raise ConfigError(f"reward '{name}' must be a function or a class, not a {type(reward).__name__}")
-        if name in REWARDS and name not in _REGISTERED:
+        if name in REWARDS and name not in REGISTERED:
             raise ConfigError(f"reward name '{name}' is taken by a built-in reward: choose another")
-        give_name(_REGISTERED, "reward", name, reward)
+        give_name(REGISTERED, "reward", name, reward)
         REWARDS.add(name)
         return reward
 
     return register
-
-
-def registered(name: str) -> Any:
-    """The function or class of a name, or None."""
-    return _REGISTERED.get(name)

@@ -52,8 +52,6 @@ SCORE = (
 #: Of the template above.
 SCALE = (0.0, 10.0)
 _AT_ONCE = 64
-#: Seconds between the deadlines of a call's requests and its own, in a worker.
-_GRACE = 30.0
 _CHAT = "/v1/chat/completions"
 #: Full-width letters, digits and signs, as judges of East Asian languages write them.
 _FULL_WIDTH = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
@@ -62,8 +60,8 @@ _FULL_WIDTH = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 class _ServedReward(FunctionReward):
     """Scores all samples by calls to servers."""
 
-    has_own_retries = True
     judges = "response"
+    fits_workers = False
 
     def __init__(
         self,
@@ -79,10 +77,6 @@ class _ServedReward(FunctionReward):
         self._at_once = Slots(_AT_ONCE)
         super().__init__(function, **{**options, "process": False})
         self.timeout = math.inf  # each call has its own deadline
-
-    @staticmethod
-    def call_seconds(options: Mapping[str, Any]) -> float:
-        return float(options["timeout"] * (1 + options["retries"]) + _GRACE)
 
     @cached_property
     def pool(self) -> ServerPool:
