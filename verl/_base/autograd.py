@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 
 
 def sum_rows(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """`[N, ...]` -> `[count, ...]`: row i is the sum of the `values` whose `index` `[N]` (int64) is i, 0 if there are
-    none. Differentiable."""
+    """`[N, ...]` -> `[count, ...]`: row i is the sum of the `values` whose `index` `[N]` (int64) is i, else 0.
+    Differentiable."""
     zeros = values.new_zeros((count, *values.shape[1:]))
     if _index_add_is_ordered(values.device):
         return zeros.index_add(0, index, values)
@@ -61,7 +61,7 @@ class _Rows(torch.autograd.Function):
 
 
 def bounded(x: Tensor, low: float, high: float) -> Tensor:
-    """`x` kept within [low, high], against overflow; its gradient beyond them stays 1, where that of `clamp` is 0."""
+    """`x` kept within [low, high], against overflow; its gradient beyond them stays 1 (0 for `clamp`)."""
     return _Bounded.apply(x, low, high)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -94,7 +94,7 @@ def grad_sum(weight: Tensor | None) -> GradientSum | None:
 
 
 def give(weight: Tensor | None, gradient: Tensor) -> Tensor | None:
-    """Hand the gradient of `weight` to its sum; if it has none, return it, for autograd."""
+    """Hand the gradient of `weight` to its sum, or return it for autograd."""
     total = grad_sum(weight)
     if total is None:
         return gradient
@@ -122,7 +122,7 @@ class Embedding(torch.autograd.Function):
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
-    """The sum over ranks of what each of them computed. Every rank uses it alike, so its gradient is each one's own."""
+    """The sum of `x` over ranks. Every rank uses it alike, so its gradient is each one's own."""
     return _Reduce.apply(x, group, True)  # type: ignore[no-any-return,no-untyped-call]
 
 

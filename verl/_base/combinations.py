@@ -1,4 +1,4 @@
-"""What goes with what: the one table of settings, layouts and models that do not go together.
+"""Incompatible options: the one table of settings, layouts and models that do not go together.
 
 Records read it when they are made, handles before they start anything, engines before they lay a model out. Imported
 without torch.
@@ -68,12 +68,12 @@ MAKE = "give a function that makes it (optim=lambda weights: ...), or optim={'lr
 
 
 def named(asked: Mapping[str, str | bool]) -> dict[str, str]:
-    """What is asked for: name in the table -> how it is written in a message; True: as it is named here."""
+    """The requested options: name in the table -> its name in a message; True: the same."""
     return {name: name if text is True else str(text) for name, text in asked.items() if text}
 
 
 def conflicts(asked: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What is asked for and does not go with something else that is, and why.
+    """Requested options that exclude each other, and why.
 
     Args:
         asked: name in the table -> how it is written in a message.
@@ -85,10 +85,10 @@ def conflicts(asked: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def check(asked: Mapping[str, str]) -> None:
-    """Refuse what does not go together.
+    """Refuse options that exclude each other.
 
     Raises:
-        ConfigError: some of what is `asked` for (see `conflicts`) does not.
+        ConfigError: two of `asked` (see `conflicts`) exclude each other.
     """
     for _, why in conflicts(asked):
         raise ConfigError(why)

@@ -1,6 +1,6 @@
 """Durable files: atomic replacement, staging directories that a crash cannot turn into results, strict JSON.
 
-What is written lies under a staging name that says which process writes it, until it is complete. Staging is deleted
+A file that is being written has a staging name with its process, until it is complete. Staging is deleted
 when that process is known to have ended: it ran on this host, and its pid is free or belongs to a later process.
 """
 
@@ -160,8 +160,8 @@ def _append_at(file: IO[bytes], end: int, content: bytes) -> int:
 
 
 class LineFile(Generic[AnyStr]):
-    """A file that lines are appended to. What the disk does not take waits (the latest 100,000 lines) and follows when
-    it does; a warning says so once each time."""
+    """A file that lines are appended to. Lines that the disk refuses are retried with the next ones (the latest 100,000
+    of them); a warning says so once each time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -279,7 +279,7 @@ def sync_directory(path: Path) -> None:
 
 
 def publish(staging: Path, path: Path) -> None:
-    """Give a finished directory its name, in place of what has it now.
+    """Give a finished directory its name, replacing what had it.
 
     A directory cannot be replaced by one rename. Between the two that it takes, the old one has a name that says so,
     and `recover` puts it back.

@@ -1,7 +1,7 @@
-"""Values that one Arrow type would change: whole numbers beside fractions, mappings of different keys, or of none.
+"""Values that one Arrow type would change: whole numbers mixed with fractions, mappings of different or no keys.
 
 Such a column of a user's data is kept as JSON, row by row, under an Arrow type of its own, which reads as the values
-themselves: 42 beside 3.5 stays 42, for rewards that compare texts, and no mapping gains the keys of another.
+themselves: 42 next to 3.5 stays 42, for rewards that compare texts, and no mapping gains the keys of another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ExactScalar(pa.ExtensionScalar):  # type: ignore[misc]
 
 
 class ExactType(pa.ExtensionType):  # type: ignore[misc]
-    """JSON that reads as what it says."""
+    """JSON that reads as its values."""
 
     def __init__(self) -> None:
         super().__init__(pa.string(), "verl.exact")
@@ -59,7 +59,7 @@ def unified(columns: Sequence[pa.ChunkedArray]) -> list[pa.ChunkedArray]:
     """One column's pieces, ready to be put together: as JSON, where any of them is or their types differ.
 
     Raises:
-        DataError: there is a value that is no JSON beside JSON.
+        DataError: a value that JSON cannot hold meets a column kept as JSON.
     """
     kinds = [column.type for column in columns if not pa.types.is_null(column.type)]
     is_exact = any(isinstance(kind, ExactType) for kind in kinds)

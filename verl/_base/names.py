@@ -16,7 +16,7 @@ def give_name(known: dict[str, Any], what: str, name: str, thing: Any) -> None:
     notebook cell run twice).
 
     Args:
-        known: what there is of its kind, by name: the thing, or module and name of one that is not imported yet.
+        known: registered names of this kind: the thing, or module and name of one that is not imported yet.
         what: the kind, for the message.
 
     Raises:
@@ -34,7 +34,7 @@ def give_name(known: dict[str, Any], what: str, name: str, thing: Any) -> None:
 def check_known(
     what: str, names: Iterable[Any], known: Collection[Any], error: type[Exception] = ConfigError, hint: str = ""
 ) -> None:
-    """Look up names that a user wrote, such as those of layers, tasks or metrics.
+    """Look up names that a user wrote: of layers, tasks, metrics.
 
     Args:
         what: begins the message, before the name.

@@ -141,7 +141,7 @@ ONLY_GPUS = "only GPUs can show it, and it has not been shown"
 
 
 def extra(field: FieldInfo, name: str) -> Any:
-    """What is noted of a field under "changes", "free", "added" or "later"; None: nothing."""
+    """A field's note "changes", "free", "added" or "later"; None: not set."""
     noted = field.json_schema_extra
     return noted.get(name) if isinstance(noted, dict) else None
 
@@ -198,7 +198,7 @@ def wrong(key: str, message: str) -> PydanticCustomError:
 
 
 def in_words(annotation: Any) -> str:
-    """What a setting of this type takes, in plain words."""
+    """The values of this type, in plain words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return in_words(arguments[0])
@@ -221,7 +221,7 @@ def section(annotation: Any) -> type[BaseModel] | None:
 
 
 def problems_of(kind: Any, error: ValidationError) -> list[Problem]:
-    """What is wrong with a value of this type, one entry a setting: of the branches of a union only the first."""
+    """The problems of a value of this type, one entry a setting: of the branches of a union only the first."""
     problems: dict[tuple[str, ...], tuple[str, ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         path, annotation = _path(kind, details)

@@ -1,4 +1,4 @@
-"""Versions of what is kept on disk: what another version of verl has written is read, or refused by name.
+"""Format versions of files on disk: files of another version of verl are read, or refused by name.
 
 `docs/compatibility.md` says how long an old one is read.
 """

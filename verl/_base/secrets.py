@@ -25,7 +25,7 @@ _noted = set[str]()
 
 
 def note_secret(text: str | None) -> None:
-    """Have a text masked from now on, wherever it stands."""
+    """Have a text masked from now on, wherever it occurs."""
     _noted.update(part for part in (text or "", unquote(text or "")) if len(part) >= _LEAST)
 
 

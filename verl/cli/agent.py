@@ -48,9 +48,9 @@ def check(
     """Run an agent or an environment against a model, and show what would be trained. Nothing is.
 
     Each conversation is shown as its tokens are: [bold]lines that begin with +[/bold] are what the policy wrote and
-    training would learn from, the others are read. Below stand the episode's reward, which calls are left out and why,
-    and warnings: calls that continue none before them, replies that look like calls of tools and are none, nothing to
-    train. A model whose chat template does not show tools is an error; --chat-template hermes is one for any model.
+    training would learn from, the others are read. Below are the episode's reward, which calls are left out and why,
+    and warnings: calls that do not continue an earlier one, replies that look like tool calls but do not parse, nothing
+    to train. A model whose chat template does not show tools is an error; --chat-template hermes is one for any model.
 
     Exit code 0: every episode would be trained; 1: one would be left out, or has nothing to train; 2: a wrong setting.
 

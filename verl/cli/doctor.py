@@ -113,7 +113,7 @@ def check_parts() -> Finding:
 
 
 def check_other_verl() -> Iterator[Finding]:
-    """Whether volcengine's distribution of the same import name is installed, and what it has replaced."""
+    """Whether volcengine's distribution of the same import name is installed, and has replaced files."""
     if other := other_verl():
         what, replaced = other
         yield Finding("other verl", "fail" if replaced else "warn", what, MEND)
@@ -179,7 +179,7 @@ def check_kernels() -> Finding:
 
 
 def check_space() -> Finding:
-    """What is free for a model, and for its checkpoints (up to 14 bytes a parameter)."""
+    """Free memory and disk for a model and its checkpoints (up to 14 bytes a parameter)."""
     folder, kind = Path.cwd(), device.default_kind()
     memory = device.free_memory(kind if kind == "cpu" else f"{kind}:0") / 1e9
     where = "" if kind == "cpu" else f" on {kind}:0"

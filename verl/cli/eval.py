@@ -26,8 +26,8 @@ def evaluate(
     """Measure a model on problems: accuracy and reward with a 95 % interval, and pass@k.
 
     DATA and reward are what training takes; a recipe (YAML) names its data.eval and its reward. Accuracy is the share
-    of right answers, by the task's own verifier, or where every reward is 0 or 1. With --against, the gain is of the
-    same problems, so that their difficulty cancels.
+    of right answers, by the task's own verifier, or where every reward is 0 or 1. With --against, both
+    models answer the same problems, so that their difficulty cancels.
 
     [bold]Examples[/bold]
     $ verl eval runs/latest recipe.yaml --against models/SmolLM2-135M-Instruct

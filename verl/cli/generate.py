@@ -107,7 +107,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Answer:
-    """A response, or why there is none (`error`). Columns of the output."""
+    """A response, or the reason for its refusal (`error`). Columns of the output."""
 
     id: str
     response: str | None

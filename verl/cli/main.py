@@ -166,7 +166,7 @@ def train(
 
 
 def _in_short(config: Config) -> str:
-    """What a run does, before anything is loaded."""
+    """A run in one line, before anything is loaded."""
     trainer, tasks = config.trainer, [task.type for task in config.tasks]
     count, unit = (trainer.total_epochs, "epoch") if trainer.total_epochs else (trainer.total_steps, "step")
     steps = f"{count} {unit}{'s' * (count != 1)}"
@@ -248,7 +248,7 @@ def report(
 ) -> None:
     """Write report.html of a run, finished or not: curves, completions before and after, settings.
 
-    Of several runs: one page with their results, their curves on the same axes with a band over seeds, their answers
+    Several runs share one page with their results, their curves on the same axes with a band over seeds, their answers
     to one prompt side by side, and the settings that differ.
 
     [bold]Examples[/bold]

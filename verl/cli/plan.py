@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: `verl plan`, `verl train --dry-run`."""
+"""`verl plan` and `verl train --dry-run`: a run is described, not started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan(config: Config) -> dict[str, str]:
     """The run that `config` describes, as labelled lines; reads no weights and imports no torch.
 
     Raises:
-        ConfigError: the placement is none.
+        ConfigError: the placement is not valid.
     """
     policy, trainer, algorithm = config.actor_rollout_ref, config.trainer, config.algorithm
     lines = {"run directory": str(Path(trainer.output_dir, run_id(config))), "model": _model(policy.model.path or "")}

@@ -4,8 +4,8 @@
 
 SCRIPT is train_ppo_ray (the default), train_sft, train_dpo or train_rm; a whole command is taken too, such as
 `deepspeed --module openrlhf.cli.train_dpo FLAGS`. Prints YAML for `verl train`, with what differs in comments. Flags
-without a meaning here end it with an error that names each, and what to write. The table is `openrlhf.yaml` beside this
-file.
+without a meaning here end it with an error that names each, and what to write. The table is `openrlhf.yaml` in
+this folder.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What the YAML file says, unchecked.
+    """The content of the YAML file, unchecked.
 
     Raises:
         ConfigError: it is missing or no YAML.

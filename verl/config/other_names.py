@@ -1,4 +1,4 @@
-"""Names that others have for our settings: those of volcengine/verl, and some of DeepSpeed and the articles.
+"""Foreign names of our settings: all of volcengine/verl's, and some of DeepSpeed's and the articles'.
 
 Each is taken where its meaning carries over, name and value alike; one that only says how the other library works
 (`unused_names`) is noted once; one whose meaning differs is refused with what to write instead. Beside
@@ -97,7 +97,7 @@ def _kl_estimator(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def is_theirs(get: Get) -> bool:
-    """Whether these are the settings of a launch script, and not a few names beside ours."""
+    """Whether these are the settings of a launch script, not of a file of ours with a few foreign names."""
     return get("data.train_files") is not None and get("data.train_batch_size") is not None
 
 
@@ -180,7 +180,7 @@ def _name(estimator: str, get: Get) -> str:
     """Our algorithm of an estimator of advantages and a loss.
 
     Raises:
-        RefusedError: there is none.
+        RefusedError: no algorithm here has that loss.
     """
     name, mode = _ALGORITHMS.get(estimator, estimator), str(get(_LOSS_MODE) or "vanilla")
     is_dapo = _punishes(get) or bool(get(_FILTERS))
@@ -280,7 +280,7 @@ def _corrects(get: Get) -> bool:
 
 
 def _rejection(value: Any, get: Get) -> Mapping[str, Any]:
-    """The bounds of what is kept: the upper one, or "0.999_1.001"."""
+    """The bounds of rejection sampling: the upper one, or "0.999_1.001"."""
     if not isinstance(value, str):
         return {"algorithm.rollout_rs_threshold": value}
     lower, _, upper = value.partition("_")
@@ -408,7 +408,7 @@ def _warmup_share(value: Any, get: Get, optim: str) -> Mapping[str, Any]:
 
 
 def _decay(value: Any, get: Get, optim: str) -> Mapping[str, Any]:
-    """The steps of Megatron's decay; a constant rate has none."""
+    """The steps of Megatron's decay, unless the rate is constant."""
     decays = (get(f"{optim}.lr_decay_style") or "constant") != "constant"
     return _steps(value, get, f"{optim}.total_steps") if decays else {}
 

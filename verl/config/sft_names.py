@@ -1,4 +1,4 @@
-"""Names of volcengine/verl's `fsdp_sft_trainer`, which has sections of its own, for those of its other scripts."""
+"""Names of volcengine/verl's `fsdp_sft_trainer`, whose sections differ from its other scripts'."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ AlgorithmName = Annotated[str, AfterValidator(lambda value: function_path(value)
 
 
 class TaskConfig(Record):
-    """One of several tasks: what is sampled and learned, and what is good."""
+    """One of several tasks: prompts, algorithm and reward."""
 
     name: TaskName = result(description="what metrics call it, and its rows' column `task`")
     type: AlgorithmName = result(description="the algorithm, by name or FILE.py:CLASS")

@@ -95,7 +95,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
 
 
 def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) -> dict[str, Any]:
-    """The settings of a launch script with what it leaves out, and without its critic where there is none."""
+    """The settings of a launch script with that library's defaults; a critic that is not used is dropped."""
     if not is_theirs(get) or get("algorithm.name") is not None:
         return values
     with_critic = (get("algorithm.adv_estimator") or "gae") == "gae"
@@ -124,7 +124,7 @@ def _with_defaults(values: dict[str, Any], content: dict[str, Any], get: Get) ->
 
 
 def _take_refused(content: dict[str, Any], locations: Mapping[tuple[str, ...], str]) -> Iterator[str]:
-    """Take out what there is no such thing of here: a line for each that says more than that."""
+    """Remove the keys that are refused; yields a line for each whose value is not the one that changes nothing."""
     for name in [name for name in _leaves(content) if name not in _ours()]:
         value = _get(content, name, None)
         if (answer := refusal(name, value)) is not None:

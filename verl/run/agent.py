@@ -65,7 +65,7 @@ def episode_of(spec: str, chat_template: str | None) -> Any:
     class of environments, or any episode.
 
     Raises:
-        ConfigError: there is no such file or name; or a template beside an episode, which has its own.
+        ConfigError: there is no such file or name; or a template is set for an episode that has its own.
     """
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
@@ -168,7 +168,7 @@ def _may_be_title(record: EpisodeRecord, call: Call) -> bool:
 
 
 def _difference(record: EpisodeRecord, call: Call) -> str:
-    """Where a call's messages are not those of the earlier call that they are most like."""
+    """Where a call's messages differ from the most similar earlier call's."""
     messages = call.prompt.messages
     known = [earlier.messages for earlier in record.calls[: record.calls.index(call)]]
     nearest = max(known, key=lambda said: _common(said, messages))

@@ -37,7 +37,7 @@ def placed_roles(config: Config, algorithms: Iterable[BaseAlgorithm]) -> list[st
 
 def build_actor(config: Config, head: Literal["lm", "score"], rows: int, controller: Controller | None = None) -> Actor:
     """The model that is trained, loaded under the head that its algorithms ask for; its reference policy too where
-    one is given. `rows` are those of a step."""
+    one is given. `rows`: samples of a step."""
     policy = config.actor_rollout_ref
     actor = Actor(
         policy.model,

@@ -42,7 +42,7 @@ _MODELS = (
 
 
 class Checked(NamedTuple):
-    """What the settings name and needs no model, found and read; data are not tokenised yet.
+    """The algorithms, metrics and data of the settings, loaded without a model; data are not tokenised yet.
 
     algorithms: of the tasks, by name; a run without `tasks` has one, "main".
     rows: those that one step learns from; about, where groups or tasks differ in size.
@@ -87,7 +87,7 @@ def check_settings(config: Config) -> Checked:
 
 
 def roles_of(config: Config, algorithms: Iterable[BaseAlgorithm]) -> set[str]:
-    """The roles of a run: those of its algorithms, and the reference where evaluations measure the KL to it."""
+    """The roles of a run: its algorithms' roles, and the reference if evaluations measure the KL to it."""
     roles = {role for algorithm in algorithms for role in algorithm.roles}
     return roles | ({"reference"} if KL in config.trainer.eval_metrics else set())
 
@@ -132,7 +132,7 @@ def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> 
 def _readers(
     config: Config, algorithms: Mapping[str, BaseAlgorithm], roles: set[str], of: str
 ) -> Iterator[tuple[str, bool, str]]:
-    """Settings or sections, whether anything in the run reads them beside the others, and why nothing does."""
+    """Settings or sections, whether the run reads them, and if not, why."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     played = rollout.episode or rollout.environment
     rejects = any(type(each).keep is not BaseAlgorithm.keep for each in algorithms.values())
@@ -204,14 +204,14 @@ def _check_reads(
 
 
 class UnreadModel:
-    """Stands for a reward model, whose weights are not read."""
+    """A placeholder for a reward model, whose weights are not loaded."""
 
     name = "model"
     whole_batch = True
     columns = recognise(lambda responses, prompts: []).columns
 
     async def score(self, batch: Batch) -> RewardResult:
-        raise NotImplementedError("a stand-in computes nothing")
+        raise NotImplementedError("a placeholder computes nothing")
 
 
 def source_of(part: RewardPart) -> dict[str, Any]:
@@ -239,10 +239,11 @@ def rewarding_episode(config: Config) -> Any:
 
 
 def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
-    """The rewards of each task by role, with a stand-in for each model in them. Imports the user's functions.
+    """The rewards of each task by role; reward models are placeholders without weights. Imports the
+    user's functions.
 
     Raises:
-        ConfigError, RewardError: one is none, or has no such option.
+        ConfigError, RewardError: a reward cannot be built, or does not take an option.
     """
     if not config.tasks:
         sections = {"reward": config.reward, "cost": config.cost}
@@ -268,7 +269,7 @@ def _made(source: Any, options: Mapping[str, Any]) -> RewardSource:
 
 
 def _unread(source: Any) -> Any:
-    """A source with the stand-in in the place of every model in it."""
+    """A source with every reward model replaced by a placeholder."""
     if isinstance(source, Mapping):
         if "source" not in source:
             return {name: _unread(part) for name, part in source.items()}

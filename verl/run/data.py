@@ -54,10 +54,10 @@ def is_offline(config: Config, algorithm: BaseAlgorithm) -> bool:
 
 
 def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadData:
-    """What the settings name, read, for the algorithms of a run by task.
+    """The training and held-out data, for the algorithms of a run by task.
 
     Raises:
-        DataError: the data are unusable; see `load_prompts` and `OfflineDatasetLoader`; or a task has none.
+        DataError: the data are unusable; see `load_prompts` and `OfflineDatasetLoader`; or a task without data.
         ConfigError: data of a kind that an algorithm cannot learn from.
     """
     if config.data.train is None:
@@ -134,7 +134,7 @@ def build_data(
 
     Returns:
         Training batches without end; what is held out, problems to sample and score or recorded rows whose loss is
-        measured (None: no evaluation); and what was done to the data, in words.
+        measured (None: no evaluation); and notes on rows that were dropped or truncated.
 
     Raises:
         DataError: a prompt or a row is too long, or nothing is left; see `tokenize_prompts`.
@@ -239,7 +239,7 @@ def _file(source: Any) -> str | None:
 
 
 def _tokenized(config: Config, data: Data, actor: Actor, split: str, notes: list[str]) -> Data:
-    """The data with token columns; what became of what is too long goes to the notes."""
+    """The data with token columns; rows that are too long are noted."""
     # The longest sequence the model takes; without bound where it states none.
     most = getattr(actor.modules.config.get_text_config(), "max_position_embeddings", None) or 2**31
     limit = min(config.data.max_prompt_length or 2**31, most - 1)  # one position is left for a response at least

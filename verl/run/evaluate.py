@@ -142,7 +142,7 @@ def _by_problem(evaluation: Evaluation, n: int) -> _Scores:
 
 
 def pass_at(right: Sequence[float | None], k: int) -> float | None:
-    """The chance that one of k samples is right, drawn without replacement from those of a problem (Chen et al. 2021);
+    """The chance that one of k samples is right, drawn without replacement from a problem's samples (Chen et al. 2021);
     None if fewer than k were scored."""
     scored = [value for value in right if value is not None]
     wrong = scored.count(0.0)

@@ -70,7 +70,7 @@ def find_checkpoint(path: str | Path, check: Callable[[Checkpoint], object]) -> 
     """The checkpoint at a path, or the newest whole one of the run at a path; see `CheckpointStore.load` for `check`.
 
     Raises:
-        CheckpointError: there is none, or none is whole.
+        CheckpointError: no checkpoint is complete.
         ConfigError: the run is of another version of verl, in a form that is not read.
     """
     path = Path(path)

@@ -3,7 +3,7 @@
     runs/
         latest -> grpo-tiny-1a2b3c4d
         grpo-tiny-1a2b3c4d/
-            run.json              the version of this form (`verl._base.schemas`)
+            run.json              the version of this layout (`verl._base.schemas`)
             config.yaml, metrics.jsonl, eval.jsonl, summary.json
             code.json             digests of the user's files and of models', and what was edited between attempts
             logs/001.log          one for each attempt; logs/001.rank1.log of another rank
@@ -11,7 +11,7 @@
             checkpoints/, tensorboard/
         grpo-tiny-1a2b3c4d.1/     an earlier run of the same configuration, finished or set aside
 
-The same command goes on with an unfinished run and starts anew after a finished one.
+The same command resumes an unfinished run, and starts a new one after a finished one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Code:
 class Run(AbstractContextManager["Run"]):
     """An open run, locked for this process until `close`.
 
-    status: "new", "resumed" (an unfinished one was there), "anew" (a finished one was there, or `fresh` set one aside).
+    status: "new"; "resumed": unfinished; or the earlier run was finished, or set aside by `fresh` ("anew").
     attempt: 1 for the first process that worked on it.
     lock: keeps other processes away.
     aside: where the run went that made room for this one; None: none did.
@@ -103,11 +103,11 @@ class Run(AbstractContextManager["Run"]):
             logger.warning("%s was not written: %s", self.path / "environment.json", error)
 
     def note_code(self, files: Mapping[str, str], folders: Sequence[str] = (), *, accept_edits: bool = False) -> None:
-        """Keep the digests of the user's files and of models' in `code.json`, and what has changed since the run began.
+        """Write digests of the user's files and of models' into `code.json`, with all edits since the run began.
 
         Args:
             files: path -> SHA-256, see `verl.run.inputs`. Files that earlier attempts had besides are looked at, too.
-            folders: those of which every file counts, one that is added or removed, too.
+            folders: every file in them counts, also one that is added or removed.
             accept_edits: go on with files that have changed.
 
         Raises:
@@ -217,7 +217,7 @@ def open_run(
 
     Args:
         config: text of `config.yaml`.
-        total_steps: the length asked for; a run that finished before it is resumed, not started anew.
+        total_steps: the length asked for; a run that finished before it is resumed.
         fresh: set an unfinished run aside too.
 
     Raises:

@@ -47,8 +47,8 @@ def inputs_of(config: Config) -> Inputs:
 
 
 def _models(config: Config) -> Iterator[tuple[str, bool]]:
-    """Models and tokenizers by directory or hub name, and whether their weights are read at each start: those of
-    policies, critics and references are in checkpoints, or compared with these."""
+    """Models and tokenizers by directory or hub name, and whether their weights are hashed: policies,
+    critics and references have theirs in checkpoints, or are compared with these."""
     policy, critic = config.actor_rollout_ref, config.critic
     for name in (policy.model.path, policy.model.tokenizer, policy.ref.path, critic.model.path, critic.model.tokenizer):
         if name is not None:
@@ -61,7 +61,7 @@ def _models(config: Config) -> Iterator[tuple[str, bool]]:
 
 
 def _folder(name: str) -> Path | None:
-    """Where the files of a model are: its directory, or those of a hub name in the cache."""
+    """The directory of a model's files: its own, or a hub model's in the cache."""
     if os.path.isdir(path := os.path.expanduser(name)):
         return Path(path)
     from huggingface_hub import try_to_load_from_cache

@@ -75,7 +75,7 @@ class RunLock:
         self._file.flush()
 
     def _lock(self) -> bool:
-        """Take the record lock. False: the file system has none."""
+        """Take the record lock. False: the file system does not support it."""
         if sys.platform == "win32":
             return False
         try:

@@ -34,7 +34,7 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     """Refuse a run of these algorithms that will not fit in memory, before it starts.
 
     Raises:
-        ConfigError: with what is needed, what there is, and the setting to change.
+        ConfigError: names the bytes that are missing, and the setting to change.
     """
     policy = config.actor_rollout_ref
     size = ModelSize.from_model(actor.modules)
@@ -92,7 +92,7 @@ def actor_memory(config: Config, size: ModelSize, layout: Layout, available: int
 
 
 def _available(actor: Actor, size: ModelSize) -> int:
-    """Bytes free for the actor beside its weights, where it will run: of that device, or this rank's share of the
+    """Bytes free for the actor, its weights excluded, on its device: of that device, or this rank's share of the
     host."""
     where = actor.controller.device
     if where == "cpu":
@@ -103,7 +103,7 @@ def _available(actor: Actor, size: ModelSize) -> int:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a run takes of each device that the actor trains on, in bytes.
+    """The memory of a run on each device that the actor trains on, in bytes.
 
     Attributes:
         parts: model -> its memory; counted as if all were there at once.
@@ -134,14 +134,14 @@ class DeviceMemory:
 
 
 def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cluster) -> DeviceMemory:
-    """What a run takes of devices that need not be here. Models are made of their configurations, without weights.
+    """The memory of a run on devices that need not be here. Models are made of their configurations, without weights.
 
     Models that a placement puts on other devices than the actor's are not counted; models on the same ones are,
     each laid out over all of its ranks.
 
     Raises:
-        ConfigError: the actor does not fit beside the others (with the setting to change), or a model is not
-            modelled.
+        ConfigError: the actor does not fit together with the other models (names the setting to change), or a model
+            is not modelled.
         ModelError: a model's configuration cannot be found.
     """
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
@@ -186,7 +186,7 @@ def _beside(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Clus
 
 
 def _is_apart(config: Config, role: str) -> bool:
-    """Whether a role stands on none of the devices of the actor."""
+    """Whether a role shares no device with the actor."""
     if config.trainer.placement is None:
         return False
     mesh = DeviceMesh(config.trainer.placement)

@@ -25,7 +25,7 @@ PROMPT = 1024
 
 
 def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_seconds: float = float("inf")) -> Problem:
-    """What a run would place on a cluster.
+    """The models of a run and their workload, to be placed on a cluster.
 
     Args:
         roles: of its algorithm.

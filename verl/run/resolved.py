@@ -36,7 +36,7 @@ class Resolved:
         write_atomic(directory / FILE, json.dumps(asdict(self), indent=1) + "\n")
 
     def put_into(self, config: Config) -> Config:
-        """`config` with these in the place of each "auto"."""
+        """`config` with each "auto" replaced by these."""
         for section in _SECTIONS:
             part, dtype = getattr(config, section), self.dtypes.get(section)
             if part.model.dtype == "auto" and dtype is not None:
@@ -48,8 +48,8 @@ class Resolved:
 
 
 def resolve(config: Config, directory: Path) -> Config:
-    """`config` with what the run's `directory` keeps in the place of each "auto"; where it keeps nothing yet, with the
-    dtypes that this machine has for it, which are kept.
+    """`config` with each "auto" replaced by the value in the run's `directory`; a new run writes this machine's dtypes
+    there.
 
     Raises:
         ConfigError: what the directory keeps is damaged.

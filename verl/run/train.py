@@ -55,7 +55,7 @@ def train(
     """Run to the end, or on to the end if it was interrupted; prints a table and returns the summary.
 
     Args:
-        fresh: start anew even if the run is unfinished.
+        fresh: start a new run even if there is an unfinished one.
         accept_edits: go on even if files of the user's code were edited since the run began.
         began: when the command began, by `time.monotonic`; None: now.
 
@@ -213,7 +213,7 @@ def _held_out(config: Config, checked: Checked, run: Run, rows: PromptDataset | 
 
 
 def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
-    """What the whole run came to, earlier attempts included."""
+    """Totals over the whole run, earlier attempts included."""
     rows = read_rows(run.metrics)
 
     def total(name: str) -> float:
@@ -231,11 +231,11 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
 
 
 class _LiveReport:
-    """Writes the report: anew now and then, after a step, and at the end.
+    """Writes the report from time to time, after a step, and at the end.
 
     Attributes:
         seconds: that it took, in all.
-        is_last: it has been written as that of a run that has ended.
+        is_last: it has been written for the ended run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -260,8 +260,7 @@ class _LiveReport:
 
 
 def _seconds(times: tuple[float, float, float], rows: list[dict[str, Any]], report: float) -> dict[str, float]:
-    """Seconds of each part of an attempt, from its log. Rollouts beside other work, as of asynchronous training, count
-    in full.
+    """Seconds of each part of an attempt, from its log. Overlapping work (asynchronous rollouts) counts in full.
 
     Args:
         times: when the command began, when all was loaded, and when kernels were compiled.

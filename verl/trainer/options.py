@@ -47,8 +47,8 @@ class _Options(Record):
 
 
 class CheckpointOptions(_Options, SavingSettings):
-    """Automatic checkpoints: with both `checkpoint_dir` and `save_every`, one every so many steps and at the end of
-    `fit`; a failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one."""
+    """Automatic checkpoints: `checkpoint_dir` and `save_every` together turn them on, one also at the end of `fit`. A
+    failed save is a warning, at the end of `fit` an error. Ctrl-C and SIGTERM then end `fit` with one."""
 
     checkpoint_dir: str | Path | None = output(None, "where they are")
     save_every: Count | None = output(None, "steps from one to the next")
@@ -142,7 +142,7 @@ RECORDS: dict[str, type[_Options]] = typing.get_type_hints(TrainerOptions)
 
 
 def trainer_keywords() -> set[str]:
-    """What a trainer takes by name, besides its models and options of the algorithm."""
+    """The keywords of a trainer, without its models and the options of its algorithm."""
     named = {"algorithm", "tasks", "n", "sampling", "nodes", "held_out"}
     return named.union(RECORDS, OTHERS, *(record.model_fields for record in RECORDS.values()))
 
@@ -162,16 +162,16 @@ def tasks_of(
     sampling: SamplingParams | Mapping[str, Any] | None,
     nodes: Mapping[str, Any] | Iterable[str],
 ) -> list[Task]:
-    """The tasks of a trainer: those that are given, those of a file, or the only one, made of arguments of the trainer.
+    """The tasks of a trainer: from `tasks`, from a file, or one that its arguments describe.
 
     Args:
         keywords: options of the algorithm.
         reward_fn, cost, environment, config_path: as of `Trainer`.
-        actor: whose episode, if it says its rewards itself, is that of the only task.
+        actor: its episode is the only task's, if it gives rewards.
         n, sampling, nodes: as of `Task`.
 
     Raises:
-        ConfigError: tasks are given twice, or beside what each of them has; an option that no algorithm has.
+        ConfigError: tasks are given twice, or together with an argument of tasks; an option that no algorithm has.
     """
     if reward is not None and reward_fn is not None:
         raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")

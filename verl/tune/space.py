@@ -1,4 +1,4 @@
-"""What is searched: `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log`, or `KEY=A,B,C`, as distributions of Optuna."""
+"""The search space: `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log`, or `KEY=A,B,C`, as distributions of Optuna."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse(searches: Sequence[str]) -> Space:
     """The space of `--search` options. Numbers are integers if both ends are written as such.
 
     Raises:
-        ConfigError: one is no search, or two are of one key; Optuna is not installed.
+        ConfigError: one is not a search, or two name one key; Optuna is not installed.
     """
     if not searches:
         raise ConfigError(f"verl tune: nothing to search: give --search KEY=VALUES; {HOW}")
@@ -44,7 +44,7 @@ def parse(searches: Sequence[str]) -> Space:
 
 
 def ends(distribution: Any) -> tuple[str, ...]:
-    """What is checked before the first trial, as an override has it: both ends, or all values."""
+    """The values that are checked before the first trial, as text: both ends, or all values."""
     return getattr(distribution, "choices", None) or (repr(distribution.low), repr(distribution.high))
 
 

@@ -1,5 +1,5 @@
-"""A study: trials one after the other, noted in a journal, so that the same command goes on where it was cut off; and
-what it came to: `best.yaml`, which `verl train` takes as it is, and `report.html` of its runs."""
+"""A study: trials one after the other, noted in a journal, so that the same command goes on where it was cut off. Its
+results are `best.yaml`, which `verl train` takes as it is, and `report.html` of its runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
 
 @dataclass(frozen=True)
 class Search:
-    """What is asked for: the options of `verl tune`.
+    """The options of `verl tune`.
 
     last: how many of a run's last records of the metric its value is the mean of.
     """
@@ -81,7 +81,7 @@ class Search:
         return {key: ends(distribution)[0] for key, distribution in self.space.items()}
 
     def identity(self) -> dict[str, Any]:
-        """What a study that goes on must have in common with the one that began."""
+        """The options that may not change when a study goes on."""
         return {
             "search": {key: repr(distribution) for key, distribution in self.space.items()},
             "metric": f"{self.metric} ({self.direction}, mean of the last {self.last})",
@@ -129,7 +129,7 @@ def best_of(study: Study) -> FrozenTrial | None:
 
 
 def _open(search: Search) -> Study:
-    """The study of a directory, begun if there is none."""
+    """The study of a directory, which is created if needed."""
     optuna = load_extra("optuna", "tune", "verl tune")
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
