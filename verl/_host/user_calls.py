@@ -42,25 +42,29 @@ DEADLINE = 1800.0
 MAX_HUNG = 16
 #: Seconds after which the line of an async function is logged that neither ends nor awaits.
 BLOCKS = 1.0
+_BLOCKING = "all other calls on it wait. Let it await (an async client, asyncio.to_thread), or make it a plain function"
 #: Seconds that cancelled code has to close what it has open.
 _GRACE = 1.0
 
 
 class LateError(Exception):
-    """A user's code exceeded its deadline. The text says where it was then."""
+    """A user's code exceeded its deadline. The text says which, and where the code of `thread` is."""
+
+    def __init__(self, seconds: float | None, thread: threading.Thread | None = None) -> None:
+        self.where = line_of(thread.ident or 0) if thread is not None else None
+        super().__init__(f"took longer than {seconds:g} s{f' (it was at {self.where})' if self.where else ''}")
 
 
 class HungError(Exception):
-    """So many calls of a function have not returned that it is not called any more."""
+    """`MAX_HUNG` calls of a function have not returned: it is not called any more."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """What is under way in a thread. `is_step`: of an async function, up to its next `await`."""
+    """A call under way in a thread. `is_step`: of an async function, up to its next `await`."""
 
     what: str
     is_step: bool
-    row: int | None
     began: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
 
@@ -73,31 +77,30 @@ class _Watch:
         self._table: mmap.mmap | None = None
         self._free = [*range(watchdog.CALLS, 0, -1)]
         self._lock = threading.Lock()
-        self._signals = -1
+        self.signals = -1
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[IO[bytes], ...] = ()
         self._blocking: set[tuple[str, str | None]] = set()
 
-    def begin(self, what: str, seconds: float, is_step: bool) -> _Call:
-        table = self._table or self._start()
-        with suppress(IndexError):  # of more calls than there are rows the rest is not seen from outside
-            row = None
+    @contextmanager
+    def watched(self, what: str, seconds: float, is_step: bool) -> Iterator[None]:
+        table, row = self._table or self.start(), None
+        with suppress(IndexError):  # calls beyond the last row are not seen from outside
             row = self._free.pop()
-        call = _Call(what, is_step, row)
+        call = _Call(what, is_step)
         if row is not None:
-            until, name = call.began + seconds, what.encode(errors="replace")
-            numbers = call.began, threading.get_native_id(), call.thread
-            watchdog.CALL.pack_into(table, row * watchdog.CALL.size, until, *numbers, name)
+            name, ids = what.encode(errors="replace"), (threading.get_native_id(), call.thread)
+            watchdog.CALL.pack_into(table, row * watchdog.CALL.size, call.began + seconds, call.began, *ids, name)
         self._calls.add(call)
-        return call
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+            if row is not None and self._table is not None:
+                watchdog.CALL.pack_into(self._table, row * watchdog.CALL.size, 0.0, 0.0, 0, 0, b"")
+                self._free.append(row)
 
-    def end(self, call: _Call) -> None:
-        self._calls.discard(call)
-        if call.row is not None and self._table is not None:
-            watchdog.CALL.pack_into(self._table, call.row * watchdog.CALL.size, 0.0, 0.0, 0, 0, b"")
-            self._free.append(call.row)
-
-    def _start(self) -> mmap.mmap:
+    def start(self) -> mmap.mmap:
         with self._lock:
             if self._table is None:
                 file = _memory()
@@ -111,8 +114,8 @@ class _Watch:
 
     def _watch_outside(self, *files: IO[bytes]) -> None:
         self._files = files  # open as long as the process lives
-        reads, self._signals = os.pipe()
-        os.set_blocking(self._signals, False)
+        reads, self.signals = os.pipe()
+        os.set_blocking(self.signals, False)
         faulthandler.register(watchdog.DUMP, files[1])
         fds = (files[0].fileno(), reads, files[1].fileno())
         command = [sys.executable, "-I", "-S", watchdog.__file__, *map(str, (os.getpid(), *fds)), *NOT_THE_USERS]
@@ -129,29 +132,12 @@ class _Watch:
             watchdog.BEAT.pack_into(table, 0, time.monotonic())
             for call in list(self._calls):
                 if call.is_step and time.monotonic() - call.began > BLOCKS:
-                    self._name_blocking(call)
+                    where = line_of(call.thread)
+                    if (call.what, where) not in self._blocking:
+                        self._blocking.add((call.what, where))
+                        text = f"{call.what} has held its event loop for {BLOCKS:g} s{f' ({where})' if where else ''}"
+                        logger.warning("%s: %s", text, _BLOCKING)
             time.sleep(watchdog.TICK)
-
-    def _name_blocking(self, call: _Call) -> None:
-        where = line_of(call.thread)
-        if (call.what, where) not in self._blocking:
-            self._blocking.add((call.what, where))
-            logger.warning(
-                "%s has held its event loop for %g s%s: all other calls on it wait. Let it await (an async client, "
-                "asyncio.to_thread), or make it a plain function",
-                call.what,
-                BLOCKS,
-                f" ({where})" if where else "",
-            )
-
-    def hear(self) -> None:
-        """From the main thread: let the watchdog hear signals, too, unless something else in this process does."""
-        if threading.current_thread() is not threading.main_thread() or os.name != "posix":
-            return
-        if self._table is None:
-            self._start()
-        if (before := signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)) not in (-1, self._signals):
-            signal.set_wakeup_fd(before)
 
     def close(self) -> None:
         """This process ends as it should."""
@@ -166,8 +152,8 @@ class _Watch:
         with suppress(ValueError):  # another thread than the main one
             signal.set_wakeup_fd(-1)
         with suppress(OSError):
-            os.close(self._signals)
-        self._signals, self._table = -1, None
+            os.close(self.signals)
+        self.signals, self._table = -1, None
 
 
 def _memory() -> IO[bytes]:
@@ -179,8 +165,13 @@ _watch = _Watch()
 
 
 def hear_signals() -> None:
-    """Let Ctrl-C and SIGTERM end this process also while a call holds the interpreter."""
-    _watch.hear()
+    """From the main thread: let Ctrl-C and SIGTERM end this process also while a call holds the interpreter, unless
+    something else in this process hears signals."""
+    if threading.current_thread() is threading.main_thread() and os.name == "posix":
+        _watch.start()
+        before = signal.set_wakeup_fd(_watch.signals, warn_on_full_buffer=False)
+        if before not in (-1, _watch.signals):
+            signal.set_wakeup_fd(before)
 
 
 def ends() -> None:
@@ -188,19 +179,14 @@ def ends() -> None:
     _watch.close()
 
 
-@contextmanager
-def watched(what: str, seconds: float, *, is_step: bool = False) -> Iterator[None]:
-    """A call of the user's in this thread. If it holds the interpreter longer than so many seconds, or ends the
-    process, the watchdog names it."""
-    call = _watch.begin(what, seconds, is_step)
-    try:
-        yield
-    finally:
-        _watch.end(call)
+def watched(what: str, seconds: float, *, is_step: bool = False) -> AbstractContextManager[None]:
+    """A call of the user's in this thread. If it holds the interpreter for longer than `seconds`, or ends the process,
+    the watchdog names it."""
+    return _watch.watched(what, seconds, is_step)
 
 
 def ordinary(error: BaseException) -> Exception:
-    """The error, or one in its place that a future may take and an event loop survives: `SystemExit` and
+    """The error, or another one that a future may hold and an event loop survives: `SystemExit` and
     `KeyboardInterrupt` end a loop, no future takes `StopIteration`, and a cancellation is taken for its own."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | concurrent.futures.CancelledError):
         return error
@@ -246,11 +232,18 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
         LateError: it was not done in time, and was cancelled.
         Exception: its own; a RuntimeError if it exits or cancels itself.
     """
-    task = asyncio.ensure_future(_ordinary(work))
+
+    async def without_exit() -> T:
+        try:
+            return await work
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise ordinary(error) from error
+
+    task = asyncio.ensure_future(without_exit())
     try:
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
-            raise LateError
+            raise LateError(seconds)
     finally:
         if not task.done():
             task.cancel()
@@ -258,13 +251,6 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
     if task.cancelled():
         raise RuntimeError("it cancelled itself")
     return task.result()
-
-
-async def _ordinary(work: Awaitable[T]) -> T:
-    try:
-        return await work
-    except (KeyboardInterrupt, SystemExit) as error:
-        raise ordinary(error) from error
 
 
 def watching(function: Callable[..., Any], what: str, seconds: float) -> Callable[..., Any]:
@@ -287,7 +273,7 @@ class Running(Generic[T]):
 
     def __init__(self, what: str, seconds: float, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
-        self.until, self.is_left = time.monotonic() + seconds, False
+        self.seconds, self.until, self.is_left = seconds, time.monotonic() + seconds, False
         self._thread = threading.Thread(target=self._run, args=(what, seconds, call), name=what, daemon=True)
         self._thread.start()
 
@@ -315,7 +301,7 @@ class Running(Generic[T]):
 
     def late(self) -> LateError:
         self.is_left = True
-        return _late(self._thread)
+        return LateError(self.seconds, self._thread)
 
 
 class UserCode:
@@ -334,13 +320,20 @@ class UserCode:
         """The result of a function, plain or async.
 
         Raises:
-            LateError: it took longer than so many seconds.
+            LateError: it took longer than `seconds`.
             HungError: too many calls before it never returned.
             Exception: its own; a RuntimeError if it exits.
         """
         if is_async(function):
             return await self._await(seconds, partial(function, *args, **kwargs))
-        running = self.begin(seconds, _without_stop, function, *args, **kwargs)
+
+        def call() -> Any:
+            try:
+                return function(*args, **kwargs)
+            except StopIteration as error:  # which an event loop takes for its own
+                raise ordinary(error) from error
+
+        running = self.begin(seconds, call)
         done = asyncio.wrap_future(running.future)
         try:
             await asyncio.wait({done}, timeout=seconds)
@@ -355,9 +348,12 @@ class UserCode:
     async def _await(self, seconds: float, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """The result of an async function; its time begins when its loop gets to it. All share one loop; where a
         function has blocked it, each further call of it has its own."""
+        global _shared
         while True:
             self._check()
-            host = _Loop() if self._lost else _shared_loop()
+            if _shared is None or _shared.is_lost:
+                _shared = _Loop()
+            host = _Loop() if self._lost else _shared
             work = _Work(host, self.what, seconds, function)
             try:
                 while not (work.done.done() or host.is_lost):
@@ -368,7 +364,7 @@ class UserCode:
                 if work.done.done():
                     return work.done.result()
                 if work.until is not None:
-                    raise _late(host.thread)
+                    raise LateError(seconds, host.thread)
             finally:
                 if not work.done.done():
                     await work.end()
@@ -382,7 +378,7 @@ class UserCode:
         return self.begin(seconds, function, *args, **kwargs).result()
 
     def begin(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Running[T]:
-        """Begin a call of a plain function, beside what the caller does. Raises HungError."""
+        """Begin a call of a plain function. Raises HungError."""
         self._check()
         self._running.append(running := Running(self.what, seconds, partial(function, *args, **kwargs)))
         return running
@@ -394,26 +390,7 @@ class UserCode:
             raise HungError(f"{MAX_HUNG} calls of {self.what} never returned, and cannot be stopped")
 
 
-def _without_stop(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    try:
-        return function(*args, **kwargs)
-    except StopIteration as error:  # which an event loop takes for its own
-        raise ordinary(error) from error
-
-
-def _late(thread: threading.Thread) -> LateError:
-    where = line_of(thread.ident or 0)
-    return LateError(f"it was at {where}" if where else "")
-
-
 _shared: _Loop | None = None
-
-
-def _shared_loop() -> _Loop:
-    global _shared
-    if _shared is None or _shared.is_lost:
-        _shared = _Loop()
-    return _shared
 
 
 async def awaited(work: Awaitable[T]) -> T:
@@ -489,7 +466,7 @@ def in_steps(work: Coroutine[Any, Any, T], step: Callable[[], AbstractContextMan
 
 
 def _after_fork() -> None:
-    """A forked process has none of these threads, and a watchdog of its own."""
+    """Threads do not survive a fork: the child gets a watchdog of its own."""
     global _watch, _shared
     _watch.leave()
     _watch, _shared = _Watch(), None

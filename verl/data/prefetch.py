@@ -31,8 +31,7 @@ def in_time(seconds: float) -> Iterator[None]:
     try:
         yield
     except (LateError, HungError) as error:
-        where = f" ({error})" if str(error) else ""
-        raise DataError(f"the next prompts were not read within {seconds:g} s{where}: mend what reads them") from None
+        raise DataError(f"the next prompts were not read in time ({error}): mend what reads them") from None
 
 
 class RowsAhead:

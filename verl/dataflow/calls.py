@@ -194,7 +194,7 @@ class TimedCalls:
         try:
             return await result
         except LateError as error:
-            where = str(error).removeprefix("it was at ")
+            where = error.where
         except VerlError as error:
             raise type(error)(f"node '{call.name}': {error}") from error
         except Exception as error:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
-from verl._host.user_calls import DEADLINE, LateError, UserCode
+from verl._host.user_calls import DEADLINE, UserCode
 from verl._host.user_code import describe, show_once, traceback_of
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, RewardError, shown
@@ -60,8 +60,6 @@ class Metric:
         failed: Exception | None = None
         try:
             value = self._code.run(seconds, self.function, samples)
-        except LateError as error:
-            failed = TimeoutError(f"it took longer than {seconds:g} s{f' ({error})' if str(error) else ''}")
         except Exception as error:  # a user's code may raise anything
             failed = error
         self._failures.add([failed is not None] * len(samples))

@@ -30,7 +30,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,8 @@ from verl.rewards.forms import user_columns
 from verl.rollout.base import Sample
 from verl.rollout.episode import Client
 from verl.rollout.gateway.messages import Message, ToolCall
-from verl.rollout.gateway.template import ChatTemplate
-from verl.rollout.tools import Call, Tool, ToolEpisode, tool
+from verl.rollout.gateway.template import ChatTemplate, template_of
+from verl.rollout.tools import Call, CallSyntax, Tool, ToolEpisode, tool
 from verl.rollout.turns import Turns
 
 if TYPE_CHECKING:
@@ -86,17 +86,17 @@ class EnvironmentEpisode(ToolEpisode):
 
     An environment has `reset(**row)`, which gets the columns of its row and returns None, or a text (or parts) that is
     appended to the row's last message. Its public methods, plain or async, with annotations and a docstring, are tools.
-    `get_reward()`, if there is one, is a reward of the episode, beside those of the trainer. Instances are used again
+    `get_reward()`, if it has one, is a reward of the episode, added to the trainer's own. Instances are used again
     after an episode that has come to its end.
 
-    What a tool returns is its result as text (`str`), an exception in it is `{'error': ...}`. An episode whose `reset`
-    or `get_reward` raises is left out; one that is late is run once more, then left out.
+    The result of a tool is its return value as text (`str`), or `{'error': ...}` for an exception. An episode whose
+    `reset` or `get_reward` raises is left out; one that is late is run once more, then left out.
 
     Args:
         factory: a class, or a function without arguments; a mapping of names to these, which a row chooses from by its
             column `environment`; None: tools alone.
         tools: further tools, see `ToolEpisode`.
-        chat_template: in the place of the tokenizer's: "hermes", or a file.
+        chat_template: replaces the tokenizer's: "hermes", or a file.
         max_turns: of the policy; None: as many as `max_new_tokens` has room for.
         max_result_tokens: of one result; None: `max_new_tokens`.
         deadline: seconds for one run of an episode.
@@ -143,7 +143,6 @@ class EnvironmentEpisode(ToolEpisode):
         self.is_read = False
         self._held: dict[str, tuple[EnvironmentKind, Any]] = {}
         self._code = UserCode("environments")
-        self._templates: dict[int, ChatTemplate] = {}
 
     def check_values(self, where: str, rows: Batch) -> None:
         """Raises DataError if a row chooses an environment that there is not."""
@@ -183,22 +182,22 @@ class EnvironmentEpisode(ToolEpisode):
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template does not show tools, calls and results, or not behind a turn."""
         if self.tools or any(kind.methods for kind in self.kinds.values()):
-            template = self._template(tokenizer)
+            template = ChatTemplate(tokenizer, self.chat_template)
             template.check()
-            form = _TemplateForm(template, [], {}, {}, "")
-            form.said = Message("assistant", "", (ToolCall("tool", "{}", "call00000"),))
-            form.reply(Sample("", [0], [0.0], "stop", 0), ["?"])
+            syntax = _TemplateSyntax(template, [], {}, {}, "")
+            syntax.said = Message("assistant", "", (ToolCall("tool", "{}", "call00000"),))
+            syntax.reply(Sample("", [0], [0.0], "stop", 0), ["?"])
 
     async def __call__(self, client: Client, row: Row) -> list[Turns]:
         for _ in range(2):
             try:
                 return [await within(self._episode(client, row), self.seconds)]
-            except LateError:
-                continue
-        raise RolloutError(f"twice: the environment took longer than {self.seconds:g} s")
+            except LateError as error:
+                late = f"twice: the environment {error}"
+        raise RolloutError(late)
 
     async def _episode(self, client: Client, row: Row) -> Turns:
-        assert client.tokenizer is not None
+        assert client.tokenizer is not None and client.text is not None
         kind, instance = await self._take(row)
         chat = _chat(row)
         tools: dict[str, Tool] = dict(self.tools)
@@ -211,16 +210,20 @@ class EnvironmentEpisode(ToolEpisode):
                 for name in kind.methods
             }
             schemas += kind.schemas
-        template = self._template(client.tokenizer, () if client.text is None else tuple(client.text.ends))
+        template = template_of(client.text, self.chat_template)
         inputs = template_inputs({**row, "tools": None}, schemas)
         text = template.chat.render(chat, inputs)
         prompt = list(client.tokenizer([text], add_special_tokens=False)["input_ids"][0])
-        form = _TemplateForm(template, schemas, inputs, tools, text)
-        turns = await self._play(client, prompt, tools, form, [])
-        turns.prompt_tokens, turns.messages = prompt, [*chat, *form.whole(turns)]
+        syntax = _TemplateSyntax(template, schemas, inputs, tools, text)
+        turns, _ = await self.run_turns(client, prompt, tools, syntax)
+        turns.prompt_tokens, turns.messages = prompt, [*chat, *syntax.whole(turns)]
         if kind is not None:
-            if kind.has_reward:
-                turns.reward = _number(kind.name, await self._call(kind, instance, "get_reward", {}))
+            if kind.has_reward and (value := await self._call(kind, instance, "get_reward", {})) is not None:
+                try:
+                    turns.reward = float(value)
+                except (TypeError, ValueError) as error:
+                    text = f"{kind.name}.get_reward() returned {shown(value)}: it is a number, or None"
+                    raise RolloutError(text) from error
             if self.is_read:
                 self._held[str(row["id"])] = kind, instance
             else:
@@ -259,11 +262,6 @@ class EnvironmentEpisode(ToolEpisode):
             values = {p.name: values[p.name] for p in parameters if p.name in values}
         return copy.deepcopy(values)  # a second run of the episode gets them as they were
 
-    def _template(self, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...] = ()) -> ChatTemplate:
-        if id(tokenizer) not in self._templates:
-            self._templates[id(tokenizer)] = ChatTemplate(tokenizer, self.chat_template, ends)
-        return self._templates[id(tokenizer)]
-
     def of_row(self, row_id: str) -> Any:
         """The environment of an episode that has ended, as it is then; None: it had none."""
         return self._held.get(row_id, (None, None))[1]
@@ -278,29 +276,30 @@ class EnvironmentEpisode(ToolEpisode):
 
 @dataclass
 class _Method(Tool):
-    """A tool as TRL calls it: what it returns as text, its exception as `{'error': ...}`; it has its
-    episode's deadline. Plain methods of one environment are called one after the other."""
+    """A tool as TRL calls it: its result as text, its exception as `{'error': ...}`, the episode's deadline. Plain
+    methods of one environment are called one after the other."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         try:
             async with nullcontext() if is_async(self.function) else self.lock:
-                return _text(await self.code.call(self.timeout, self.function, **arguments))
+                result = await self.code.call(self.timeout, self.function, **arguments)
+            if isinstance(result, list) and result and all(map(_is_text, result)):
+                return "".join(str(part["text"]) for part in result)
+            return str(result)
         except Exception as error:  # a user's code may raise anything; the model gets it as the result
             show_once(logger, f"tool {self.name}", traceback_of(error))
             return str({"error": str(error)})
 
 
-class _TemplateForm:
-    """The calls of one episode, in the syntax of the model's chat template.
+class _TemplateSyntax(CallSyntax):
+    """The syntax of the model's own chat template.
 
     Attributes:
         said: the latest turn of the policy.
         messages: all turns and results so far, as TRL has them.
     """
-
-    stop: tuple[str, ...] = ()
 
     def __init__(
         self, template: ChatTemplate, schemas: Sequence[Row], inputs: Row, tools: Mapping[str, Tool], prompt: str
@@ -323,7 +322,8 @@ class _TemplateForm:
     def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
         """Rendered in a chat of the calls and their results alone, so that nothing earlier is written again."""
         asked, said = Message("user", "?"), Message("assistant", "", self.said.calls)
-        answers = [Message("tool", result, call_id=call.id) for call, result in zip(said.calls, results, strict=True)]
+        pairs = list(zip(said.calls, results, strict=True))
+        answers = [Message("tool", result, call_id=call.id) for call, result in pairs]
         before = self._template.write([asked], self._schemas, self._inputs, reply=True)
         text = self._template.write([asked, said, *answers], self._schemas, self._inputs, reply=True)
         last = sample.tokens[-1:]
@@ -333,10 +333,7 @@ class _TemplateForm:
                 "the chat template does not write results behind a turn that calls tools: name another one, as "
                 "chat_template='hermes'"
             )
-        self.messages += [
-            {"role": "tool", "name": call.name, "content": result}
-            for call, result in zip(said.calls, results, strict=True)
-        ]
+        self.messages += [{"role": "tool", "name": call.name, "content": result} for call, result in pairs]
         return encode_behind(self._template.chat, last, behind)
 
     def whole(self, turns: Turns) -> list[dict[str, Any]]:
@@ -348,14 +345,12 @@ class _TemplateForm:
 
     def _say(self, tokens: Sequence[int]) -> None:
         said = self._template.parse(self._template.text(tokens), self._prompt, self._schemas)
-        calls = [ToolCall(call.name, call.arguments, f"call{i:05d}") for i, call in enumerate(said.calls)]
-        self.said = Message("assistant", said.content, tuple(calls), said.reasoning)
+        calls = [replace(call, id=f"call{number:05d}") for number, call in enumerate(said.calls)]
+        self.said = replace(said, calls=tuple(calls))
         self._read += len(tokens)
         functions = [{"name": call.name, "arguments": json.loads(call.arguments or "{}")} for call in calls]
-        optional = {
-            "reasoning_content": said.reasoning,
-            "tool_calls": [{"type": "function", "function": function} for function in functions],
-        }
+        shown_calls = [{"type": "function", "function": function} for function in functions]
+        optional = {"reasoning_content": said.reasoning, "tool_calls": shown_calls}
         kept = {key: value for key, value in optional.items() if value}
         self.messages.append({"role": "assistant", "content": said.content, **kept})
 
@@ -365,7 +360,15 @@ _of_factory = cache(EnvironmentEpisode)
 
 def as_episode(source: Any) -> Any:
     """An episode; of a class or function that makes environments, theirs, always the same."""
-    return _of_factory(source) if _makes_environments(source) else source
+    if inspect.isclass(source):
+        makes = hasattr(source, "reset")
+    else:  # a function that can be called without arguments: an episode takes two
+        makes = not inspect.iscoroutinefunction(source)
+        try:
+            inspect.signature(source).bind()
+        except (TypeError, ValueError):
+            makes = False
+    return _of_factory(source) if makes else source
 
 
 def as_environments(source: Any) -> EnvironmentEpisode:
@@ -380,17 +383,6 @@ def as_environments(source: Any) -> EnvironmentEpisode:
     if not isinstance(episode, EnvironmentEpisode):
         raise ConfigError(f"environment: must be a class with a method reset(self, **row), not {shown(source)}")
     return episode
-
-
-def _makes_environments(source: Any) -> bool:
-    """Whether it is a class with `reset`, or a function that can be called without arguments: an episode takes two."""
-    if inspect.isclass(source):
-        return hasattr(source, "reset")
-    try:
-        inspect.signature(source).bind()
-    except (TypeError, ValueError):
-        return False
-    return not inspect.iscoroutinefunction(source)
 
 
 def _schema(kind: str, name: str, method: Callable[..., Any]) -> dict[str, Any]:
@@ -436,17 +428,3 @@ def _with_observation(chat: list[dict[str, Any]], observation: Any) -> list[dict
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text"
-
-
-def _text(result: Any) -> str:
-    """A tool's result as text; of text parts, what they say."""
-    if isinstance(result, list) and result and all(map(_is_text, result)):
-        return "".join(str(part["text"]) for part in result)
-    return str(result)
-
-
-def _number(kind: str, value: Any) -> float | None:
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError) as error:
-        raise RolloutError(f"{kind}.get_reward() returned {shown(value)}: it is a number, or None") from error

@@ -16,14 +16,13 @@ import asyncio
 import json
 import logging
 import queue
-import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl._host.user_calls import LateError, UserCode, is_users, within
+from verl._host.user_calls import LateError, UserCode, beside, is_users, within
 from verl._host.user_code import describe, show_once, traceback_of
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
@@ -72,7 +71,7 @@ class Client:
     Attributes:
         params: sampling parameters of the row.
         tokenizer: the policy's.
-        text: tokens of a response -> their text, as rewards read it; None where there is no tokenizer.
+        text: tokens of a response -> their text, as rewards read it; None without a tokenizer.
         start: a client of the weights that training began with; None: the run keeps none.
         max_length: how many tokens prompt and response may have together; None: the engine does not say.
         tells_top: whether the engine gives log-probs of other tokens than the sampled ones.
@@ -148,11 +147,10 @@ class _Pump:
 
     def name_limit(self, prompt: int, wanted: int) -> None:
         """Say, before the first response that it cuts short, how many tokens the engine takes."""
-        limit = self.max_length
-        if limit is not None and prompt + wanted > limit and not self._has_warned:
+        if self.max_length is not None and prompt + wanted > self.max_length and not self._has_warned:
             self._has_warned = True
             text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"
-            logger.warning(f"{text} have %d", prompt, wanted, limit)
+            logger.warning(f"{text} have %d", prompt, wanted, self.max_length)
 
     async def answer(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
         """`ask`, from any event loop."""
@@ -198,10 +196,13 @@ class _Pump:
             try:
                 samples, refused = await loop.run_in_executor(thread, self._step, new, dropped)
             except Exception as error:
-                self._fail(error)
+                self._failure = f"the rollout engine failed: {error}"
+                for future in self._waiting.values():  # they stay listed, as the engine may still have them
+                    if not future.done():
+                        future.set_exception(RolloutError(self._failure))
                 raise
-            for tell in self._after_step.values():
-                tell()
+            for call in self._after_step.values():
+                call()
             for name, refusal in refused.items():
                 self._answer(name, refusal)
             for sample in samples:
@@ -215,7 +216,7 @@ class _Pump:
             self._engine.step()
 
     def _step(self, new: list[Request], dropped: list[str]) -> tuple[list[Sample], dict[str, RolloutError]]:
-        refused: dict[str, RolloutError] = {}
+        refused = {}
         for request in new:
             try:
                 self._engine.add(request)
@@ -226,28 +227,12 @@ class _Pump:
 
     def _answer(self, name: str, result: Sample | RolloutError) -> None:
         future = self._waiting.pop(name, None)
-        if future is None or future.done():
-            return
-        if isinstance(result, RolloutError):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    def _fail(self, error: Exception) -> None:
-        """Fail all requests; they stay listed, as the engine may still have them."""
-        self._failure = f"the rollout engine failed: {error}"
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(RolloutError(self._failure))
+        if future is not None and not future.done():
+            future.set_exception(result) if isinstance(result, RolloutError) else future.set_result(result)
 
 
 class EndOfRunError(RolloutError):
     """What an episode raises to end the run, not just itself."""
-
-
-def bounded(episode: Episode, seconds: float) -> Episode:
-    """An episode of ours with a deadline."""
-    return lambda client, row: within(episode(client, row), seconds)
 
 
 async def run_episodes(
@@ -266,7 +251,7 @@ async def run_episodes(
     Args:
         rows: each has `id` and the columns that the episode reads; `messages` of JSON it gets as a list.
         params: of all rows, or one per row.
-        ends: tokens that end a response; None: those of the tokenizer.
+        ends: tokens that end a response; None: the tokenizer's.
         deadline: seconds for an episode; None: its own, or 600. If it raises or exceeds them, its outcome has an error
             and its requests are aborted; the others continue.
         start: an engine of the weights that training began with, for `Client.start`; both compute in one thread.
@@ -283,8 +268,8 @@ async def run_episodes(
         ends = ChatTokenizer(tokenizer).ends
     text = None if tokenizer is None else ResponseText(tokenizer, ends or ())
 
-    # One of the user's may block its event loop, which is not to be the engine's.
-    played = partial(UserCode("episode").call, seconds, episode) if is_users(episode) else bounded(episode, seconds)
+    # A user's episode may block its event loop, which must not be the engine's.
+    call: Any = UserCode("episode").call if is_users(episode) else _call
 
     async def one(index: int) -> Outcome:
         row = rows[index]
@@ -292,24 +277,7 @@ async def run_episodes(
             row = {**row, "messages": json.loads(row["messages"])}
         sampling = params if isinstance(params, SamplingParams) else params[index]
         client = Client(pumps[0], str(row["id"]), sampling, text, *pumps[1:])
-        try:
-            responses: Any = await played(client, row)
-        except EndOfRunError:
-            raise
-        except LateError as error:
-            where = f" ({error})" if str(error) else ""
-            return Outcome(index, [], f"episode of row '{row['id']}' took longer than {seconds:g} s{where}", "late")
-        except Exception as error:  # a user's code may raise anything; only this row fails
-            show_once(logger, "episode", traceback_of(error))
-            return Outcome(
-                index, [], f"episode of row '{row['id']}': {describe(error)}", getattr(error, "reason", "raised")
-            )
-        if not responses:
-            return Outcome(index, [], f"episode of row '{row['id']}' gave 0 responses", "no_response")
-        if not isinstance(responses, Sequence) or not all(isinstance(each, Turns) for each in responses):
-            raise ConfigError(f"an episode returns a list of Turns; that of row '{row['id']}' gave {shown(responses)}")
-        _check_temperatures(responses, sampling, str(row["id"]))
-        return Outcome(index, responses)
+        return await _outcome(index, row, sampling, call(seconds, episode, client, row))
 
     tasks = [asyncio.create_task(one(index)) for index in range(len(rows))]
     try:
@@ -329,14 +297,38 @@ async def run_episodes(
                 pump.drain()
 
 
-def _check_temperatures(responses: Sequence[Turns], params: SamplingParams, row_id: str) -> None:
-    """Log-probs and updates are computed at one temperature; greedy rows are not trained."""
-    written = {temperature for turns in responses for temperature in turns.temperatures}
-    if params.temperature and (other := written - {params.temperature}):
+async def _call(seconds: float, episode: Episode, client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
+    """`UserCode.call` for an episode of ours, on the engine's event loop."""
+    return await within(episode(client, row), seconds)
+
+
+async def _outcome(index: int, row: Mapping[str, Any], params: SamplingParams, responses: Awaitable[Any]) -> Outcome:
+    """Raises EndOfRunError, or ConfigError for what is no list of `Turns` or was sampled at another temperature."""
+    name, error, reason = f"episode of row '{row['id']}'", None, None
+    turns: Any = []
+    try:
+        turns = await responses
+        if not turns:
+            error, reason = f"{name} gave 0 responses", "no_response"
+    except EndOfRunError:
+        raise
+    except LateError as late:
+        error, reason = f"{name} {late}", "late"
+    except Exception as fault:  # a user's code may raise anything; only this row fails
+        show_once(logger, "episode", traceback_of(fault))
+        error, reason = f"{name}: {describe(fault)}", getattr(fault, "reason", "raised")
+    if error is not None:
+        return Outcome(index, [], error, reason)
+    if not isinstance(turns, Sequence) or not all(isinstance(each, Turns) for each in turns):
+        raise ConfigError(f"an episode returns a list of Turns; that of row '{row['id']}' gave {shown(turns)}")
+    # Log-probs and updates are computed at one temperature; greedy rows are not trained.
+    other = {temperature for each in turns for temperature in each.temperatures} - {params.temperature}
+    if params.temperature and other:
         raise ConfigError(
-            f"the episode of row '{row_id}' sampled at temperature {min(other):g}, but is trained at "
-            f"{params.temperature:g}: sample at client.params.temperature, which the run's sampling sets"
+            f"the {name} sampled at temperature {min(other):g}, but is trained at {params.temperature:g}: sample at "
+            "client.params.temperature, which the run's sampling sets"
         )
+    return Outcome(index, turns)
 
 
 def outcomes(
@@ -349,7 +341,7 @@ def outcomes(
     start: RolloutEngine | None = None,
 ) -> Generator[Outcome, None, None]:
     """`run_episodes` for synchronous code, whether or not an event loop runs in this thread."""
-    done: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 
     async def collect() -> None:
@@ -359,24 +351,13 @@ def outcomes(
                 done.put(outcome)
 
     task = loop.create_task(collect())
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(task)
-            done.put(None)
-        except BaseException as error:  # raised in the caller's thread
-            done.put(error)
-        finally:
-            loop.close()
-
-    thread = threading.Thread(target=run, name="episodes", daemon=True)
-    thread.start()
+    ended = beside(loop.run_until_complete, task, name="episodes")
+    ended.add_done_callback(lambda ended: done.put(None))
     try:
         while (outcome := done.get()) is not None:
-            if isinstance(outcome, BaseException):
-                raise outcome
             yield outcome
+        ended.result()
     finally:
-        with suppress(RuntimeError):  # the loop has ended already
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+        loop.call_soon_threadsafe(task.cancel)  # where the caller has had enough
+        wait([ended])
+        loop.close()

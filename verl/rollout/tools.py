@@ -91,7 +91,7 @@ class Tool:
         try:
             result = await self.code.call(self.timeout, self.function, **arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-        except LateError:
+        except LateError:  # without the line, which says nothing to a model
             return f"error: {self.name} took longer than {self.timeout:g} s"
         except HungError as error:
             logger.warning("%s: it is not called any more", error)
@@ -205,7 +205,12 @@ class ToolEpisode:
         if not all_tools or len(self.tools) < len(all_tools):
             raise ConfigError("ToolEpisode.tools: must be one tool or more, of different names")
         #: Of the plain form: the only argument of each tool.
-        self._arguments = _only_arguments(self.tools) if form == "plain" else None
+        self._arguments: dict[str, str] | None = None
+        if form == "plain":
+            names = {name: list(inspect.signature(one.function).parameters) for name, one in self.tools.items()}
+            if wrong := next((name for name in names if len(names[name]) != 1), None):
+                raise ConfigError(f"tool {wrong} takes {len(names[wrong])} arguments: the plain form passes one")
+            self._arguments = {name: only for name, (only,) in names.items()}
         self.schemas = [] if form == "plain" else [one.schema for one in all_tools]
         self.max_turns: int | None = max_turns
         self.max_result_tokens: int | None = max_result_tokens
@@ -214,31 +219,28 @@ class ToolEpisode:
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises DataError if this tokenizer's chat template cannot express a tool's result."""
         if self._arguments is None:
-            _ChatForm(ChatTokenizer(tokenizer), {}).behind([_RESULT])
+            _ChatSyntax(ChatTokenizer(tokenizer), {}).behind([_RESULT])
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         assert client.tokenizer is not None
-        chat, answers = ChatTokenizer(client.tokenizer), list[list[str]]()
-        chat_form = _ChatForm(chat, template_inputs(row, self.schemas))
-        form = chat_form if self._arguments is None else _PlainForm(chat, self._arguments)
-        turns = await self._play(client, row["prompt_tokens"], self.tools, form, answers)
-        turns.messages = _conversation(client, row, turns, answers)
+        chat = ChatTokenizer(client.tokenizer)
+        syntax: CallSyntax = _ChatSyntax(chat, template_inputs(row, self.schemas))
+        if self._arguments is not None:
+            syntax = _PlainSyntax(chat, self._arguments)
+        turns, answers = await self.run_turns(client, row["prompt_tokens"], self.tools, syntax)
+        assert client.text is not None
+        said = [client.text(tokens) for tokens in runs(turns.response_tokens, turns.response_mask)]
+        messages = [*(row.get("messages") or [{"role": "user", "content": row.get("prompt") or ""}])]
+        for text, results in zip_longest(said, answers[: len(said) - 1], fillvalue=()):
+            messages += [{"role": "assistant", "content": text}, *({"role": "tool", "content": one} for one in results)]
+        turns.messages = messages
         return [turns]
 
-    async def _play(
-        self,
-        client: Client,
-        prompt: Sequence[int],
-        tools: Mapping[str, Tool],
-        form: Form,
-        answers: list[list[str]],
-    ) -> Turns:
-        """The turns of the policy behind a prompt, and the results of the tools that it calls.
-
-        Args:
-            answers: gets the results that each turn is answered with.
-        """
-        turns, limit, turn = Turns(), client.params.max_new_tokens, 0
+    async def run_turns(
+        self, client: Client, prompt: Sequence[int], tools: Mapping[str, Tool], syntax: CallSyntax
+    ) -> tuple[Turns, list[list[str]]]:
+        """The policy's turns after a prompt, and the results that answer each but the last."""
+        turns, limit, answers = Turns(), client.params.max_new_tokens, list[list[str]]()
         reply: list[int] = []
         while True:
             written = len(turns.response_tokens) + len(reply)
@@ -247,8 +249,8 @@ class ToolEpisode:
             params = replace(
                 client.params,
                 max_new_tokens=limit - written,
-                min_new_tokens=max(client.params.min_new_tokens - written, 0) if turn == 0 else 0,
-                stop=(*client.params.stop, *form.stop),
+                min_new_tokens=0 if answers else max(client.params.min_new_tokens - written, 0),
+                stop=(*client.params.stop, *syntax.stop),
             )
             try:
                 sample = await client.generate([*prompt, *turns.response_tokens, *reply], params)
@@ -257,21 +259,19 @@ class ToolEpisode:
                     raise
                 break
             turns.read(reply).wrote(sample)
-            calls = form.calls(sample, client.params.stop) if sample.finish == "stop" else []
+            calls = syntax.calls(sample, client.params.stop) if sample.finish == "stop" else []
             if calls is None:  # the policy continues
                 reply = []
                 continue
             if not calls:
-                return turns
-            turn += 1
-            if turn == self.max_turns:  # nobody would read the results
+                return turns, answers
+            if len(answers) + 1 == self.max_turns:  # nobody would read the results
                 break
             called = (_result(call, tools) for call in calls)
-            results = [self._cut(result, client) for result in await asyncio.gather(*called)]
-            answers.append(results)
-            reply = form.reply(sample, results)
+            answers.append([self._cut(result, client) for result in await asyncio.gather(*called)])
+            reply = syntax.reply(sample, answers[-1])
         turns.finish = "length"  # cut before a result
-        return turns
+        return turns, answers
 
     def _cut(self, whole: str, client: Client) -> str:
         """A result, without what is behind `max_result_tokens`."""
@@ -283,18 +283,6 @@ class ToolEpisode:
         if len(tokens) <= most and len(text) == len(whole):
             return text
         return spelled(client.tokenizer, tokens[:most]) + " [cut]"
-
-
-def _conversation(
-    client: Client, row: Mapping[str, Any], turns: Turns, answers: Sequence[Sequence[str]]
-) -> list[Mapping[str, Any]]:
-    """The row's messages, then each turn as it was written, with the results that answer it."""
-    assert client.text is not None
-    said = [client.text(tokens) for tokens in runs(turns.response_tokens, turns.response_mask)]
-    messages = [*(row.get("messages") or [{"role": "user", "content": row.get("prompt") or ""}])]
-    for text, results in zip_longest(said, answers[: len(said) - 1], fillvalue=()):
-        messages += [{"role": "assistant", "content": text}, *({"role": "tool", "content": one} for one in results)]
-    return messages
 
 
 #: A tool's name and arguments, or an error message.
@@ -310,14 +298,14 @@ async def _result(call: Call, tools: Mapping[str, Tool]) -> str:
     return await tools[name].call(arguments)
 
 
-class Form(Protocol):
-    """The syntax of calls in one episode.
+class CallSyntax(Protocol):
+    """How calls and results are written in one episode.
 
     Attributes:
         stop: strings that end a turn.
     """
 
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] = ()
 
     def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         """The calls of a turn; None: the policy is not done with it.
@@ -327,32 +315,20 @@ class Form(Protocol):
         """
 
     def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
-        """Tokens between a turn and the next one: the results of its calls, and what stands around them."""
+        """Tokens between a turn and the next one: the results of its calls, and the template's text around them."""
 
 
-class _ChatForm:
-    """That of chat templates; `inputs`: of the template, see `template_inputs`."""
-
-    stop: tuple[str, ...] = ()
+class _ChatSyntax(CallSyntax):
+    """Hermes calls in chat templates; `inputs`: of the template, see `template_inputs`."""
 
     def __init__(self, chat: ChatTokenizer, inputs: Mapping[str, Any]) -> None:
         self._chat, self._inputs = chat, inputs
 
     def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
-        return [self._read(call) for call in _CALL.findall(spelled(self._chat.tokenizer, sample.tokens))]
-
-    def _read(self, text: str) -> Call:
-        try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return 'error: a call is {"name": ..., "arguments": {...}} in JSON'
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return "error: name must be text, arguments a mapping"
-        return name, arguments
+        return [_read_call(text) for text in _CALL.findall(spelled(self._chat.tokenizer, sample.tokens))]
 
     def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
-        """What the template writes after the policy's message: the rest of its end, the results, a new turn."""
+        """The rest of the end of the policy's message, the results, a new turn."""
         text, last = self.behind(results), sample.tokens[-1]
         if last in self._chat.added:
             # A template ends a message by the token that ends a response, then continues: do not repeat that token.
@@ -362,9 +338,8 @@ class _ChatForm:
         return encode_behind(self._chat, [last], text)
 
     def behind(self, results: Sequence[str]) -> str:
-        """What the template writes after a message that these results answer.
-
-        Rendered as one chat, since a template may write the last message differently from earlier ones.
+        """The template's text after a message that these results answer. It is rendered as one chat, since a template
+        may write the last message differently from earlier ones.
 
         Raises:
             DataError: the template does not write the message, or not the results after it.
@@ -380,17 +355,21 @@ class _ChatForm:
         return text
 
 
-def _only_arguments(tools: Mapping[str, Tool]) -> dict[str, str]:
-    arguments = {name: list(inspect.signature(one.function).parameters) for name, one in tools.items()}
-    if wrong := next((name for name, names in arguments.items() if len(names) != 1), None):
-        raise ConfigError(f"tool {wrong} takes {len(arguments[wrong])} arguments: the plain form passes one")
-    return {name: names[0] for name, names in arguments.items()}
+def _read_call(text: str) -> Call:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return 'error: a call is {"name": ..., "arguments": {...}} in JSON'
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "error: name must be text, arguments a mapping"
+    return name, arguments
 
 
-class _PlainForm:
+class _PlainSyntax(CallSyntax):
     """`<<...>>`; `arguments`: the only argument of each tool."""
 
-    stop: tuple[str, ...] = (">>",)
+    stop = (">>",)
 
     def __init__(self, chat: ChatTokenizer, arguments: Mapping[str, str]) -> None:
         self._chat, self._arguments = chat, arguments

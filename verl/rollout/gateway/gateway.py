@@ -30,7 +30,7 @@ from verl.rollout.gateway.agents import AgentError, AgentResult, KilledError
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
 from verl.rollout.gateway.session import START, Rules, Session
-from verl.rollout.gateway.template import ChatTemplate
+from verl.rollout.gateway.template import ChatTemplate, template_of
 from verl.rollout.turns import Turns
 from verl.sandbox import require
 
@@ -132,7 +132,6 @@ class Gateway:
         self._bound = None if callable(agent) else deadline
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
-        self._templates: dict[int, ChatTemplate] = {}
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template does not show what an agent needs."""
@@ -161,16 +160,13 @@ class Gateway:
             LeftOutError: the agent raised, made no call, or twice did not come to its end.
             EndOfRunError: a model is the weights that training began with, and they are not here.
         """
-        assert client.tokenizer is not None
+        assert client.text is not None
         if self.asks_start and client.start is None:
             raise EndOfRunError(
                 "models: 'start' is for synchronous training in one process: what generates here has no starting "
                 "weights; start a server of them, and give its address"
             )
-        template = self._templates.get(id(client.tokenizer))
-        if template is None:
-            ends = () if client.text is None else tuple(client.text.ends)
-            template = self._templates[id(client.tokenizer)] = ChatTemplate(client.tokenizer, self.chat_template, ends)
+        template = template_of(client.text, self.chat_template)
         inputs = {key: value for key, value in template_inputs(row).items() if key != "tools"}
         fault = reason = ""
         async with listening() as listener:
@@ -178,11 +174,11 @@ class Gateway:
                 session = Session(listener.new_key(), client, template, inputs, self.rules)
                 try:
                     result = await self._attempt(listener, session, row)
-                except (KilledError, LateError) as error:
+                except KilledError as error:
                     fault, reason = str(error), "killed"
-                    if isinstance(error, LateError):
-                        where = f" ({fault})" if fault else ""
-                        fault, reason = f"the agent took longer than {self.seconds:g} s{where}", "late"
+                    continue
+                except LateError as error:
+                    fault, reason = f"the agent {error}", "late"
                     continue
                 if (failure := session.failure) is None:
                     return self._record(session, result)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +53,11 @@ _PROBE = {"type": "function", "function": {"name": _TOOL, "description": "?", "p
 
 
 class ChatTemplate:
-    """What a tokenizer's chat template, or another one, does with the conversations of agents.
+    """A tokenizer's chat template, or another one, for the conversations of agents.
 
     Args:
         chat_template: another one: one of ours by name ("hermes"), or a file; None: the tokenizer's.
-        ends: tokens that end a response; None: those of the tokenizer.
+        ends: tokens that end a response, besides the tokenizer's own.
 
     Raises:
         ConfigError: there is no such file, or the tokenizer has no template.
@@ -65,13 +67,13 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None = None,
-        ends: Sequence[int] | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         tokenizer = with_template(tokenizer, chat_template)
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the tokenizer has no chat template: name one, as chat_template='hermes'")
         self.chat = ChatTokenizer(tokenizer)
-        self.ends = (*self.chat.ends, *(ends or ()))
+        self.ends = (*self.chat.ends, *ends)
         self.text = ResponseText(tokenizer, self.ends)
         self._endings: dict[tuple[bool, bool], str] = {}
         self.parse = ReplyParser(tokenizer, str(tokenizer.chat_template))
@@ -89,7 +91,7 @@ class ChatTemplate:
         return self.chat.render(chat, shown, reply=reply, begun=False, check=False)
 
     def behind(self, text: str, before: str, reply: Message, has_tools: bool, last: Sequence[int]) -> str | None:
-        """What the template writes behind the tokens of a reply in a longer chat, its end included if they lack it.
+        """The text after the tokens of a reply in a longer chat, with the end of the reply if they lack it.
 
         Args:
             text: the longer chat.
@@ -97,37 +99,33 @@ class ChatTemplate:
             last: the last token of the reply, if it has one.
 
         Returns:
-            None if it writes the chat up to there otherwise now, leaves out a part of the reply, or does not end it.
+            None if it now writes the chat up to there in another way, drops a part of the reply, or does not end it.
         """
         end = self._ending(bool(reply.calls), has_tools)
         position = text.find(end, len(before)) if end and text.startswith(before) else -1
-        if position < 0 or not _shows(text[len(before) : position], reply):
+        parts = (reply.content, reply.reasoning, *(call.name for call in reply.calls))
+        if position < 0 or not all(part.strip() in text[len(before) : position] for part in parts):
             return None
         return text[position + len(end) :] if self.spelled(last) == end else text[position:]
 
     def _ending(self, calls: bool, has_tools: bool) -> str:
         """How the template ends a reply: text or calls, in a chat with tools or without; "" if it does not."""
         if (calls, has_tools) not in self._endings:
-            said = replace(_SAID, calls=_SAID.calls if calls else (), content="" if calls else _VALUE)
-            try:
+            said, text = replace(_SAID, calls=_SAID.calls if calls else (), content="" if calls else _VALUE), ""
+            with suppress(DataError):
                 text = self.write([_ASKED, said], [_PROBE] if has_tools else (), reply=False)
                 text = text[: self.chat.reply_end(text, text.rfind(_VALUE), calls=calls)]
-                self._endings[calls, has_tools] = self._end_of(text)
-            except DataError:
-                self._endings[calls, has_tools] = ""
+            names = (*self.chat.added.values(), *map(self.chat.tokenizer.convert_ids_to_tokens, self.chat.ends))
+            ends = [name for name in names if name and text.endswith(name)]
+            self._endings[calls, has_tools] = max(ends, key=len, default="")
         return self._endings[calls, has_tools]
-
-    def _end_of(self, text: str) -> str:
-        """The special token that a text ends with, the longest if there are several."""
-        names = (*self.chat.added.values(), *map(self.chat.tokenizer.convert_ids_to_tokens, self.chat.ends))
-        return max((name for name in names if name and text.endswith(name)), key=len, default="")
 
     def spelled(self, tokens: Sequence[int]) -> str:
         """Tokens as text, special ones too."""
         return spelled(self.chat.tokenizer, tokens)
 
     def check(self) -> list[str]:
-        """What the template does not show of a thought; of everything else that an agent needs it shows all.
+        """["thoughts"] if the template drops them; it shows everything else that an agent needs.
 
         Raises:
             ConfigError: it does not show tools, calls or results, or its calls cannot be read back.
@@ -157,6 +155,12 @@ class ChatTemplate:
 _REMEDY = "name another one: chat_template='hermes', or a file"
 
 
+@lru_cache(maxsize=8)
+def template_of(text: ResponseText, chat_template: str | None) -> ChatTemplate:
+    """The template of the episodes whose responses `text` decodes, see `ChatTemplate`."""
+    return ChatTemplate(text.tokenizer, chat_template, tuple(text.ends))
+
+
 def with_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer with another chat template, see `ChatTemplate`; None: as it is."""
     if chat_template is None:
@@ -168,9 +172,3 @@ def with_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
         known = f"'{chat_template}' is neither one of ours ({', '.join(OURS)}) nor a file"
         raise ConfigError(f"chat_template: {known}: {error}") from error
     return tokenizer
-
-
-def _shows(text: str, reply: Message) -> bool:
-    """Whether a text has all of a reply."""
-    parts = (reply.content, reply.reasoning, *(call.name for call in reply.calls))
-    return all(part.strip() in text for part in parts)
