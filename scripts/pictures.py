@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.other_systems import COLOCATED, SPLIT, STANDALONE, evaluation  # noqa: E402
 from verl.planner.picture import bars  # noqa: E402
 from verl.planner.search import PlacementPlan, search  # noqa: E402
-from verl.report.page import curves_of, read_rows, summary_of  # noqa: E402
+from verl.report.reading import curves_of, read_rows, summary_of  # noqa: E402
 from verl.weights.layout import Layout, Mesh  # noqa: E402
 from verl.weights.meshes import generation_mesh  # noqa: E402
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from verl.batch import Batch
 from verl.report.completions import SHOWN, CompletionFiles, completions, without_tokens
-from verl.report.page import TOKENS
+from verl.report.reading import TOKENS
 from verl.report.sinks import open_logger
 from verl.trainer.trainer import Trainer
 

@@ -22,7 +22,7 @@ from verl.config import build_config
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
-from verl.report.page import curves_of
+from verl.report.reading import curves_of
 from verl.run.build import placed_roles
 from verl.run.train import train
 from verl.trainer.evaluation import Evaluation, HeldOut

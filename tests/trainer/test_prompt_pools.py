@@ -20,7 +20,7 @@ from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, DataError
-from verl.report.page import curves_of
+from verl.report.reading import curves_of
 from verl.run.check import check_settings
 from verl.run.train import train
 

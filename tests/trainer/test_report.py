@@ -14,6 +14,7 @@ from scripts import metric_meanings
 from tests.trainer.pages import HOSTILE, Page
 from verl.errors import DataError
 from verl.report import page as report
+from verl.report import reading
 from verl.report.page import write_report
 from verl.run.train import _LiveReport, _print_table
 
@@ -202,7 +203,9 @@ def test_metrics_say_what_they_mean(run):
 
 def test_the_page_says_what_the_docs_say():
     texts = metric_meanings.meanings(metric_meanings.PAGE.read_text(encoding="utf-8"))
-    assert report.metric_texts() == texts, "docs/metrics.md has changed: run scripts/metric_meanings.py"
+    assert dict(json.loads((report.ASSETS / "metrics.json").read_text("utf-8"))) == texts, (
+        "docs/metrics.md has changed: run scripts/metric_meanings.py"
+    )
 
 
 def write_tokens(run, step, lengths):
@@ -214,7 +217,7 @@ def write_tokens(run, step, lengths):
 
 
 def test_tokens_with_their_numbers_are_those_of_the_latest_steps(run):
-    long = report.MAX_TOKENS // 2
+    long = reading.MAX_TOKENS // 2
     write_tokens(run, 1, [3])
     write_tokens(run, 2, [long])
     write_tokens(run, 3, [2, long - 2])
@@ -231,20 +234,20 @@ def test_a_directory_of_no_run_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_large_runs_stay_small_pages(run):
-    steps = report.MAX_POINTS * 5 + 3
+    steps = reading.MAX_POINTS * 5 + 3
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "kl": {s % 2}}}\n' for s in range(steps)))
     write_samples(run, 0, ["a" * 100_000] * 1000, [1.0] * 1000)
     for step in range(10, 40):
         write_samples(run, step, ["a"], [1.0])
     data = page(run).data
     curve = data["curves"]["kl"]
-    assert len(curve) <= report.MAX_POINTS
+    assert len(curve) <= reading.MAX_POINTS
     assert curve[-1][0] == steps - 1
     assert all(0.3 < value < 0.7 for _, value in curve[:-1])
-    assert len(data["samples"]) <= report.MAX_EVALS
+    assert len(data["samples"]) <= reading.MAX_EVALS
     assert (data["samples"][0]["step"], data["samples"][-1]["step"]) == (0, 39)
-    assert len(data["samples"][0]["rows"]) == report.MAX_SAMPLES
-    assert len(data["samples"][0]["rows"][0][2]) < report.MAX_TEXT + 100
+    assert len(data["samples"][0]["rows"]) == reading.MAX_SAMPLES
+    assert len(data["samples"][0]["rows"][0][2]) < reading.MAX_TEXT + 100
 
 
 def write_training(run, step, count):
@@ -254,16 +257,16 @@ def write_training(run, step, count):
     pq.write_table(pa.table(table), run / "completions" / f"train-{step:06d}.parquet")
 
 
-@pytest.mark.parametrize(("steps", "rows"), [(30, 40), (report.MAX_STEPS, 20), (report.MAX_STEPS + 5, 2)])
+@pytest.mark.parametrize(("steps", "rows"), [(30, 40), (reading.MAX_STEPS, 20), (reading.MAX_STEPS + 5, 2)])
 def test_training_samples_of_every_step_are_there_or_what_is_left_out_is_said(run, steps, rows):
     for step in range(1, steps + 1):
         write_training(run, step, rows)
     training = page(run).data["training"]
     shown = [entry["step"] for entry in training]
-    assert len(shown) == min(steps, report.MAX_STEPS) and {1, steps} <= {*shown} and shown == sorted(shown)
+    assert len(shown) == min(steps, reading.MAX_STEPS) and {1, steps} <= {*shown} and shown == sorted(shown)
     for entry in training:
         assert entry["of"] == rows and entry["files"] == steps
-        assert len(entry["rows"]) == min(rows, report.MAX_TRAINING // len(shown))
+        assert len(entry["rows"]) == min(rows, reading.MAX_TRAINING // len(shown))
     if rows == 2:
         assert [row["question"] for row in training[0]["rows"]] == [None, "What?"]
 

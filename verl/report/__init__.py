@@ -1,5 +1,5 @@
 """What people look at: console, sinks, page, completions, timeline.
 
-Reading order: `page`, `completions`, `samples`, `metrics`, `timeline`, `progress`,
+Reading order: `reading`, `page`, `completions`, `samples`, `metrics`, `timeline`, `progress`,
 `sinks`, `compare`.
 """

@@ -23,23 +23,16 @@ from verl._base.durable import write_atomic
 from verl._base.schemas import SETTINGS, check_run_schema
 from verl.config.load import flat, read_settings
 from verl.errors import ConfigError, DataError
-from verl.report.page import (
-    FIRST,
+from verl.report.page import FIRST, duration, fill, framed, gain_text, meanings, table_row, value_text
+from verl.report.reading import (
     MAX_POINTS,
     clock_of,
     curves_in,
-    duration,
-    fill,
-    framed,
-    gain_text,
     is_number,
     last_evaluation,
-    meanings,
     read_rows,
     stretches,
     summary_of,
-    table_row,
-    value_text,
 )
 
 Points = list[list[float]]
@@ -65,7 +58,7 @@ class Group:
     Attributes:
         settings: flat, without the seed.
         runs: their directories.
-        curves: those of each run, by metric.
+        curves: of each run, points by metric.
         clocks: rows (step, seconds, tokens) of each run.
     """
 
@@ -241,7 +234,7 @@ def _answers(groups: Sequence[Group], letters: Sequence[str]) -> dict[str, list[
 
 
 def _results(groups: Sequence[Group], letters: Sequence[str], labels: Sequence[str], folder: Path) -> str:
-    """A row a run, and below those of several seeds their mean."""
+    """A row for each run, and one with the mean below runs of several seeds."""
     columns = ("", "settings", "run", "before", "after", "gain (95 % interval)", "steps", "tokens", "time", "state")
     rows = []
     for number, (letter, label, group) in enumerate(zip(letters, labels, groups, strict=True)):

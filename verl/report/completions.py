@@ -17,7 +17,7 @@ from verl._base.durable import write_atomic
 from verl.batch import Batch
 from verl.data.prompts import content_text
 from verl.dataflow.scores import left_out_words, own_samples
-from verl.report.page import TOKENS
+from verl.report.reading import TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,12 @@ def completions(samples: Mapping[str, Batch], prepared: Mapping[str, Batch], dec
         `id`, `group`, `task`, `question` (what the user says last in the prompt), `prompt` (as the model reads it),
         `response`, `finish`, `ground_truth`, `abstain_reason` (text), `reward`, its
         components (`reward/<name>`), `cost`, `advantage` (mean over the tokens that the policy wrote) (double), and
-        `length` (tokens of the response). What the samples lack is null; components that no sample has are no columns.
+        `length` (tokens of the response). A column that the samples lack is null; components that no sample has are no
+        columns.
         Of episodes also `episode`, `trajectory` (its name), `trajectory_reward` (its own), `left_out` (why the episode
         counts for nothing, in a word), `calls_left_out` (JSON: turns that are not trained, by reason), and `turns`:
-        what the policy wrote (`trained`) and what it read, in turn, as `text` with its number of `tokens`.
-        Of the first `SHOWN` samples of a task also lists over the tokens of the response: `tokens/text`, `tokens/mask`
+        the conversation cut by author (`trained`: the policy), as `text` with its number of `tokens`.
+        The first `SHOWN` samples of a task also have lists over the response's tokens: `tokens/text`, `tokens/mask`
         (1: the policy wrote it), `tokens/advantage`, `tokens/entropy` (-log p of the token, whose mean estimates the
         entropy), and `tokens/mismatch` (its log p for the trainer less that for the engine, for the same weights).
     """
@@ -149,7 +150,7 @@ def _advantages(prepared: Batch) -> dict[str, float]:
 
 
 def spans(prompt: Sequence[int], response: Sequence[int], mask: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
-    """A conversation in order, cut where what the policy wrote (`trained`) and what it read meet: `text`, `tokens`."""
+    """A conversation in order, cut where the author changes: `trained` (the policy wrote it), `text`, `tokens`."""
     tokens, flags = [*prompt, *response], [0] * len(prompt) + list(mask)
     starts = [i for i, flag in enumerate(flags) if i == 0 or flag != flags[i - 1]]
     return [

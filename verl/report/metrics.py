@@ -48,7 +48,7 @@ class Metric:
         """The metric (NaN: it failed, or no row has a number), and the number of each row where it gives those.
 
         Args:
-            seconds: that a function of all samples may take. (One in a form of rewards has those of a reward.)
+            seconds: that a function of all samples may take. (One in a form of rewards has a reward's deadline.)
 
         Raises:
             DataError: it returns no number, or not as many as there are rows.
@@ -86,7 +86,7 @@ class Metric:
 
 
 def takes_batch(function: MetricFn) -> bool:
-    """Whether a metric is of the samples as a `Batch`: it has at most one parameter without a default, and none with a
+    """Whether a metric takes the samples as a `Batch`: it has at most one parameter without a default, and none with a
     name that texts have in rewards."""
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line for each step and, on a terminal, a bar below them."""
+"""The terminal output of a run: a line for each step and, on a terminal, a bar below them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LATEST = 50
 class TimeLeft:
     """How long a run will go on: the steps and evaluations that are left, each as long as those so far.
 
-    A step lasts from the record before its own to its own, so that what stands between steps (a checkpoint, the page)
+    A step lasts from the record before its own to its own, so that work between steps (a checkpoint, the page)
     is part of it. The first is left out once there are others, which find warm what it has to warm up.
 
     Args:
@@ -84,7 +84,7 @@ class TimeLeft:
         return left if self._seconds["step"] else None
 
     def in_words(self) -> str:
-        """The time left, and what it is for."""
+        """The time left, with the steps and evaluations that it is made of."""
         steps, evaluations = max(self.total_steps - self._step, 0), len(self.due) if self._seconds["evaluation"] else 0
         counts = {"step": steps, "evaluation": evaluations}
         parts = [f"{n} {kind}{'s' * (n > 1)} of {self.of(kind):.1f} s" for kind, n in counts.items() if n]
@@ -97,7 +97,7 @@ class ConsoleSink:
     Args:
         total_steps: the length of the run; None: no bar and no time left.
         start: the step a resumed run goes on from.
-        eval_every: steps from one evaluation to the next; None: the run has none.
+        eval_every: steps from one evaluation to the next; None: the run has no evaluation.
     """
 
     name = "console"

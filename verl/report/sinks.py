@@ -61,8 +61,7 @@ class Logger:
 
     @checked
     def on_log_hook(self, fn: Hook, seconds: float = DEADLINE) -> None:
-        """`fn(step, record)` gets every record from now on, in a thread, and has so many seconds; the record is a copy,
-        its own to change."""
+        """`fn(step, record)` gets a copy of every record from now on, in a thread, with `seconds` as its deadline."""
         code = UserCode(f"hook {getattr(fn, '__qualname__', type(fn).__name__)}")
         write = lambda step, record: code.run(seconds, fn, step, dict(record))  # noqa: E731
         self.sinks.append(SimpleNamespace(name=code.what, write=write))
@@ -95,8 +94,8 @@ class Logger:
 
 
 class JsonlSink:
-    """Appends one JSON object a line: `step` and the record. Numbers that are not finite become null, as JSON has
-    none. A line is in the file when `write` returns; what the disk does not take waits, and follows when it does."""
+    """Appends one JSON object a line: `step` and the record. Numbers that are not finite become null. A line is in the
+    file when `write` returns; if the disk refuses it, it waits for the next one."""
 
     name = _METRICS
 
@@ -237,7 +236,7 @@ def open_logger(
         config: flat settings for W&B, Trackio and MLflow.
         total_steps: the length of the run.
         resume_step: the last committed step of a run that is resumed; -1: none was; None: nothing was logged before.
-        eval_every: steps from one evaluation to the next, for what the console says of the time left; None: none.
+        eval_every: steps from one evaluation to the next, for the time left on the console; None: no evaluations.
 
     Raises:
         ConfigError: an unknown sink, or one whose package is not installed.
@@ -323,7 +322,7 @@ def set_aside(directory: Path) -> None:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """What of a record is a number."""
+    """The numbers of a record."""
     numbers = {name: _number(value) for name, value in record.items()}
     return {name: number for name, number in numbers.items() if number is not None}
 

@@ -32,7 +32,7 @@ def spans_of(timings: Mapping[str, Timing]) -> list[Span]:
 
 
 def busy_shares(spans: Iterable[Span], seconds: float) -> dict[str, float]:
-    """`busy/<role>`: the share of so many seconds in which a rank of the role worked; its ranks' mean."""
+    """`busy/<role>`: the share of `seconds` in which a rank of the role worked; its ranks' mean."""
     work: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
         work[span.role, span.rank, span.host].append((span.start, span.start + span.seconds))

@@ -32,7 +32,8 @@ from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.kernels.build import library
 from verl.report.completions import save_table
-from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, read_rows, scale, write_report
+from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, scale, write_report
+from verl.report.reading import read_rows
 from verl.report.sinks import open_logger
 from verl.run import build
 from verl.run.check import Checked, check_settings

@@ -21,7 +21,8 @@ from verl.data.prompts import PromptDataset
 from verl.dataflow.scores import by_episode
 from verl.errors import ConfigError, DataError
 from verl.report.metrics import Metric, MetricFn, mean
-from verl.report.page import SHARES, finite
+from verl.report.page import SHARES
+from verl.report.reading import finite
 from verl.report.samples import renamed, sample_names
 from verl.rollout.options import Temperature
 

@@ -17,7 +17,7 @@ from verl._base.extras import load_extra
 from verl.config import Config, load_config, run_id, to_yaml
 from verl.errors import ConfigError, VerlError
 from verl.report.compare import short_names, write_comparison
-from verl.report.page import curves_of
+from verl.report.reading import curves_of
 from verl.run.check import check_settings
 from verl.run.folder import is_finished
 from verl.tune.space import combinations, ends

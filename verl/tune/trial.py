@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from verl.errors import nearest
-from verl.report.page import is_number, read_rows
+from verl.report.reading import is_number, read_rows
 
 #: Seconds between two looks at the records of a run, and those a run has to save when it is stopped.
 LOOK, SAVE = 1.0, 300.0
