@@ -23,7 +23,7 @@ BOUNDED = {
     ("cluster/torchrun/link.py", "receive", "recv"): "return dist.ProcessGroupGloo(store, rank, size, silence)",
     ("cluster/torchrun/link.py", "_bytes", "recv"): "return dist.ProcessGroupGloo(store, rank, size, silence)",
     ("cluster/torchrun/meeting.py", "_listens", "create_connection"): "create_connection((host, port), 1.0)",
-    ("rollout/gateway/agents.py", "_served", "recv_fds"): "ours.settimeout(self._limits.seconds)",
+    ("rollout/gateway/agents.py", "_in_sandbox", "recv_fds"): "ours.settimeout(self._limits.seconds)",
     # Of a process that is killed when a call is late: then its pipe ends.
     ("rewards/processes.py", "_read", "recv_bytes"): "os.killpg(self.pid, signal.SIGKILL)",
     ("rewards/processes.py", "_read", "waitpid"): "os.killpg(self.pid, signal.SIGKILL)",

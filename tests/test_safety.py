@@ -50,7 +50,7 @@ ALLOWED = {
     ("cli/doctor.py", "_free_port", "bind"): "a port number for torchrun; it never listens",
     ("rollout/gateway/server.py", "start", "create_server"): "agents, on loopback, while they run, each with a key",
     ("rollout/gateway/server.py", "serving", "create_server"): "the same, on the socket of a sandbox's own network",
-    ("rollout/environments.py", "_makes_environments", "bind"): "the arguments of a signature",
+    ("rollout/environments.py", "as_episode", "bind"): "the arguments of a signature",
     ("rollout/tools.py", "call", "bind"): "the arguments of a signature",
     ("sandbox/run_tests.py", "run_program", "builtins.exec"): "a program, in a process of the sandbox",
     ("sandbox/run_tests.py", "units", "builtins.exec"): "its tests, in a process of a sandbox",

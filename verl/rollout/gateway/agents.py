@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,10 +30,10 @@ from verl.rollout.episode import EndOfRunError
 from verl.rollout.gateway.server import listening
 from verl.sandbox import Limits, command_job, jailed
 
-#: Of the environment of a command's process, what it gets besides the gateway's address and key.
+#: Variables that a command gets besides the gateway's address and key.
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
-#: Bytes of a command's output that are kept, from its end, and how often it is looked whether it has ended, in seconds:
-#: what it leaves behind may keep its output open.
+#: Bytes of a command's output that are kept, from its end, and seconds between two looks whether it has ended: a child
+#: of it may keep its output open.
 _OUTPUT, _LOOK = 65_536, 0.5
 #: Of a command in a sandbox: bytes of address space of a process, processes and threads, bytes of files, and the
 #: seconds by which its own deadline is behind the episode's.
@@ -55,10 +56,10 @@ Agent = Callable[[str, str, Row], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent says of its episode.
+    """What an agent returned.
 
     Attributes:
-        reward: of the episode; None: it says none.
+        reward: of the episode, if it has any.
         trajectories, calls: rewards by name of a trajectory, and by id of a response.
     """
 
@@ -108,14 +109,17 @@ def agent_of(
         seconds: that a function, and a command in a sandbox, may run.
 
     Raises:
-        ConfigError: it is none, or an address of another machine; or no command, and there is a sandbox for one.
+        ConfigError: it is no agent, or the address of another machine; or it is no command, and a sandbox is wanted.
     """
     if readable is not None and (callable(agent) or str(agent).startswith(("http://", "https://"))):
         raise ConfigError("sandbox=True is for a command: a function runs in this process, an address somewhere else")
     if callable(agent):
-        return _Function(agent, seconds)
+        return partial(_call, UserCode("agent"), agent, seconds)
     if isinstance(agent, str) and agent.startswith(("http://", "https://")):
-        return _Address(agent)
+        if not is_loopback(agent):
+            where = f"not {masked(agent)!r:.100}"
+            raise ConfigError(f"an agent's address is one of this machine (http://127.0.0.1:PORT), {where}")
+        return partial(_post, agent)
     words = agent
     with suppress(ValueError):  # quotes that do not close
         words = shlex.split(agent) if isinstance(agent, str) else agent
@@ -124,15 +128,11 @@ def agent_of(
         raise ConfigError(
             f"an agent is a function (base_url, api_key, row), a command or an address, not {masked(shown(agent, 200))}"
         )
-    if readable is not None:
-        return _Sandboxed(words, environment or {}, readable, seconds)
-    if shutil.which(words[0], path=(environment or {}).get("PATH")) is None:
-        raise ConfigError(f"the agent's command cannot be started: there is no program '{words[0]}'")
-    return _Command(words, environment or {})
+    return _Command(words, environment or {}, readable, seconds)
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is one of this machine."""
+    """Whether an address is of this machine."""
     host = ""
     with suppress(ValueError):  # no address at all, or no number
         host = urlsplit(url).hostname or ""
@@ -140,102 +140,84 @@ def is_loopback(url: str) -> bool:
     return host == "localhost"
 
 
-class _Function:
-    """Runs plain functions in threads, which cannot be stopped: those that are late are left behind. Async ones have an
-    event loop of their own: one that blocks it does not keep the gateway from answering."""
-
-    def __init__(self, function: Callable[..., Any], seconds: float) -> None:
-        self._function, self._seconds, self._code = function, seconds, UserCode("agent")
-
-    async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
-        row = copy.deepcopy(dict(row))  # which a second run of the agent gets as it was
-        try:
-            return await self._code.call(self._seconds, self._function, base_url, api_key, row)
-        except HungError as error:
-            raise EndOfRunError(f"{error}: give them deadlines") from None
-        except (EndOfRunError, LateError):
-            raise
-        except Exception as error:  # a user's code may raise anything
-            raise AgentError(describe(error)) from error
+async def _call(
+    code: UserCode, function: Callable[..., Any], seconds: float, base_url: str, api_key: str, row: Row
+) -> Any:
+    """Call an agent's function, not on the gateway's event loop, which it might block."""
+    row = copy.deepcopy(dict(row))  # a second run of the agent gets it unchanged
+    try:
+        return await code.call(seconds, function, base_url, api_key, row)
+    except HungError as error:
+        raise EndOfRunError(f"{error}: give them deadlines") from None
+    except (EndOfRunError, LateError):
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise AgentError(describe(error)) from error
 
 
 class _Command:
-    """Runs a program in a process group of its own, with a clean environment; the row is JSON on its stdin."""
+    """Runs a program in a process group of its own, with a clean environment; the row is JSON on its stdin. In a
+    sandbox the only address that it reaches is the gateway's."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._words, self._environment = list(words), dict(environment)
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], readable: Sequence[str] | None, seconds: float
+    ) -> None:
+        self._words, self._environment, self._readable = list(words), dict(environment), readable
+        self._limits = Limits(seconds + _SPARE, _MEMORY, _PROCESSES, disk=_DISK)
         parts = [part for word in words for part in (word, word.partition("=")[2])]
         #: That the command names, such as its script.
         self.files = [part for part in parts if os.path.isfile(part) and part != words[0]]
         for name, value in environment.items():
             if is_secret(name):
                 note_secret(value)
+        if readable is not None:
+            self._job("http://127.0.0.1:1/v1", "", 0)  # which refuses a command that is not here
+        elif shutil.which(words[0], path=environment.get("PATH")) is None:
+            raise ConfigError(f"the agent's command cannot be started: there is no program '{words[0]}'")
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
+        if self._readable is not None:
+            return await self._in_sandbox(base_url, api_key, row)
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         env = {**kept, **self._variables(base_url, api_key)}
         async with _running(self._words, env=env, start_new_session=True) as process:
-            return await self._finished(process, row, process.wait)
+            out, err = await _talked(process, row)
+            return self._returned(await process.wait(), out, err)
 
     def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
         keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
         return {**self._environment, **keys, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
 
-    async def _finished(
-        self, process: asyncio.subprocess.Process, row: Row, status_of: Callable[[], Awaitable[int]]
-    ) -> Any:
-        said, faults = await _talked(process, json.dumps(plain(row), default=str).encode() + b"\n")
-        status = await status_of()
+    def _returned(self, status: int, out: str, err: str) -> Any:
+        """The last line of stdout, if it is JSON. Raises AgentError or KilledError unless the status is 0."""
         if status < 0:
             raise KilledError(f"the agent was killed by signal {-status}")
         if status:
-            raise AgentError(f"the agent's command ended with status {status}: {masked(faults)[:200] or 'no message'}")
+            raise AgentError(f"the agent's command ended with status {status}: {masked(err)[:200] or 'no message'}")
         value = None
         with suppress(ValueError, RecursionError):
-            value = json.loads(said)
+            value = json.loads(out)
         return value if isinstance(value, dict | int | float) and not isinstance(value, bool) else None
 
-
-class _Sandboxed(_Command):
-    """The same in a sandbox. Its network has one address, the gateway's, whose listening socket it hands out to us."""
-
-    def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str], readable: Sequence[str], seconds: float
-    ) -> None:
-        super().__init__(words, environment)
-        self._readable, self._limits = readable, Limits(seconds + _SPARE, _MEMORY, _PROCESSES, disk=_DISK)
-        self._job("http://127.0.0.1:1/v1", "", 0)  # which refuses a command that is not here
-
-    async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
+    async def _in_sandbox(self, base_url: str, api_key: str, row: Row) -> Any:
         ours, theirs = socket.socketpair()
         ours.settimeout(self._limits.seconds)  # by which what is in the sandbox has ended
         with ours, jailed(self._job(base_url, api_key, theirs.fileno()), [theirs.detach()]) as jail:
-            async with _running(jail.command, **jail.options) as process:
+            async with _running(jail.command, **jail.options) as process, AsyncExitStack() as stack:
                 jail.started()
-
-                async def status_of() -> int:
-                    await process.wait()
-                    if (status := jail.exit_code()) is None:
-                        raise KilledError(f"the agent took longer than {self._limits.seconds:g} s")
-                    return status
-
-                async with _served(ours):
-                    return await self._finished(process, row, status_of)
+                # The sandbox's own network has no gateway: it hands out a listening socket, unless nothing runs in it.
+                if fds := (await asyncio.to_thread(socket.recv_fds, ours, 1, 1))[1]:
+                    listener = await stack.enter_async_context(listening())
+                    await stack.enter_async_context(listener.serving(socket.socket(fileno=fds[0])))
+                out, err = await _talked(process, row)
+                await process.wait()
+                if (status := jail.exit_code()) is None:
+                    raise KilledError(f"the agent took longer than {self._limits.seconds:g} s")
+                return self._returned(status, out, err)
 
     def _job(self, base_url: str, api_key: str, fd: int) -> dict[str, Any]:
-        network = {"port": urlsplit(base_url).port, "fd": fd}
-        return command_job(self._words, self._variables(base_url, api_key), self._limits, self._readable, network)
-
-
-@asynccontextmanager
-async def _served(link: socket.socket) -> AsyncIterator[None]:
-    """The gateway answers meanwhile on the listening socket that comes over a link; if none comes, nothing runs."""
-    fds = (await asyncio.to_thread(socket.recv_fds, link, 1, 1))[1]
-    async with AsyncExitStack() as stack:
-        if fds:
-            listener = await stack.enter_async_context(listening())
-            await stack.enter_async_context(listener.serving(socket.socket(fileno=fds[0])))
-        yield
+        network, variables = {"port": urlsplit(base_url).port, "fd": fd}, self._variables(base_url, api_key)
+        return command_job(self._words, variables, self._limits, self._readable or (), network)
 
 
 @asynccontextmanager
@@ -255,12 +237,12 @@ async def _running(words: Sequence[str], **options: Any) -> AsyncIterator[asynci
         await process.wait()
 
 
-async def _talked(process: asyncio.subprocess.Process, row: bytes) -> tuple[str, str]:
-    """The last lines of stdout and of stderr of a command that reads this, when both have ended or it has."""
+async def _talked(process: asyncio.subprocess.Process, row: Row) -> tuple[str, str]:
+    """The last lines of stdout and of stderr of a command that reads the row, when both have ended or it has."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    said, faults = bytearray(), bytearray()
-    parts = _keep(process.stdout, said), _keep(process.stderr, faults), _write(process.stdin, row)
-    talk = asyncio.gather(*parts)
+    out, err = bytearray(), bytearray()
+    body = json.dumps(plain(row), default=str).encode() + b"\n"
+    talk = asyncio.gather(_keep(process.stdout, out), _keep(process.stderr, err), _write(process.stdin, body))
     try:
         while not (await asyncio.wait([talk], timeout=_LOOK))[0]:
             if process.returncode is not None:
@@ -271,7 +253,7 @@ async def _talked(process: asyncio.subprocess.Process, row: bytes) -> tuple[str,
                 break
     finally:
         talk.cancel()
-    lines = [kept.decode(errors="replace").strip().splitlines() or [""] for kept in (said, faults)]
+    lines = [kept.decode(errors="replace").strip().splitlines() or [""] for kept in (out, err)]
     return lines[0][-1], lines[1][-1]
 
 
@@ -289,28 +271,18 @@ async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
     stream.close()
 
 
-class _Address:
-    """Posts `{base_url, api_key, row}` to an agent that runs on this machine."""
-
-    def __init__(self, url: str) -> None:
-        if not is_loopback(url):
-            raise ConfigError(
-                f"an agent's address is one of this machine (http://127.0.0.1:PORT), not {masked(url)!r:.100}"
-            )
-        self._url = url
-
-    async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
-        body = json.dumps({"base_url": base_url, "api_key": api_key, "row": plain(row)}, default=str)
-        try:
-            async with httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client:
-                headers = {"Content-Type": "application/json"}
-                response = await client.post(self._url, content=body, headers=headers)
-        except httpx.HTTPError as error:
-            shown = masked(f"the agent at {self._url} cannot be reached: {type(error).__name__}: {error}")
-            raise KilledError(shown) from error
-        with suppress(ValueError, RecursionError):
-            value = response.json() if response.content else None
-            if response.status_code < 300:
-                return value
-        said = masked(repr(response.text))[:200]
-        raise AgentError(f"the agent at {masked(self._url)} answered {response.status_code}: {said}")
+async def _post(url: str, base_url: str, api_key: str, row: Row) -> Any:
+    """Post a row to an agent that runs on this machine."""
+    body = json.dumps({"base_url": base_url, "api_key": api_key, "row": plain(row)}, default=str)
+    try:
+        async with httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client:
+            response = await client.post(url, content=body, headers={"Content-Type": "application/json"})
+    except httpx.HTTPError as error:
+        failure = masked(f"the agent at {url} cannot be reached: {type(error).__name__}: {error}")
+        raise KilledError(failure) from error
+    with suppress(ValueError, RecursionError):
+        value = response.json() if response.content else None
+        if response.status_code < 300:
+            return value
+    text = masked(repr(response.text))[:200]
+    raise AgentError(f"the agent at {masked(url)} answered {response.status_code}: {text}")

@@ -26,13 +26,13 @@ _NO_CALL = r"[^{\s<][\s\S]*"
 
 
 def asks_form(request: ChatRequest) -> bool:
-    """Whether a request says of what form its reply is to be."""
+    """Whether a request constrains its reply."""
     is_held = request.choice not in ("auto", "none") or (request.choice == "auto" and bool(request.strict))
     return is_held or request.schema is not None
 
 
 def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar | None:
-    """What a request says of the form of its reply; None: nothing.
+    """The grammar that a request demands of its reply; None: it demands none.
 
     Args:
         prompt: as the template writes it.
@@ -52,9 +52,9 @@ def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Gram
     try:
         library = load_extra("xgrammar", "constrained", "a request that forces its reply").Grammar
         if is_forced or (request.schema is not None and request.tools and request.choice == "auto"):
-            parts.append(_call_grammar(library, request, family))
+            parts.append(_call_grammar(library, request, family, is_free=False))
         elif is_strict:
-            parts.append(_free_grammar(library, request, family))
+            parts.append(_call_grammar(library, request, family, is_free=True))
         if request.schema is not None and not is_forced:
             parts.append(library.from_json_schema(json.dumps(request.schema)))
         return Grammar.ebnf(str(parts[0] if len(parts) == 1 else library.union(*parts)))
@@ -62,43 +62,30 @@ def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Gram
         raise _not_held(f"this schema ({' '.join(str(error).split())[:200]})") from error
 
 
-def _call_grammar(library: Any, request: ChatRequest, family: Family | None) -> Any:
-    """One call, of the tool that was named or of any."""
-    begin, before, _, after = _syntax(family)
-    call = library.from_json_schema(json.dumps({"anyOf": _calls(request, family)}), any_whitespace=False)
-    around = [library.from_ebnf(f"root ::= {json.dumps(text)}") if text else None for text in (begin + before, after)]
-    return library.concat(*filter(None, (around[0], call, around[1])))
-
-
-def _free_grammar(library: Any, request: ChatRequest, family: Family | None) -> Any:
-    """Any text, in which each call matches its tool's schema."""
-    begin, before, _, after = _syntax(family)
-    if not begin:
-        return library.union(_call_grammar(library, request, family), library.from_regex(_NO_CALL))
-    tags = [
-        {"begin": begin + before, "content": {"type": "json_schema", "json_schema": call}, "end": after}
-        for call in _calls(request, family)
-    ]
-    text = {"type": "triggered_tags", "triggers": [begin], "tags": tags}
-    return library.from_structural_tag({"type": "structural_tag", "format": text})
-
-
-def _syntax(family: Family | None) -> tuple[str, str, str, str]:
+def _call_grammar(library: Any, request: ChatRequest, family: Family | None, is_free: bool) -> Any:
+    """One call, of the tool that was named or of any; `is_free`: any text, in which each call matches its schema."""
     if family is None or family.name not in _CALLS:
         raise _not_held(f"a call in the syntax of {family.name if family else 'this template'}")
-    return _CALLS[family.name]
-
-
-def _calls(request: ChatRequest, family: Family | None) -> list[dict[str, Any]]:
-    """JSON schemas of calls; that of a tool that is not strict may have any arguments."""
-    key, calls = _syntax(family)[2], []
-    form = {"type": "object", "required": ["name", key], "additionalProperties": False}
+    begin, before, key, after = _CALLS[family.name]
+    calls = []
     for function in (tool["function"] for tool in request.tools):
-        is_free = request.choice == "auto" and request.schema is None and function["name"] not in request.strict
-        arguments = {"type": "object"} if is_free else function["parameters"]
+        is_lax = request.choice == "auto" and request.schema is None and function["name"] not in request.strict
+        arguments = {"type": "object"} if is_lax else function["parameters"]
         if request.choice in ("auto", "required", function["name"]):
-            calls.append({**form, "properties": {"name": {"const": function["name"]}, key: arguments}})
-    return calls
+            properties = {"name": {"const": function["name"]}, key: arguments}
+            fields = {"type": "object", "required": ["name", key], "additionalProperties": False}
+            calls.append({**fields, "properties": properties})
+    if is_free and begin:
+        tags = [
+            {"begin": begin + before, "content": {"type": "json_schema", "json_schema": call}, "end": after}
+            for call in calls
+        ]
+        text = {"type": "triggered_tags", "triggers": [begin], "tags": tags}
+        return library.from_structural_tag({"type": "structural_tag", "format": text})
+    call = library.from_json_schema(json.dumps({"anyOf": calls}), any_whitespace=False)
+    around = [library.from_ebnf(f"root ::= {json.dumps(text)}") if text else None for text in (begin + before, after)]
+    whole = library.concat(*filter(None, (around[0], call, around[1])))
+    return library.union(whole, library.from_regex(_NO_CALL)) if is_free else whole
 
 
 def _not_held(what: str) -> RequestError:
@@ -108,7 +95,7 @@ def _not_held(what: str) -> RequestError:
 def only_choices(
     grammar: Grammar, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], tokens: Sequence[int]
 ) -> list[bool]:
-    """Of each token of a reply, whether the grammar left no other one."""
+    """For each token of a reply, whether the grammar allowed no other."""
     size = max(len(tokenizer), *tokens, 0) + 1
     mask = grammar.mask(tokenizer, size, ends)
     return [int(mask.allowed(tokens[:index], size).sum()) == 1 for index in range(len(tokens))]

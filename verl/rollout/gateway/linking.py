@@ -2,7 +2,7 @@
 
 Clients send the whole conversation with each call. A call continues an earlier one if its messages begin with that
 one's messages and its reply, see `Message.key`; all earlier calls are looked at, the longest match first. Its prompt is
-then the earlier tokens, the sampled tokens, and what the template writes behind them: no token is encoded again. A
+then the earlier tokens, the sampled tokens, and the template's text after them: no token is encoded again. A
 thought that the client left out is put back. A call that continues none (its messages are others, or the template
 writes an earlier part otherwise than before, such as one that drops thoughts) begins a trajectory.
 """
@@ -27,13 +27,13 @@ from verl.rollout.turns import Turns
 
 @dataclass(eq=False)
 class Prompt:
-    """What a call asks for, and where it stands.
+    """The prompt of a call.
 
     Attributes:
         messages: of the conversation, thoughts put back.
-        text: what the template writes for it.
+        text: the rendered chat.
         parent: the call that it continues.
-        read: tokens behind those of the parent; all of them, if there is none.
+        read: tokens after the parent's; without a parent, all.
         digest: of the messages, see `prefix_digests`.
     """
 
@@ -46,7 +46,7 @@ class Prompt:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the whole prompt."""
+        """The whole prompt."""
         tokens: list[int] = []
         for call in lineage(self.parent):
             tokens += call.prompt.read
@@ -55,7 +55,7 @@ class Prompt:
 
     @property
     def cached(self) -> int:
-        """How many of its tokens an earlier call had already."""
+        """How many of its tokens an earlier call had."""
         return sum(len(call.prompt.read) + len(call.sample.tokens) for call in lineage(self.parent))
 
 
@@ -68,8 +68,8 @@ class Call:
         delivered: whether its last byte was handed to the agent.
         left_out: why it is not trained; "" if it is.
         name: of its trajectory, as the agent chose it.
-        forced: of each token, whether a grammar left no other one, so that it is not trained; empty: of none.
-        behind: what was read behind it, see `PieceReader`.
+        forced: for each token, whether a grammar allowed no other, so that it is not trained; empty: for none.
+        behind: the texts that follow it, see `PieceReader`.
     """
 
     id: str
@@ -123,7 +123,7 @@ class Conversations:
         Raises:
             DataError: the template refuses the messages.
         """
-        # What is known of a message, and its text's hash, is kept for all calls in which it stands.
+        # Equal messages are one object, which keeps its key and its form for the template.
         messages = [self._known.setdefault(message, message) for message in messages]
         first: tuple[tuple[Message, ...], str] | None = None
         digests = [*prefix_digests(messages)]
@@ -142,11 +142,11 @@ class Conversations:
         return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text), digests[-1])
 
     def new_id(self) -> str:
-        """Of a call that will be answered."""
+        """The id of a call that will be answered."""
         return f"{next(self._numbers):06d}"
 
     def answer(self, prompt: Prompt, sample: Sample, reply: Message, id: str | None = None, **options: Any) -> Call:
-        """Add what was sampled, which is this message.
+        """Add a sample, and the message in it.
 
         Args:
             id: of `new_id`.
@@ -167,14 +167,12 @@ class Conversations:
         """Calls whose messages and reply these begin with, the longest first. Of equal ones, first those that were
         delivered and that nothing continues yet, then the earliest."""
         for digest in digests[:0:-1]:
-            equal = [call for call in self._by_messages.get(digest, ()) if _is_begun(call.messages, messages)]
+            equal = [
+                call
+                for call in self._by_messages.get(digest, ())
+                if all(map(Message.is_repeated_by, call.messages, messages))
+            ]
             yield from sorted(equal, key=lambda call: (not call.delivered, call.is_continued))
-
-
-def _is_begun(before: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Whether a conversation is the beginning of one of equal hash; a message may leave out its thought."""
-    pairs = zip(before, messages, strict=False)
-    return all(earlier.key == later.key and later.has_thought(earlier.reasoning) for earlier, later in pairs)
 
 
 @dataclass
@@ -182,8 +180,8 @@ class Trajectory(Turns):
     """One conversation of an episode as one response to a prompt of its own.
 
     Attributes:
-        prompt_tokens: what stands before the first token that is trained here. Of a fork, that is all of the calls that
-            another trajectory trains.
+        prompt_tokens: everything before the first token that is trained here; in a fork, with the calls that another
+            trajectory trains.
         calls: those whose tokens are trained here.
         parent: the trajectory that this one forks from, and how many of the tokens, prompt and response, they share.
     """
@@ -196,45 +194,36 @@ class Trajectory(Turns):
 def trajectories(calls: Sequence[Call], rewards: Mapping[str, float] = MappingProxyType({})) -> list[Trajectory]:
     """The trajectories of an episode's calls. Each call that is not left out is trained in exactly one.
 
-    Of the calls that continue one, the first goes on in its trajectory, and each other begins a trajectory of its own,
-    a fork. A call that is left out, and that nothing goes on from that is not, is in none.
+    The first call that continues another goes on in its trajectory; each further one begins a trajectory of its own, a
+    fork. A call that is left out is in none, unless a trained call continues it.
 
     Args:
         rewards: of single calls, by their ids.
     """
     kept = {id(each) for call in calls if not call.left_out for each in lineage(call)}
     position: dict[int, int] = {}  # of each call, its trajectory
-    lines: list[list[Call]] = []
-    forks: list[Call | None] = []
-    for call in calls:
-        if id(call) in kept:
-            parent = call.prompt.parent
-            index = position[id(parent)] if parent is not None else -1
-            if parent is None or lines[index][-1] is not parent:
-                index = len(lines)
-                lines.append([])
-                forks.append(parent)
-            position[id(call)] = index
-            lines[index].append(call)
-    return [
-        _trajectory(line, None if fork is None else (position[id(fork)], fork), rewards)
-        for line, fork in zip(lines, forks, strict=True)
-    ]
-
-
-def _trajectory(line: Sequence[Call], fork: tuple[int, Call] | None, rewards: Mapping[str, float]) -> Trajectory:
-    first = next(index for index, call in enumerate(line) if not call.left_out)
-    trained = [call for call in line if not call.left_out]
-    whole = Trajectory(prompt_tokens=line[first].prompt.tokens, calls=trained)
-    whole.name = next((call.name for call in trained if call.name), "")
-    whole.messages = [message.for_template("reasoning") for message in trained[-1].messages]
-    if fork is not None:
-        whole.parent = (fork[0], len(fork[1].prompt.tokens) + len(fork[1].sample.tokens))
-    for call in line[first:]:
-        if call is not line[first]:
+    result: list[Trajectory] = []
+    latest: list[Call] = []  # of each trajectory, trained or not
+    for call in (call for call in calls if id(call) in kept):
+        parent = call.prompt.parent
+        index = position[id(parent)] if parent is not None else -1
+        if parent is None or latest[index] is not parent:
+            result.append(Trajectory())
+            latest.append(call)
+            if parent is not None:
+                result[-1].parent = (index, len(parent.prompt.tokens) + len(parent.sample.tokens))
+            index = len(result) - 1
+        position[id(call)], latest[index], whole = index, call, result[index]
+        if whole.calls:
             whole.read(call.prompt.read)
-        if call.left_out:
-            whole.read(call.sample.tokens)
-        else:
+        elif not call.left_out:
+            whole.prompt_tokens = call.prompt.tokens  # with the calls before, which are not trained here
+        if not call.left_out:
+            whole.calls.append(call)
             whole.wrote(call.sample, rewards.get(call.id), call.forced)
-    return whole
+        elif whole.calls:
+            whole.read(call.sample.tokens)
+    for whole in result:
+        whole.name = next((call.name for call in whole.calls if call.name), "")
+        whole.messages = [message.for_template("reasoning") for message in whole.calls[-1].messages]
+    return result

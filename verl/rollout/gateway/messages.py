@@ -21,7 +21,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """What one side says.
+    """One message of a conversation.
 
     Attributes:
         role: system, user, assistant or tool.
@@ -37,14 +37,14 @@ class Message:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal messages: those of one role, one text but for outer white space, and the same calls, in
-        order, by name and value of the arguments. Ids, and how JSON is written, do not count."""
+        """Equal for messages of one role, one text (but for outer white space) and the same calls in order, by name and
+        value of the arguments. Ids, and how JSON is written, do not count."""
         said = self.role, self.content.strip()
         return (*said, *((call.name, _json_value(call.arguments)) for call in self.calls)) if self.calls else said
 
-    def has_thought(self, thought: str) -> bool:
-        """Whether this message may be one that was thought so: it says the same thought, or leaves it out."""
-        return self.reasoning.strip() in ("", thought.strip())
+    def is_repeated_by(self, later: Message) -> bool:
+        """Whether a later request repeats this message, with its thought or without."""
+        return self.key == later.key and later.reasoning.strip() in ("", self.reasoning.strip())
 
     def for_template(self, reasoning: str) -> Mapping[str, Any]:
         """As chat templates read it, with its thought under the name `reasoning`."""
@@ -52,7 +52,7 @@ class Message:
 
     @cached_property
     def _shown(self) -> Mapping[str, Any]:
-        """Once for all the prompts in which it stands."""
+        """Made once for all prompts with this message."""
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.calls
@@ -62,7 +62,7 @@ class Message:
 
 
 def _json_value(text: str) -> str:
-    """Text that is equal for equal values of JSON; of what is no JSON, the text itself."""
+    """Text that is equal for equal values of JSON; invalid JSON is compared as text."""
     try:
         value = json.loads(text or "{}", parse_float=_number)
         return json.dumps(value, sort_keys=True)
@@ -77,7 +77,7 @@ def _number(text: str) -> float | int:
 
 
 def prefix_digests(messages: Iterable[Message]) -> Iterator[int]:
-    """A hash of each beginning of a conversation, from that of no message on; equal for equal beginnings."""
+    """A hash of each prefix of a conversation, the empty one first."""
     return accumulate(messages, longer, initial=0)
 
 

@@ -1,4 +1,4 @@
-"""What a policy wrote, as a message: its thought, its text, and its calls of tools, by the syntax of its family.
+"""A policy's text as a message: its thought, its text, and its tool calls, in the syntax of its model family.
 
 A family is known by the markers in its chat template. What does not parse is text. Sources: the templates that these
 models are released with: Qwen 2.5 and 3 (Hermes' JSON), Qwen3-Coder (XML), Llama 3.1, Mistral (a list, and `[ARGS]`),
@@ -35,7 +35,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class NoCallError(ValueError):
-    """A text begins like a call of a tool, but is none."""
+    """A text begins like a tool call, but does not parse as one."""
 
 
 def _call(value: Any) -> ToolCall:
@@ -82,20 +82,15 @@ def _qwen_xml(text: str, tools: Tools) -> Message:
     for name, body in _XML.findall(text):
         if _PARAMETER.sub("", body).strip():
             raise NoCallError("a call has parameters only")
-        types = _types(tools, name)
+        functions = [tool.get("function", tool) for tool in tools]
+        schema: Any = next((f.get("parameters") or {} for f in functions if f.get("name") == name), {})
+        types = {key: value.get("type") for key, value in (schema.get("properties") or {}).items()}
         values = {key: _typed(value, types.get(key)) for key, value in _PARAMETER.findall(body)}
         calls.append(ToolCall(name, _arguments(values)))
     rest = _XML.sub("", text)
     if "<tool_call>" in rest:
         raise NoCallError("a call has a function")
     return Message("assistant", rest, tuple(calls))
-
-
-def _types(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Parameter -> type, of a tool's JSON schema."""
-    functions = [tool.get("function", tool) for tool in tools]
-    schema: Mapping[str, Any] = next((f.get("parameters") or {} for f in functions if f.get("name") == name), {})
-    return {key: value.get("type") for key, value in (schema.get("properties") or {}).items()}
 
 
 def _typed(text: str, kind: Any) -> Any:
@@ -163,9 +158,9 @@ class Family:
     """A syntax of calls.
 
     Attributes:
-        markers: all of them stand in its chat templates.
-        starts: a reply that holds none of these calls no tool.
-        parse: raises ValueError for what is no call.
+        markers: its chat templates have all of them.
+        starts: a reply without any of these calls no tool.
+        parse: raises ValueError if a call is malformed.
     """
 
     name: str
@@ -174,7 +169,7 @@ class Family:
     parse: Callable[[str, Tools], Message]
 
 
-#: The more particular first: Qwen's XML stands inside Hermes' markers.
+#: The more particular first: Qwen's XML is inside Hermes' markers.
 FAMILIES = (
     Family("gpt-oss", ("<|channel|>", "<|message|>"), ("<|message|>",), _harmony),
     Family("deepseek", (_BEGIN,), (_BEGIN,), _deepseek),
@@ -211,7 +206,10 @@ class ReplyParser:
         """
         try:
             if self._by_template is not None:
-                return _of_mapping(self._by_template(text, prefix=prompt, tools=list(tools) or None))
+                parsed = self._by_template(text, prefix=prompt, tools=list(tools) or None)
+                calls = tuple(_call(call) for call in parsed.get("tool_calls") or ())
+                thought = next((str(parsed[name]) for name in THOUGHTS if parsed.get(name)), "")
+                return Message("assistant", str(parsed.get("content") or ""), calls, thought)
             if self.family is not None and self.family.name == "gpt-oss":
                 return self.family.parse(text, tools)
         except Exception:  # of the tokenizer's own rules, too: what does not parse is text
@@ -220,7 +218,7 @@ class ReplyParser:
         return replace(self._called(said, tools), reasoning=thought)
 
     def settled(self, text: str, prompt: str = "", tools: Tools = ()) -> tuple[str, str]:
-        """How the thought and the text of a reply begin, however it goes on behind what there is of it; see `__call__`.
+        """How the thought and the text of an unfinished reply begin, whatever follows; see `__call__`.
 
         Its calls, and all of a reply in Harmony or of a tokenizer's own syntax, are known when it has ended: one that
         does not parse is text.
@@ -265,7 +263,7 @@ def without_begun(text: str, marks: Sequence[str]) -> str:
 
 
 def _divided(text: str, prompt: str) -> tuple[str, str]:
-    """The thought of a reply, whether the prompt or the policy began it, and what it says."""
+    """The thought of a reply, whether the prompt or the policy began it, and the rest."""
     if not prompt.rstrip().endswith(_THINK):
         blank, begin, rest = text.partition(_THINK)
         if not begin or blank.strip():
@@ -273,10 +271,3 @@ def _divided(text: str, prompt: str) -> tuple[str, str]:
         text = rest
     thought, _, said = text.partition(_THOUGHT_END)
     return thought.strip("\n"), said.lstrip("\n")
-
-
-def _of_mapping(parsed: Mapping[str, Any]) -> Message:
-    """A message of transformers' `parse_response`."""
-    calls = tuple(_call(call) for call in parsed.get("tool_calls") or ())
-    thought = next((str(parsed[name]) for name in THOUGHTS if parsed.get(name)), "")
-    return Message("assistant", str(parsed.get("content") or ""), calls, thought)

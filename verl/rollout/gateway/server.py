@@ -18,7 +18,7 @@ import resource
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -70,7 +70,7 @@ async def listening() -> AsyncIterator[Listener]:
         listener.users -= 1
         if not listener.users:
             _listeners.pop(loop, None)
-            await listener.close()
+            await listener.stack.aclose()
 
 
 class Listener:
@@ -79,17 +79,17 @@ class Listener:
     Attributes:
         port: 0 until it has started.
         users: how many episodes need it.
+        stack: what it has open.
     """
 
     def __init__(self) -> None:
         self.port = self.users = 0
-        self.lock = asyncio.Lock()
+        self.lock, self.stack = asyncio.Lock(), AsyncExitStack()
         self._numbers = itertools.count()
         self._keys: dict[str, bytes] = {}  # of all episodes, by their number
         self._sessions: dict[str, Session] = {}  # of those that run
         self._unasked: set[Any] = set()  # connections without a request so far
-        self._runner: Any = None
-        self._connection: Any = None  # makes what answers one
+        self._connection: Any = None  # makes the handler of one
 
     @property
     def url(self) -> str:
@@ -101,10 +101,16 @@ class Listener:
             self._handle, handler_cancellation=True, auto_decompress=False, access_log=None,
             keepalive_timeout=HEAD_SECONDS, lingering_time=_LINGER_SECONDS, logger=_silent,
         )  # fmt: skip
-        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
-        await self._runner.setup()
+        runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        self.stack.push_async_callback(runner.cleanup)
+        await runner.setup()
         loop, most = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         coming: list[Any] = []
+
+        def end_unasked(handler: Any) -> None:
+            if handler in self._unasked:
+                self._unasked.discard(handler)
+                handler.force_close()
 
         def connection() -> Any:
             handler = server()
@@ -113,40 +119,29 @@ class Listener:
             coming.append(handler)
             loop.call_soon(coming.pop)  # when it is one of the server's connections
             self._unasked.add(handler)
-            loop.call_later(seconds, self._end_unasked, handler)
+            loop.call_later(seconds, end_unasked, handler)
             return handler
 
         self._connection = connection
         listening_socket = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._server = await loop.create_server(connection, sock=listening_socket)
+        await self.stack.enter_async_context(self.serving(listening_socket))
         self.port = listening_socket.getsockname()[1]
 
     @asynccontextmanager
     async def serving(self, listening_socket: socket.socket) -> AsyncIterator[None]:
-        """Answer on another socket, too, meanwhile: that of a sandbox's own network, under the same address."""
+        """Answer on a socket meanwhile, such as one in a sandbox's own network, under the same address."""
         server = await asyncio.get_running_loop().create_server(self._connection, sock=listening_socket)
         try:
             yield
         finally:
             server.close()
 
-    def _end_unasked(self, handler: Any) -> None:
-        if handler in self._unasked:
-            self._unasked.discard(handler)
-            handler.force_close()
-
     @cached_property
     def _client(self) -> httpx.AsyncClient:
         """For other models; it has no key of ours, and each request has a deadline."""
-        return httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits())
-
-    async def close(self) -> None:
-        if "_client" in vars(self):
-            await self._client.aclose()
-        if self.port:
-            self._server.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits())
+        self.stack.push_async_callback(client.aclose)
+        return client
 
     def new_key(self) -> str:
         """A key of 128 random bits behind the number of its episode."""
@@ -182,7 +177,7 @@ class Listener:
         """The session of a request's key.
 
         Raises:
-            RequestError: it is for another host, of a web page, without a key, or not for what is here.
+            RequestError: another host is meant, a web page asks, or the key is not that of a running episode.
         """
         if request.headers.get("Host") != f"127.0.0.1:{self.port}":
             raise RequestError(421, f"this is 127.0.0.1:{self.port}, and answers to no other name")
@@ -201,7 +196,10 @@ class Listener:
     async def _answered(self, request: Any, session: Session, dialect: Dialect) -> Any:
         path = request.path
         if path.startswith(_MODELS) and request.method == "GET":
-            return await self._sent(request, self._json(_models(path)))
+            named = path.removeprefix(_MODELS).strip("/")
+            one = {"id": named or "policy", "object": "model", "created": 0, "owned_by": "verl", "type": "model"}
+            listed: Body = one if named else {"object": "list", "data": [one], "has_more": False}
+            return await self._sent(request, self._json(listed))
         if path != _COUNT and path not in _DIALECTS:
             known = ", ".join((*_DIALECTS, _COUNT, _MODELS))
             raise RequestError(404, f"{path} is not here; there are {known}", code="not_found")
@@ -217,11 +215,8 @@ class Listener:
         if session.rules.models[model] == START and session.start is not None:
             response = await self._replied(request, session.start, dialect, body, content)
         else:
-            other = session.during(self._other_model(request, session.rules, model, content))
-            try:
+            with session.during(self._other_model(request, session.rules, model, content)) as other:
                 response = await other
-            finally:
-                other.cancel()
         session.others[model] += response.status < 400
         return response
 
@@ -229,8 +224,7 @@ class Listener:
         asked = dialect.read(body)
         news: News = asyncio.Queue()
         tell = news.put_nowait if asked.stream else None
-        answering = session.during(session.answer(asked, request.headers, content, tell))
-        try:
+        with session.during(session.answer(asked, request.headers, content, tell)) as answering:
             if asked.stream:
                 answering.add_done_callback(lambda done: news.put_nowait(None))
                 texts = _texts(dialect.events(asked), answering, news)
@@ -239,8 +233,6 @@ class Listener:
             response = await self._sent(request, self._json(dialect.answer(asked, delivery.answer)))
             delivery.delivered()
             return response
-        finally:
-            answering.cancel()  # where the client went away
 
     async def _other_model(self, request: Any, rules: Rules, name: str, content: bytes) -> Any:
         """What another server answers to this body, as it comes. Nothing of it is trained."""
@@ -414,9 +406,3 @@ def _parsed(content: bytes) -> Body:
         refusal = f"the body has a text that is not valid Unicode: {error}"
         raise RequestError(400, refusal, code="invalid_json") from error
     return body
-
-
-def _models(path: str) -> Body:
-    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "verl", "type": "model"}
-    named = path.removeprefix(_MODELS).strip("/")
-    return {**model, "id": named} if named else {"object": "list", "data": [model], "has_more": False}

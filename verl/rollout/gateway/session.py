@@ -156,19 +156,23 @@ class Session:
         if self.start is not None:
             self.start.end()
 
-    def during(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work as a task that ends with the episode.
+    @contextmanager
+    def during(self, work: Coroutine[Any, Any, T]) -> Iterator[asyncio.Task[T]]:
+        """Work as a task that ends with the episode, or with the request where the client goes away.
 
         Raises:
-            RequestError: it has ended, while the body was read.
+            RequestError: the episode has ended, while the body was read.
         """
         if self.ended:
             work.close()
             raise ended()
         task = asyncio.ensure_future(work)
         self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
-        return task
+        try:
+            yield task
+        finally:
+            task.cancel()
+            self._answering.discard(task)
 
     async def answer(
         self, request: ChatRequest, headers: Mapping[str, str], body: bytes, tell: Tell | None = None

@@ -2,7 +2,7 @@
 
 Texts that may follow the same tokens (prompts that begin an episode's conversations; what the template writes behind a
 reply) share their beginnings, up to the last special token that they have in common: such a token never merges with
-others, so that what stands behind it has the same tokens whatever comes later.
+others, so that the text before it has the same tokens whatever follows.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class PieceReader:
         self.characters = 0
 
     def read(self, start: Piece, before: Sequence[int], text: str) -> list[int]:
-        """Tokens of a text that stands behind `start`.
+        """Tokens of a text after `start`; `before` is the last token before it, or none.
 
-        Args:
-            before: the last token that stands before the text, or none.
+        It is cut after its special tokens, and each piece is looked up in the tree of those read before.
         """
-        pieces, tokens, piece_before, known = self._divided(text), list[int](), start, 0
+        cuts = [0, *(match.end() for match in self._special.finditer(text)), len(text)]
+        pieces = [text[begin:end] for begin, end in pairwise(cuts) if end > begin]
+        tokens, piece_before, known = list[int](), start, 0
         while known < len(pieces) and pieces[known] in piece_before.behind:
             piece_before = piece_before.behind[pieces[known]]
             tokens += piece_before.tokens
@@ -59,13 +60,8 @@ class PieceReader:
                 piece_before = piece_before.behind.setdefault(piece, Piece(part))
         return tokens
 
-    def _divided(self, text: str) -> list[str]:
-        """The text in pieces that end with a special token, the last one perhaps with none."""
-        ends = [0, *(match.end() for match in self._special.finditer(text)), len(text)]
-        return [text[begin:end] for begin, end in pairwise(ends) if end > begin]
-
     def _parts(self, pieces: list[str], tokens: list[int]) -> list[tuple[str, list[int]]]:
-        """Each piece with its tokens; all as one piece, if the tokenizer divides the text in another way."""
+        """Each piece with its tokens; one piece, if the tokenizer splits the text in another way."""
         ends = [position + 1 for position, token in enumerate(tokens) if token in self._chat.added]
         if not ends or ends[-1] < len(tokens):
             ends.append(len(tokens))
