@@ -33,15 +33,10 @@ _WORDS: dict[Any, str] = {
 _WORDS |= {type(None): "null", Callable: "a function", Mapping: "a mapping", Sequence: "a list", Iterable: "a list"}
 
 
-def _tuple(value: object) -> object:
-    """YAML has lists where a record has tuples; one text stands for a list of one."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-#: Before the type of a field that is a tuple.
-AsTuple = BeforeValidator(_tuple)
+#: Before the type of a field that is a tuple: YAML has lists, and one text stands for a list of one.
+AsTuple = BeforeValidator(
+    lambda value: (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+)
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

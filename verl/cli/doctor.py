@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -218,14 +218,26 @@ def check_host() -> Finding:
 
 def check_collective(timeout: float, ranks: int = 2) -> Finding:
     """Ranks in processes of their own add and gather tensors by gloo; none may still wait after `timeout` seconds."""
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _free_port()
-    meeting = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), probe.getsockname()[1]
+    # One thread a rank, and no rendezvous of an outer torchrun.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{ranks}"}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(rank) for rank in range(ranks)]
-        processes = [_start_rank({**meeting, "RANK": f"{rank}"}, timeout, outputs[rank]) for rank in range(ranks)]
+        outputs, processes = [Path(folder) / str(rank) for rank in range(ranks)], []
         try:
-            codes = _wait(processes, began + timeout)
+            for rank, output in enumerate(outputs):
+                with output.open("wb") as file:
+                    command = [sys.executable, "-W", "ignore", "-c", _RANK, str(timeout)]
+                    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                    processes.append(subprocess.Popen(command, env={**environment, "RANK": f"{rank}"}, **streams))
+            while True:
+                codes = [process.poll() for process in processes]
+                if None not in codes or any(codes) or time.monotonic() >= began + timeout:
+                    break
+                time.sleep(0.05)
         finally:
             for process in processes:
                 process.kill()
@@ -243,34 +255,6 @@ def check_collective(timeout: float, ranks: int = 2) -> Finding:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
     advice = f"set GLOO_SOCKET_IFNAME to the interface that reaches it (it is {chosen}; this machine has {interfaces})"
     return Finding("collectives", "fail", what, advice)
-
-
-def _start_rank(environment: Mapping[str, str], timeout: float, output: Path) -> subprocess.Popen[bytes]:
-    # One thread a rank, and no rendezvous of an outer torchrun.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    with output.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _RANK, str(timeout)],
-            env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> list[int | None]:
-    """Exit codes once all have ended, one has failed, or the time is over; None: still running."""
-    while True:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(codes) or time.monotonic() >= until:
-            return codes
-        time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _import_error(module: str) -> str | None:

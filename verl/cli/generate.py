@@ -85,7 +85,6 @@ def generate(
         raise ConfigError("--system starts a chat and --plain makes none: leave one of them out")
     _check_output(out, prompts, fresh)
     limit_library_memory()
-    engine = _chosen_engine(dtype) if engine == "auto" else engine
     ends = tuple(stop or ())
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, stop=ends
@@ -138,14 +137,6 @@ def _check_output(out: Path, prompts: str, fresh: bool) -> None:
         raise ConfigError(f"{out} cannot be written: {error}") from error
 
 
-def _chosen_engine(dtype: str) -> str:
-    from verl._host.device import default_kind
-    from verl.rollout.choice import choose_engine
-    from verl.rollout.options import RolloutOptions
-
-    return choose_engine(RolloutOptions(), default_kind(), dtype="bfloat16" if dtype == "auto" else dtype).name
-
-
 def _source(prompts: str) -> Any:
     if prompts != "-" and not prompts.endswith(".txt"):
         return prompts
@@ -186,11 +177,12 @@ def _answers(
     Args:
         rows: row of the prompt, by the name of the response.
     """
-    from verl._host.device import put
+    from verl._host.device import default_kind, put
     from verl.data.text import ResponseText
     from verl.data.tokenize import encode_prompts
     from verl.models.loading import eos_token_ids, load_model, load_tokenizer
     from verl.models.packed import PackedModel
+    from verl.roles.settings import with_engine
     from verl.rollout.base import Request
     from verl.weights.shards import model_shards
     from verl.workers.actor import make_rollout_engine
@@ -198,7 +190,7 @@ def _answers(
     loaded, tokenizer = put(load_model(model, dtype=dtype)), load_tokenizer(model)
     ends = eos_token_ids(loaded, tokenizer)
     decode = ResponseText(tokenizer, ends)
-    engine = make_rollout_engine(PackedModel(loaded), tokenizer, ends, options)
+    engine = make_rollout_engine(PackedModel(loaded), tokenizer, ends, with_engine(options, loaded, default_kind()))
     engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
     tokens, waiting = encode_prompts(tokenizer, prompts), deque(rows.items())
     while waiting or engine.unfinished:

@@ -95,15 +95,12 @@ def init(
     rows: list[dict[str, object]] = [{"prompt": f"What is {a} + {b}?", "answer": a + b} for a, b in pairs]
     _write(directory / "train.jsonl", rows[_HELD_OUT:])
     _write(directory / "held_out.jsonl", rows[:_HELD_OUT])
-    names = ", ".join(sorted(path.name for path in directory.iterdir()))
-    typer.echo(f"{directory}: {names}\nnext: cd {shlex.quote(str(directory))} && {_own_command()} train recipe.yaml")
-
-
-def _own_command() -> str:
-    """`verl` where a shell would find the one that runs now; else this Python with the module."""
+    # `verl` where a shell would find the one that runs now; else this Python with the module.
     script = shutil.which("verl")
     is_this = script is not None and Path(script).resolve() == Path(sys.argv[0]).resolve()
-    return "verl" if is_this else f"{shlex.quote(sys.executable)} -m verl"
+    verl = "verl" if is_this else f"{shlex.quote(sys.executable)} -m verl"
+    names = ", ".join(sorted(path.name for path in directory.iterdir()))
+    typer.echo(f"{directory}: {names}\nnext: cd {shlex.quote(str(directory))} && {verl} train recipe.yaml")
 
 
 def _write(path: Path, rows: list[dict[str, object]]) -> None:

@@ -129,7 +129,7 @@ def train(
     $ verl train recipe.yaml data.train=prompts.jsonl reward.name=null reward.path=my_rewards.py:score --fresh
     $ verl train data.train_files=train.parquet data.train_batch_size=64 actor_rollout_ref.model.path=MODEL ...
     """
-    from verl.config import differences, load_config, to_yaml
+    from verl.config import load_config
 
     overrides = overrides or []
     is_setting = "=" in str(file) and not file.exists()
@@ -137,26 +137,14 @@ def train(
     if device is not None and not dry_run:
         raise ConfigError("--device asks what a run would take of a device that may be elsewhere: give --dry-run too")
     if dry_run:
-        from verl.cli.plan import plan
-        from verl.run.check import check_settings
-        from verl.run.data import in_steps
-
-        checked = check_settings(config)
-        for label, text in plan(in_steps(config, checked.data)).items():
-            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text, '')}")
-        if device is not None:
-            from verl.planner.hardware import Cluster
-            from verl.run.memory import memory_on
-
-            cluster = Cluster.parse(device if device[:1].isdigit() else f"1x{device}", option="--device")
-            typer.echo("\n" + "\n".join(memory_on(config, checked.algorithms.values(), cluster).lines()))
-        typer.echo("\n# Not the default:")
-        for key, value, default in differences(config):
-            typer.echo(f"{typer.style(key, bold=True)}: {visible(str(value))}  # {default}")
-        typer.echo("\n# All settings:\n" + to_yaml(config))
+        _dry_run(config, device)
         return
-    if "console" in config.trainer.loggers:
-        typer.echo(f"verl train {file}: {visible(_in_short(config))}; loading")
+    if "console" in config.trainer.loggers:  # a run in one line, before anything is loaded
+        trainer = config.trainer
+        count, unit = (trainer.total_epochs, "epoch") if trainer.total_epochs else (trainer.total_steps, "step")
+        names = " and ".join(task.type for task in config.tasks) or config.algorithm.name or "the default algorithm"
+        what = f"{count} {unit}{'s' * (count != 1)} of {names} on {config.actor_rollout_ref.model.path}"
+        typer.echo(f"verl train {file}: {visible(what)}; loading")
     from verl._host.device import limit_library_memory
 
     limit_library_memory()
@@ -165,13 +153,30 @@ def train(
     run(config, fresh=fresh, accept_edits=accept_edits, began=_BEGAN)
 
 
-def _in_short(config: Config) -> str:
-    """A run in one line, before anything is loaded."""
-    trainer, tasks = config.trainer, [task.type for task in config.tasks]
-    count, unit = (trainer.total_epochs, "epoch") if trainer.total_epochs else (trainer.total_steps, "step")
-    steps = f"{count} {unit}{'s' * (count != 1)}"
-    names = " and ".join(tasks) or config.algorithm.name or "the default algorithm"
-    return f"{steps} of {names} on {config.actor_rollout_ref.model.path}"
+def _dry_run(config: Config, device: str | None) -> None:
+    from verl.config import differences, to_yaml
+    from verl.run.check import check_settings
+    from verl.run.data import in_steps
+
+    checked = check_settings(config)
+    _show_plan(in_steps(config, checked.data))
+    if device is not None:
+        from verl.planner.hardware import Cluster
+        from verl.run.memory import memory_on
+
+        cluster = Cluster.parse(device if device[:1].isdigit() else f"1x{device}", option="--device")
+        typer.echo("\n" + "\n".join(memory_on(config, checked.algorithms.values(), cluster).lines()))
+    typer.echo("\n# Not the default:")
+    for key, value, default in differences(config):
+        typer.echo(f"{typer.style(key, bold=True)}: {visible(str(value))}  # {default}")
+    typer.echo("\n# All settings:\n" + to_yaml(config))
+
+
+def _show_plan(config: Config) -> None:
+    from verl.cli.plan import plan
+
+    for label, text in plan(config).items():
+        typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text, '')}")
 
 
 @app.command()
@@ -208,7 +213,7 @@ def plan(
     $ verl plan recipe.yaml --cluster 16x8xA100 --network 200
     $ verl plan recipe.yaml data.batch_size=4096 --cluster 128x8xH100 --scaling --within 60
     """
-    from verl.cli.plan import cluster_of, plan, plan_placement
+    from verl.cli.plan import cluster_of, plan_placement
     from verl.config import load_config
 
     config = load_config(file, overrides or ())
@@ -216,8 +221,7 @@ def plan(
         of_a_cluster = (network, within, efficiency)
         if scaling or any(option is not None for option in of_a_cluster):
             raise ConfigError("verl plan: these options are of a cluster: give --cluster too, such as 16x8xA100")
-        for label, text in plan(config).items():
-            typer.echo(f"{typer.style(f'{label:>14}', bold=True)}  {visible(text, '')}")
+        _show_plan(config)
         return
     on = cluster_of(cluster, network, efficiency)
     for text in plan_placement(config, on, within=within, scaling=scaling):

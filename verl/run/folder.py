@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,7 +117,9 @@ class Run(AbstractContextManager["Run"]):
         earlier = (path for path in kept.files.keys() - files.keys() if os.path.isfile(path))
         now = {path: digest(path) for path in earlier} | dict(files)
         edited = [path for path, sha in kept.files.items() if now.get(path, sha) != sha]
-        edited += _added_or_removed(kept.files.keys(), files.keys(), folders)
+        # Files that only one attempt had count in folders that both read.
+        read = {os.path.dirname(path) for path in kept.files.keys() & files.keys()}.intersection(folders)
+        edited += [path for path in sorted(kept.files.keys() ^ files.keys()) if os.path.dirname(path) in read]
         if edited and not accept_edits:
             raise ConfigError(
                 f"{', '.join(edited)} has changed since this run began, and steps before and after would be of other "
@@ -259,12 +261,6 @@ def open_run(
             f"the run directory {path} cannot be used: {error.strerror or error}; set trainer.output_dir elsewhere"
         ) from error
     return run
-
-
-def _added_or_removed(kept: Set[str], files: Set[str], folders: Sequence[str]) -> list[str]:
-    """The files of some folders that only one attempt had; folders that the other did not read do not count."""
-    read = {os.path.dirname(path) for path in kept & files}.intersection(folders)
-    return [path for path in sorted(kept ^ files) if os.path.dirname(path) in read]
 
 
 def rewind_jsonl(file: Path, step: int, *rows: Mapping[str, Any]) -> None:

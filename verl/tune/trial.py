@@ -38,6 +38,13 @@ def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]
     Raises:
         TrialFailedError: it ended with an error or by a signal.
     """
+    watch = None
+    if (
+        sys.platform == "linux"
+    ):  # a run ends with the process that started it, even if that is killed; elsewhere it goes on
+        from verl.sandbox.jail import die_with_parent
+
+        watch = partial(die_with_parent, os.getpid())
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
@@ -48,7 +55,7 @@ def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]
             env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"},
             # A Ctrl-C is handed on by us, once: the second signal would keep it from saving.
             start_new_session=True,
-            preexec_fn=_parent_watch(),
+            preexec_fn=watch,
         )
         code = None
         try:
@@ -92,15 +99,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def _parent_watch() -> Callable[[], None] | None:
-    """On Linux a run ends with the process that started it, even where that was killed; elsewhere it goes on."""
-    if sys.platform != "linux":
-        return None
-    from verl.sandbox.jail import die_with_parent
-
-    return partial(die_with_parent, os.getpid())
 
 
 def _reason(code: int, log: Path, begin: int) -> str:
