@@ -55,3 +55,10 @@ def test_a_keyword_stands_for_a_field_of_a_record(tiny: Path, tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=says):
             make(**options)
+
+
+def test_a_task_takes_its_reward_as_a_trainer_does() -> None:
+    for task in (verl.Task(reward=low_bytes), verl.Task(reward_fn=low_bytes), verl.Task(sources={"reward": low_bytes})):
+        assert list(task.sources) == ["reward"]
+    with pytest.raises(ConfigError, match=r"give one reward: reward=\.\.\. or reward_fn=\.\.\."):
+        verl.Task(reward=low_bytes, reward_fn=low_bytes)

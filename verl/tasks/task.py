@@ -14,7 +14,7 @@ from verl.config.tasks import TaskName
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
 from verl.rollout.base import SamplingParams
-from verl.rollout.environments import as_episode
+from verl.rollout.environments import as_environments, as_episode
 from verl.rollout.episode import Episode
 
 #: What a task is called where there is only one.
@@ -28,7 +28,7 @@ class Task:
         name: what errors, metrics and files call it.
         algorithm: a name, class or instance; None: the default of `make_algorithm`.
         sources: role ("reward", "cost") -> a `Reward`, or anything `Reward` takes.
-        reward, cost: the same by their own names.
+        reward, cost: the same by their own names; `reward_fn` is another name of `reward`.
         n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
         share: of the prompts, relative to other tasks.
         loss_weight: of its loss, where 1 is an equal weight for each task; None: its share, so that all samples count
@@ -39,6 +39,8 @@ class Task:
             environments, whose `get_reward` is a reward beside the others; None: as the actor does. One with a true
             attribute `gives_reward`, as a `Gateway` has, needs no reward beside it. It is for this
             task's prompts alone: the rollouts of others are as they are without it.
+        environment: as `episode`, of environments: a class of TRL's form, a mapping of names to these, or an
+            `EnvironmentEpisode`.
         nodes: further nodes of the step's graph: names of registered ones (`verl.register_node`), or a mapping of names
             to stages (see `RLDataPipeline`). One that writes `reward` or `cost` is the source of it.
 
@@ -55,6 +57,7 @@ class Task:
         sources: Mapping[str, Any] | None = None,
         *,
         reward: Any = None,
+        reward_fn: Any = None,
         cost: Any = None,
         n: AtOnce | None = None,
         share: NotNegative = 1.0,
@@ -62,6 +65,7 @@ class Task:
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         critic: Any = None,
         episode: Any = None,
+        environment: Any = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
     ) -> None:
         # These import transformers, without which settings are checked.
@@ -71,7 +75,12 @@ class Task:
         self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
         self.critic = critic
         self.episode: Episode | None = None if episode is None else as_episode(episode)
+        if environment is not None:
+            self.episode = as_environments(environment)
         self.algorithm = make_algorithm(algorithm)
+        if reward is not None and reward_fn is not None:
+            raise ConfigError("give one reward: reward=... or reward_fn=...")
+        reward = reward_fn if reward is None else reward
         by_role = dict(sources or {})
         by_role |= {role: one for role, one in (("reward", reward), ("cost", cost)) if one is not None}
         stages: dict[str, Any] = {}

@@ -17,7 +17,6 @@ from verl.algorithms import BaseAlgorithm
 from verl.config.schema import LimitSettings, SavingSettings, UpdateSettings
 from verl.errors import ConfigError
 from verl.report.sinks import Logger
-from verl.rollout.base import SamplingParams
 from verl.tasks.file import read_tasks
 from verl.tasks.task import Task, algorithm_beside, check_tasks
 
@@ -150,45 +149,30 @@ def trainer_keywords() -> set[str]:
 def tasks_of(
     keywords: Mapping[str, Any],
     *,
-    reward: Any,
-    reward_fn: Any = None,
-    cost: Any = None,
-    environment: Any = None,
-    actor: Any = None,
-    config_path: str | Path | None = None,
     algorithm: str | BaseAlgorithm | None,
     tasks: Sequence[Task] | None,
-    n: int | None,
-    sampling: SamplingParams | Mapping[str, Any] | None,
-    nodes: Mapping[str, Any] | Iterable[str],
+    config_path: str | Path | None = None,
+    actor: Any = None,
+    **of_task: Any,
 ) -> list[Task]:
     """The tasks of a trainer: from `tasks`, from a file, or one that its arguments describe.
 
     Args:
         keywords: options of the algorithm.
-        reward_fn, cost, environment, config_path: as of `Trainer`.
         actor: its episode is the only task's, if it gives rewards.
-        n, sampling, nodes: as of `Task`.
+        **of_task: arguments of `Task`, which several tasks have themselves.
 
     Raises:
         ConfigError: tasks are given twice, or together with an argument of tasks; an option that no algorithm has.
     """
-    if reward is not None and reward_fn is not None:
-        raise ConfigError("give the trainer one reward: reward=... or reward_fn=...")
-    reward = reward_fn if reward is None else reward
     if config_path is not None:
         if tasks is not None:
             raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
         tasks = read_tasks(config_path)
     if tasks is None:
-        only = algorithm_beside(trainer_keywords(), algorithm, keywords)
-        played = getattr(actor, "rewarding_episode", None)
-        if environment is not None:
-            from verl.rollout.environments import as_environments
-
-            played = as_environments(environment)
-        tasks = [Task(algorithm=only, reward=reward, cost=cost, episode=played, n=n, sampling=sampling, nodes=nodes)]
-    elif keywords or n or sampling or nodes or any(one is not None for one in (environment, reward, cost, algorithm)):
+        of_task["episode"] = getattr(actor, "rewarding_episode", None)
+        tasks = [Task(algorithm=algorithm_beside(trainer_keywords(), algorithm, keywords), **of_task)]
+    elif keywords or algorithm or any(value is not None and value != () for value in of_task.values()):
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
         raise ConfigError(
             "tasks have their own reward, cost, episode, algorithm, n, sampling and nodes: give the trainer "
