@@ -49,11 +49,19 @@ def kl_estimate(
         bound: of the exponent in k3, in nats. Beyond it k3 grows linearly, and its gradient stays that at the bound.
     """
     check_estimator(estimator)
-    base = estimator.removesuffix("+")
-    value = _value(log_probs - ref_log_probs, _ALIASES.get(base, base), bound)
+    base, difference = estimator.removesuffix("+"), log_probs - ref_log_probs
+    kind = _ALIASES.get(base, base)
+    if kind == "k1":
+        value = difference
+    elif kind == "abs":
+        value = difference.abs()
+    elif kind == "k2":
+        value = 0.5 * difference.square()
+    else:
+        value = bounded(-difference, -bound, bound).exp() - 1 + difference
     if base == estimator:
         return value
-    k2 = 0.5 * (log_probs - ref_log_probs).square()
+    k2 = 0.5 * difference.square()
     return k2 - k2.detach() + value.detach()
 
 
@@ -65,16 +73,6 @@ def kl_of_token(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """
     policy, reference = ((-log_p.expm1()).clamp(min=_LEAST_REST) for log_p in (log_probs, ref_log_probs))
     return log_probs.exp() * (log_probs - ref_log_probs) + policy * (policy / reference).log()
-
-
-def _value(difference: Tensor, estimator: str, bound: float) -> Tensor:
-    if estimator == "k1":
-        return difference
-    if estimator == "abs":
-        return difference.abs()
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    return bounded(-difference, -bound, bound).exp() - 1 + difference
 
 
 def adapted(coefficient: float, kl: float, samples: int, target: float, horizon: int) -> float:

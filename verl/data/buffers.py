@@ -124,7 +124,7 @@ class MemoryBuffer(Buffer):
 
 
 class DiskBuffer(Buffer):
-    """A directory of Parquet segments, one an `add`, and a cursor file: how far they were given out.
+    """A directory of Parquet segments, one an `add`, and a cursor file: the first that has not been drained.
 
     Segments and cursor are replaced atomically; the cursor moves before `drain` returns. One buffer at a time, until it
     is closed or gone; a second one is refused.
@@ -146,7 +146,7 @@ class DiskBuffer(Buffer):
             )
         self._unlock = weakref.finalize(self, lock.close)
         clear_staging(self.path)
-        self._first, self._offset = self._read_cursor()
+        self._first = self._read_cursor()
         self._sizes: dict[int, int] = {}
         numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
         for number in numbers:
@@ -157,12 +157,10 @@ class DiskBuffer(Buffer):
                 self._sizes[number] = len(Batch.from_parquet(self._file(number)))
             except DataError as error:
                 logger.warning("segment skipped: %s", error)
-        if self._first not in self._sizes:
-            self._offset = 0
         self._next = max([self._first, *(number + 1 for number in numbers)])
 
     def __len__(self) -> int:
-        return sum(self._sizes.values()) - self._offset
+        return sum(self._sizes.values())
 
     def add(self, batch: Batch) -> None:
         if len(batch) > self.room:
@@ -177,8 +175,7 @@ class DiskBuffer(Buffer):
         return batch
 
     def state(self) -> Batch:
-        parts = [Batch.from_parquet(self._file(number)) for number in self._sizes]
-        return Batch.concat(parts).slice(self._offset)
+        return Batch.concat(Batch.from_parquet(self._file(number)) for number in self._sizes)
 
     def load_state(self, batch: Batch) -> None:
         check_saved(self, batch)
@@ -205,15 +202,12 @@ class DiskBuffer(Buffer):
     def _file(self, number: int) -> Path:
         return self.path / f"{number:012d}.parquet"
 
-    def _read_cursor(self) -> tuple[int, int]:
+    def _read_cursor(self) -> int:
         file = self.path / "cursor.json"
-        if not file.exists():
-            return 0, 0
         try:
-            cursor: _Cursor = read_json(file, _Cursor)
+            return read_json(file, _Cursor).segment if file.exists() else 0
         except ValueError as error:
             raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from None
-        return cursor.segment, cursor.row
 
     def _check_open(self) -> None:
         if not self._unlock.alive:
@@ -221,8 +215,8 @@ class DiskBuffer(Buffer):
 
     def _move_cursor(self, segment: int) -> None:
         self._check_open()
-        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment, "row": 0}))
-        self._first, self._offset = segment, 0
+        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment}))
+        self._first = segment
 
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -231,10 +225,9 @@ class DiskBuffer(Buffer):
 
 
 class _Cursor(BaseModel):
-    """`cursor.json`: the first sample that has not been given out. Older versions gave out a part of one."""
+    """`cursor.json`: the first segment that has not been drained."""
 
     segment: int = Field(ge=0, lt=2**53)
-    row: int = Field(ge=0, lt=2**53)
 
 
 class DistributedBuffer(Buffer):
@@ -245,7 +238,7 @@ class DistributedBuffer(Buffer):
     brings them back. A process that drains gets references, and takes the samples from the object store.
 
     Args:
-        capacity: samples; that of the process which made it holds.
+        capacity: samples; the process that creates it decides.
         name: in the cluster's namespace.
 
     Raises:

@@ -1,7 +1,7 @@
 """Chats as their template writes them: the one place that renders them.
 
-A chat template is a program of its own. Each row gives it all that it can read (`template_inputs`), and what it does
-in its own way (content in parts, how a reply ends) is read from a small chat that it renders.
+A chat template is a program of its own. Each row gives it all that it can read (`template_inputs`); its habits
+(content in parts, how a reply ends) are read from a small chat that it renders.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ASK, _REPLY = {"role": "user", "content": _PROBE}, {"role": "assistant", "conte
 
 
 def template_inputs(row: Mapping[str, Any], shown: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """What the chat template is given besides a row's messages: its columns `tools` and `documents`, and each entry of
+    """The inputs of the chat template besides a row's messages: its columns `tools` and `documents`, and each entry of
     `chat_template_kwargs`. All three may be JSON.
 
     Args:
-        shown: JSON schemas of the episode's tools, for rows without `tools`; those of a row are some of them.
+        shown: JSON schemas of the episode's tools, for rows without `tools`; a row's own tools are among them.
 
     Raises:
         DataError: a column is of another form, or names what a row does not set.
@@ -84,7 +84,7 @@ class ChatTokenizer:
         Args:
             inputs: see `template_inputs`.
             begun: the reply goes on with the last message; None: if that is the assistant's.
-            check: whether to look for the messages in what the template writes.
+            check: whether to look for the messages in the rendered text.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the chat or leaves out its messages.
@@ -189,14 +189,14 @@ class ChatTokenizer:
 
     @cached_property
     def turn_end(self) -> int | None:
-        """The token that the template ends a reply with: the first one behind it that always stands alone."""
+        """The token that the template ends a reply with: the first after it that never merges with others."""
         by_position = {self._tail.find(name): token for token, name in self.added.items() if name in self._tail}
         visible = [position for position, token in by_position.items() if self.added[token].strip()]
         return by_position[min(visible)] if visible else None
 
     @property
     def _behind(self) -> str:
-        """What the template writes behind the end of a finished chat."""
+        """The text that the template writes after the end of a finished chat."""
         rest = self._tail if self.turn_end is None else self._tail.partition(self._spelling(self.turn_end))[2]
         for token in self.ends:
             rest = rest.replace(self._spelling(token), "")
@@ -204,7 +204,7 @@ class ChatTokenizer:
 
     @cached_property
     def _tail(self) -> str:
-        """What the template writes behind what the assistant says."""
+        """The text that the template writes after an assistant's message."""
         written = self._try([_ASK, _REPLY], False)
         return written.rpartition(_REPLY["content"])[2] if _REPLY["content"] in written else ""
 
@@ -262,7 +262,7 @@ class ChatTokenizer:
 
     @cached_property
     def _writes_arguments(self) -> tuple[bool, bool]:
-        """Whether the template writes the arguments of calls that are JSON text as they are, and those of a mapping."""
+        """Whether the template writes the arguments of calls as they are if they are JSON text, or a mapping."""
         arguments = {"of": _PROBE}
         texts = []
         for form in (json.dumps(arguments), arguments):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from verl.errors import DamagedCheckpointError, DataError
-
-logger = logging.getLogger(__name__)
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -28,7 +25,7 @@ def saved_count(state: Mapping[str, Any], key: str) -> int:
     """A number of a saved position.
 
     Raises:
-        DamagedCheckpointError: it is none.
+        DamagedCheckpointError: it is not a count.
     """
     count = state.get(key)
     if type(count) is not int or not 0 <= count < 2**53:
@@ -84,11 +81,7 @@ class Cursor:
             DamagedCheckpointError: it is no position.
         """
         for key, mine in self.identity.items():
-            if key == "digest" and key not in state:
-                logger.warning(
-                    "the saved place has no digest: whether the data %s are the same is not known", self.name
-                )
-            elif state.get(key) != mine:
+            if state.get(key) != mine:
                 raise DataError(
                     f"the saved place belongs to other data than {self.name}: {key} was {state.get(key)}, is {mine}. "
                     "Give the same data and seed, or start anew (--fresh)"

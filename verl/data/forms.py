@@ -56,9 +56,10 @@ def table_rows(source: Any) -> Iterable[Any]:
     if hasattr(source, "tolist"):
         return table_rows(source.tolist())
     if isinstance(source, Mapping):
+        # Columns hold one value a row, and few of them are all mappings; splits are sets of rows.
         if source and all(map(_is_split, source.values())):
             raise DataError(f"a {name} has several sets of rows, {sorted(map(str, source))}: choose one, data['train']")
-        if not is_collated(source):
+        if not source or not all(hasattr(v, "tolist") or isinstance(v, list | tuple) for v in source.values()):
             raise DataError(f"a mapping as data needs a task or a path; it has {sorted(map(str, source))}; {COLLATED}")
         return uncollated(source, "the batch")
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
@@ -91,7 +92,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def loaded(value: Any) -> Any:
-    """What a text of JSON says; anything else as it is."""
+    """A text of JSON decoded; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -99,7 +100,6 @@ def loaded(value: Any) -> Any:
 
 
 def _is_split(value: Any) -> bool:
-    """Whether a value of a mapping is a set of rows: columns hold one value a row, and few of them are all mappings."""
     if isinstance(value, list | tuple):
         return bool(value) and all(isinstance(row, Mapping) and "role" not in row for row in value)
     return not isinstance(value, str | Mapping) and not hasattr(value, "tolist") and isinstance(value, Iterable | Sized)
@@ -164,10 +164,10 @@ def chat_of(value: Any, where: str) -> Any:
 
 
 def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A row in TRL's columns: `messages`, or `prompt` and `completion`; rows of other forms are returned as they are.
+    """A row in TRL's columns: `messages`, or `prompt` and `completion`; rows in other forms are returned as they are.
 
     Raises:
-        DataError: a turn is none of ShareGPT's.
+        DataError: a turn has not ShareGPT's form.
     """
     has = {name for name, value in fields.items() if value is not None}
     row = {name: chat_of(v, f"{where}: column '{name}'") if name in _CHATS else v for name, v in fields.items()}
@@ -239,11 +239,6 @@ def _system(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def is_collated(batch: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a batch of columns."""
-    return bool(batch) and all(hasattr(v, "tolist") or isinstance(v, list | tuple) for v in batch.values())
-
-
 def uncollated(batch: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The rows of a batch of columns, as collators make them: torch's default, or one that pads `input_ids`.
 
@@ -254,19 +249,18 @@ def uncollated(batch: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     Raises:
         DataError: it is no mapping of columns of one length.
     """
-    columns = {str(name): _unstacked(v.tolist() if hasattr(v, "tolist") else v) for name, v in batch.items()}
+    columns: dict[str, list[Any]] = {}
+    for name, column in batch.items():
+        values = column.tolist() if hasattr(column, "tolist") else list(column)
+        if values and all(isinstance(m, Mapping) and isinstance(m.get("role"), list | tuple) for m in values):
+            count = len(values[0]["role"])  # chats out of messages whose roles are lists
+            values = [[{key: of[row] for key, of in m.items()} for m in values] for row in range(count)]
+        columns[str(name)] = values
     sizes = {name: len(values) for name, values in columns.items()}
     if len(set(sizes.values())) != 1:
         raise DataError(f"{where}: a collator makes columns of one length, and these have {sizes} rows")
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [_without_padding(row) for row in rows]
-
-
-def _unstacked(values: Sequence[Any]) -> list[Any]:
-    """Chats out of messages whose roles are lists."""
-    if values and all(isinstance(m, Mapping) and isinstance(m.get("role"), list | tuple) for m in values):
-        return [[{key: of[row] for key, of in m.items()} for m in values] for row in range(len(values[0]["role"]))]
-    return list(values)
 
 
 def _without_padding(row: dict[str, Any]) -> dict[str, Any]:

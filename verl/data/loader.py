@@ -44,6 +44,10 @@ class PromptLoader(Iterator[Batch]):
     ) -> None:
         if isinstance(data, PromptStream) and shuffle:
             raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
+        if isinstance(data, PromptStream) and pools is not None:
+            raise ConfigError(
+                f"{data.name} is a stream, whose prompts are not drawn again: leave pools out, or use load_prompts"
+            )
         self.data, self.batch_size = data, batch_size
         #: Prompts up to which batches are drawn, the last one as large as what is left; None: without end.
         self.end: int | None = None
@@ -51,15 +55,10 @@ class PromptLoader(Iterator[Batch]):
         self.pools: Pools | None = None
         self._walk: _DatasetWalk | _StreamWalk
         if isinstance(data, PromptStream):
-            if pools is not None:
-                raise ConfigError(
-                    f"{data.name} is a stream, whose prompts are not drawn again: leave pools out, or use load_prompts"
-                )
             self._walk = _StreamWalk(data)
-            return
-        if pools is not None:
-            self.pools = Pools(PoolOptions.of(pools, "pools"), len(data), task)
-        self._walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
+        else:
+            self.pools = None if pools is None else Pools(PoolOptions.of(pools, "pools"), len(data), task)
+            self._walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
 
     def __next__(self) -> Batch:
         count = self.batch_size
@@ -74,7 +73,7 @@ class PromptLoader(Iterator[Batch]):
         return batch.add({"id": ids, "group": ids})
 
     def read_ahead(self, seconds: float) -> None:
-        """From now on read as many rows of a stream as were taken last, while these are used, in so many seconds."""
+        """From now on read as many rows of a stream as were taken last while these are used, with this deadline."""
         if not isinstance(self._walk, _DatasetWalk):
             self._walk.reads_ahead = seconds
 
@@ -113,18 +112,13 @@ class _DatasetWalk(Cursor):
         self.data, self.pools = data, pools
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
-        visits = self.take(count) if self.pools is None else self._drawn(count, self.pools)
-        return visits, self.data.batch.take([row for _, row in visits])
-
-    def _drawn(self, count: int, pools: Pools) -> list[tuple[int, int]]:
-        """The next visits that the pools let through."""
         visits: list[tuple[int, int]] = []
-        while len(visits) < count:
+        while len(visits) < count:  # those that the pools let through
             for epoch, row in self.take(count - len(visits)):
-                chance = pools.chance(epoch, row)
+                chance = 1.0 if self.pools is None else self.pools.chance(epoch, row)
                 if chance == 1 or hashed(hashed(self.seed, epoch), row) < chance * 2**64:
                     visits.append((epoch, row))
-        return visits
+        return visits, self.data.batch.take([row for _, row in visits])
 
 
 class _StreamWalk:
@@ -181,14 +175,14 @@ class _StreamWalk:
 
 
 def sources_of(loader: Any) -> dict[str, PromptLoader]:
-    """The loaders of prompts that a loader draws from, by what they are called in names of prompts."""
+    """The loaders of prompts that a loader draws from, by the first part of their prompts' names."""
     sources = getattr(getattr(loader, "mixture", loader), "sources", None)
     every = sources if isinstance(sources, Mapping) else {"": loader}
     return {name: source for name, source in every.items() if isinstance(source, PromptLoader)}
 
 
 def pooled(loader: Any) -> dict[str, PromptLoader]:
-    """Those that have pools."""
+    """The same, but only loaders with pools."""
     return {name: source for name, source in sources_of(loader).items() if source.pools is not None}
 
 

@@ -54,7 +54,7 @@ class OfflineDatasetLoader(Iterator[Batch]):
         source: a path or a list of paths (`read_rows`), or a list or data set of mappings.
         tokenizer: adds `prompt_tokens`, `response_tokens` and `response_mask`; `tokenize` does that later.
         batch_size: groups in a batch that iteration gives (a pair is one group).
-        system_prompt: starts each chat that has none.
+        system_prompt: starts each chat without one.
         chat: a prompt that is a text becomes a chat's user message.
         max_prompt_length, truncation: as for prompts; a dropped prompt takes its whole group along.
         max_response_length: longer responses lose their end, and are counted in `counts`.
@@ -293,8 +293,8 @@ def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) 
 
 
 def _named(batch: Batch, files: Sequence[Hashable]) -> Batch:
-    """Experience with an id and a group in each row: what has none gets a number that no other row has. What was
-    computed from the recording models is dropped, and so is the version of the policy, which counts their updates."""
+    """Experience with an id and a group in each row: a row without one gets a number that no other row has. Columns
+    computed by the recording models are dropped, and so is the version of the policy, which counts their updates."""
     named = {}
     for column in ("id", "group"):
         saved = batch[column] if column in batch else [None] * len(batch)

@@ -1,10 +1,10 @@
-"""Prompts that teach nothing are drawn less: those all of whose samples were solved, and those of which none was.
+"""Prompts that teach nothing are drawn less: prompts whose samples are all solved, or all fail.
 
 An epoch looks at every prompt once, in its order, and draws it with a chance:
 
     1                                      it is in no pool
-    1 - (1 - chance) * decay ** passed     it is in the pool `solved` or `failed`, which has that `chance`, and epochs
-                                           have passed it over so many times since it was last drawn
+    1 - (1 - chance) * decay ** passed     it is in the pool `solved` or `failed`, which has that `chance`, and `passed`
+                                           epochs have skipped it since it was last drawn
 
 The samples of its last visit decide which pool a prompt is in. A chance is held against a hash of seed, epoch and row:
 draws repeat under a seed, and the size of a batch does not change them.
@@ -52,14 +52,14 @@ class PoolOptions(Record):
         return {name for bound in (self.solved_at, self.failed_at) if isinstance(bound, dict) for name in bound}
 
     def bounds(self, task: str) -> tuple[float, float]:
-        """`solved_at` and `failed_at` of a task; 1 and 0 where numbers are by task and it has none."""
+        """`solved_at` and `failed_at` of a task; 1 and 0 for a task that is not among the numbers by task."""
         bounds = ((self.solved_at, 1.0), (self.failed_at, 0.0))
         solved, failed = (bound.get(task, usual) if isinstance(bound, dict) else bound for bound, usual in bounds)
         return solved, failed
 
 
 class Pools:
-    """The pool of each of so many rows of a task's prompts, and the epoch in which it was last drawn."""
+    """The pool of each row of a task's prompts, and the epoch in which it was last drawn."""
 
     def __init__(self, options: PoolOptions, rows: int, task: str = "") -> None:
         self.options, self._rows, self._bounds = options, rows, options.bounds(task)
@@ -73,8 +73,8 @@ class Pools:
         return float(1 - (1 - getattr(self.options, pool)) * self.options.decay ** max(epoch - last - 1, 0))
 
     def note(self, epoch: int, row: int, scores: Iterable[float | None]) -> None:
-        """The scores of the samples that were drawn of a row in an epoch. None is no score, and none at all change
-        nothing; neither do those of an earlier epoch than the last."""
+        """The scores of the samples of a row in an epoch; None: not scored. Without any score nothing changes, nor for
+        an earlier epoch than the last."""
         present = [score for score in scores if score is not None and math.isfinite(score)]
         if not present or epoch < self._last.get(row, ("", 0))[1]:
             return
@@ -97,7 +97,7 @@ class Pools:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Raises DamagedCheckpointError if it is no state of so many rows."""
+        """Raises DamagedCheckpointError if it is not a state of these rows."""
         try:
             last = {row: (pool, int(epoch)) for pool in NAMES for epoch, rows in state[pool].items() for row in rows}
             if not all(type(row) is int and 0 <= row < self._rows and epoch >= 0 for row, (_, epoch) in last.items()):

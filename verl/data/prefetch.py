@@ -44,7 +44,7 @@ class RowsAhead:
         self._ahead: Running[None] | None = None
 
     def next(self, default: Any) -> Any:
-        """The next row; `default` where there is none."""
+        """The next row, or `default` at the end."""
         if not self._waiting and self._ahead is not None:
             coming, self._ahead = self._ahead, None
             with in_time(self.seconds):

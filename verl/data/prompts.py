@@ -59,7 +59,7 @@ class PromptDataset:
         return self.batch.row(range(len(self))[index])
 
     def texts(self) -> list[str]:
-        """What is asked, row by row, without system messages and surrounding space: what makes prompts equal."""
+        """The question of each row, without system messages and surrounding space: prompts are equal by it."""
         return [prompt_text(row) for row in self.batch.select(_PROMPT_FIELDS).rows()]
 
     def fingerprint(self) -> str:
@@ -88,7 +88,7 @@ class PromptStream:
         """Row numbers, rows and their marks from number `start` on; a row that `prepare` drops is left out.
 
         Args:
-            mark: that of row `start - 1`: what the source itself says of where it is, None if it says nothing.
+            mark: the source's own position at row `start - 1`; None: it has no such thing.
         """
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
@@ -110,7 +110,7 @@ class PromptStream:
                 yield number, each, mark
 
     def _state(self, number: int) -> Any:
-        """What the source says of where it is, before its row of this number."""
+        """The source's own position before its row of this number."""
         if not (hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")):
             return None
         if "num_samples" in signature(self.source.state_dict).parameters:  # of MosaicML's StreamingDataset
@@ -118,7 +118,7 @@ class PromptStream:
         return copy.deepcopy(self.source.state_dict())
 
     def _resumed(self, mark: Any) -> Iterator[Any] | None:
-        """The source behind the row of a mark; None: its state does not lead there, as that of a shuffled buffer."""
+        """The source after the row of a mark; None: its state does not lead there, as with a shuffled buffer."""
         source: Any = self.source
         before = self._state(0)
         try:
@@ -143,11 +143,11 @@ def _row_digest(value: Any) -> str:
 class PromptForm:
     """How a row of a data set becomes a prompt.
 
-    `template` is a text with `{prompt}` in the prompt's place; other columns may stand in it by name. Braces around
+    `template` is a text with `{prompt}` where the prompt goes, and other columns by their names. Braces around
     anything but a name are text (`\\boxed{}`), and so is a doubled brace, once. It is applied to a string, or to the
     last message of a chat. `system_prompt` starts each chat; a string becomes a chat's
     user message if `chat` is set or there is a system prompt, and else stays as it is. `chat_template_kwargs` are
-    variables of the chat template; those of a row go first.
+    variables of the chat template; a row's own take precedence.
     """
 
     prompt_column: str | None = None

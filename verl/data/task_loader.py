@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -191,7 +190,7 @@ def get_dataloader(
     Args:
         dataset_path: what `load_prompts` takes; an iterable without a length (`stream_prompts`), which is read once for
             all tasks; or a mapping of tasks to such data, whose rows need no column.
-        task_weights: the tasks and their shares of the prompts; None: those of the data, by their rows.
+        task_weights: the tasks and their shares of the prompts; None: the tasks in the data, by their rows.
         batch_size: prompts of all tasks together.
         **form: of the prompts, see `load_prompts`.
 
@@ -226,13 +225,15 @@ def _split(
         }
     if not weights:
         raise ConfigError("the tasks of a stream are not known before it is read: give task_weights={TASK: SHARE, ...}")
-    filters = {name: partial(_only, name, [*weights]) for name in weights}
-    return {name: replace(data, name=f"{data.name}, task {name}", prepare=keep) for name, keep in filters.items()}
+    names = [*weights]
 
+    def stream(name: str) -> PromptStream:
+        def only(row: Batch, number: int) -> Batch:
+            return row if name in by_task(row, names) else row.slice(0, 0)
 
-def _only(name: str, names: Sequence[str], row: Batch, number: int) -> Batch:
-    """The row, if it is of this task; else none."""
-    return row if name in by_task(row, names) else row.slice(0, 0)
+        return replace(data, name=f"{data.name}, task {name}", prepare=only)
+
+    return {name: stream(name) for name in names}
 
 
 def rescaled(shares: Mapping[str, float], changed: Mapping[str, float]) -> dict[str, float]:
@@ -273,17 +274,17 @@ def by_task(rows: Any, names: Sequence[str]) -> dict[str, Any]:
         _check(name, names, f"row {number}")
         chosen.setdefault(name, []).append(number)
     split = {name: chosen[name] for name in names if name in chosen}
-    if isinstance(rows, Batch):
-        return {name: _without_empty(rows.take(numbers)) for name, numbers in split.items()}
-    return {name: [rows[number] for number in numbers] for name, numbers in split.items()}
+    if not isinstance(rows, Batch):
+        return {name: [rows[number] for number in numbers] for name, numbers in split.items()}
+    parts = {name: rows.take(numbers) for name, numbers in split.items()}
+    # Columns that only other tasks' rows have are null all through.
+    return {
+        name: part.select([column for column in part.columns if part.arrow(column).null_count < len(part)])
+        for name, part in parts.items()
+    }
 
 
 def _check(name: Any, names: Sequence[str], where: str) -> None:
     if name is None:
         raise DataError(f"{where} names no task: of several tasks, each row says its own in the column '{COLUMN}'")
     check_known(f"{where}: there is no task", [name], names, DataError)
-
-
-def _without_empty(rows: Batch) -> Batch:
-    """Columns that only other tasks' rows have are null all through here."""
-    return rows.select([name for name in rows.columns if rows.arrow(name).null_count < len(rows)])

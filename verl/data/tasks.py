@@ -24,8 +24,8 @@ _DRAWS_PER_ROW = 50
 
 
 class TaskSource(Record):
-    """Problems of a procedural task: a source of the section `data` of a file, beside whose fields stand the task's own
-    options."""
+    """Problems of a procedural task: a source of the section `data` of a file, with the task's own options as further
+    fields."""
 
     model_config = ConfigDict(extra="allow")
     task: str = result(description="its name")

@@ -32,8 +32,8 @@ def behind_thoughts(text: str) -> str:
 
 
 def written_turns(samples: Batch) -> list[list[list[int]]]:
-    """Of each row the tokens that the policy wrote, turn by turn: a turn ends where something was read. Without
-    `response_mask` all tokens are its."""
+    """The tokens of each row that the policy wrote, turn by turn: a turn ends where something was read. Without
+    `response_mask` the policy wrote all tokens."""
     tokens = samples["response_tokens"]
     written = samples["response_mask"] if "response_mask" in samples else [[1] * len(row) for row in tokens]
     if "token_versions" in samples:  # what a grammar forced has no loss, but the policy said it
@@ -43,7 +43,7 @@ def written_turns(samples: Batch) -> list[list[list[int]]]:
 
 
 def runs(tokens: Sequence[int], marks: Sequence[int]) -> list[list[int]]:
-    """The tokens that are marked, cut where others stand between them."""
+    """The runs of marked tokens."""
     pieces = groupby(zip(tokens, marks, strict=True), key=lambda pair: bool(pair[1]))
     return [[token for token, _ in piece] for is_marked, piece in pieces if is_marked]
 

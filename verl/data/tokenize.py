@@ -1,7 +1,7 @@
 """Prompts and replies to token ids: a string as it is, messages through the chat template, ids as they are.
 
 A text is tokenised as a whole and its tokens are then divided between prompt and reply, so that they are the tokens of
-that text: `decode(prompt + reply)` is a beginning of what the template writes, and a reply ends with a token that stops
+that text: `decode(prompt + reply)` is a prefix of the template's text, and a reply ends with a token that stops
 generation.
 """
 
@@ -87,8 +87,8 @@ class PromptTokenizer:
 
 
 def tokenize_prompts(data: PromptsT, tokenizer: Any, **options: Any) -> tuple[PromptsT, Counter[str]]:
-    """The prompts with `prompt_tokens`, and the counts of `PromptTokenizer` (of a stream: they grow as it is read),
-    which the options are those of.
+    """The prompts with `prompt_tokens`, and the counts of the `PromptTokenizer` that the options make (for a stream
+    they grow as it is read).
 
     Raises:
         DataError: see `PromptTokenizer`; or no prompt is left.
@@ -130,8 +130,8 @@ def to_prompts(tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] 
 
 
 class KnownPrompts:
-    """`to_prompts`, whose latest results are kept: for problems that are evaluated again and again. Rows are known by
-    what they hold, so that a list which has changed is tokenised again."""
+    """`to_prompts`, whose latest results are kept: for problems that are evaluated again and again. Rows are compared
+    by content, so that a list which has changed is tokenised again."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[Any, tuple[Any, ...], Batch, Batch]] = deque(maxlen=4)
@@ -156,7 +156,7 @@ def encode_prompts(
     writes it with the row's `tools`, `documents` and `chat_template_kwargs`, up to where the reply begins.
 
     Raises:
-        DataError: a prompt is empty, or the chat template does not write it (by row), or there is none.
+        DataError: a prompt is empty, or the chat template does not write it (by row), or there is no template.
     """
     names = ("prompt_tokens", "prompt", "messages", *TEMPLATE_COLUMNS)
     rows, chat = batch.select(names).rows(), ChatTokenizer(tokenizer)
@@ -193,7 +193,7 @@ def with_prefixes(tokenizer: Any, batch: Batch, prefixes: Sequence[str]) -> Batc
         prefixes: one for each row.
 
     Raises:
-        DataError: two texts have the same tokens, or a text has none.
+        DataError: two texts have the same tokens, or a text has no tokens.
     """
     tokens_of = {text: list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in dict.fromkeys(prefixes)}
     text_of: dict[tuple[int, ...], str] = {}
@@ -215,8 +215,8 @@ def with_prefixes(tokenizer: Any, batch: Batch, prefixes: Sequence[str]) -> Batc
 
 
 def encode_plain(chat: ChatTokenizer, text: str, *, closed: bool = False) -> list[int]:
-    """Tokens of a text behind the tokenizer's first ones (BOS), which stand there once if the text begins with them;
-    with `closed`, before its last ones (EOS), if it has such."""
+    """Tokens of a text after the tokenizer's first ones (BOS), once if the text begins with them itself; with
+    `closed`, and its last ones (EOS), if it has such."""
     return [*_begun(chat, chat.encode(text)), *(chat.around[1] if closed else ())]
 
 
@@ -247,8 +247,7 @@ def encode_chat(
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokens of a chat in which the assistant's turns are trained, each up to the token that stops generation.
 
-    Together they are a beginning of what the chat template writes for the whole chat, and each turn stands behind what
-    it writes as the prompt of that turn.
+    Together they are a prefix of the rendered chat, and each turn follows the rendered prompt of that turn.
 
     Args:
         messages: before the first of these turns.
@@ -257,8 +256,8 @@ def encode_chat(
         inputs: what the template reads besides, see `template_inputs`.
 
     Returns:
-        Prompt tokens; response tokens; and of these, 1 for what the assistant says (unless its `weight` or `train` is
-        0) and 0 for the rest.
+        Prompt tokens; response tokens; and for each of these 1 if the assistant says it (unless its `weight` or `train`
+        is 0), else 0.
 
     Raises:
         DataError: the template writes a reply otherwise than its prompt begins it, leaves out a part, writes earlier
@@ -314,7 +313,7 @@ def _check_order(written: str, before: str, whole: str) -> None:
 
 
 def encode_behind(chat: ChatTokenizer, before: Sequence[int], text: str, *, end: bool = False) -> list[int]:
-    """Tokens of a text that stands behind tokens which stay as they are; with `end`, and of its end."""
+    """Tokens of a text that follows fixed tokens; with `end`, and its end."""
     tokens = _behind(chat, spelled(chat.tokenizer, before), list(before), text)
     return _ended(chat, tokens) if end else tokens
 

@@ -40,9 +40,9 @@ _SMALL = 2 << 30
 
 
 def check_adapters(model: Any) -> None:
-    """Try on a model with adapters of peft what will be done with it: moved weights are merged, its base is computed,
-    its layers are made anew; the weights are then as they were. Embeddings that adapters part from the output layer
-    they were tied to are no longer tied, in the configuration too.
+    """Try a model with adapters of peft: trained weights are moved and merged, its base is computed, its layers are
+    rebuilt; the weights are then as they were. Embeddings that adapters part from the output layer they were tied to
+    are no longer tied, in the configuration too.
 
     Raises:
         ConfigError: their configuration names a layer that is not there.

@@ -20,7 +20,7 @@ _OF_PEFT = {"classifier", "score"}
 
 def check_layers(setting: str, names: Iterable[str], model: nn.Module) -> None:
     """Raises ConfigError if no module of the model has the name, or ends in it."""
-    _check(setting, names, _ends(_modules(model), names))
+    check_known(f"{setting}: the model has no", names, _ends(_modules(model), names))
 
 
 def check_adapter_names(model: nn.Module, config: Any, setting: str) -> None:
@@ -34,30 +34,24 @@ def check_adapter_names(model: nn.Module, config: Any, setting: str) -> None:
         ConfigError: one matches nothing; names the nearest that does.
     """
 
+    def check(field: str, names: Iterable[Any], known: set[Any]) -> None:
+        check_known(f"{setting}.{field}: the model has no", names, known)
+
     modules, weights = _modules(model), [name.replace(".base_layer.", ".") for name, _ in model.named_parameters()]
     for field in _FIELDS:
-        names = _texts(getattr(config, field, None))
-        if field == "modules_to_save":
-            names = [name for name in names if name not in _OF_PEFT]
-        _check(f"{setting}.{field}", names, _ends(weights if field == "target_parameters" else modules, names))
+        value = getattr(config, field, None) or ()  # a text is a pattern, and whole numbers are tokens
+        names = [] if isinstance(value, str) else [name for name in value if isinstance(name, str)]
+        names = [name for name in names if field != "modules_to_save" or name not in _OF_PEFT]
+        check(field, names, _ends(weights if field == "target_parameters" else modules, names))
     numbered = [match for name in modules if (match := _NUMBER.match(f"{name}."))]
     layers, lists = (getattr(config, field, None) or () for field in ("layers_to_transform", "layers_pattern"))
     layers = [layers] if isinstance(layers, int) else layers
-    _check(f"{setting}.layers_to_transform", layers, {int(match[2]) for match in numbered})
-    _check(f"{setting}.layers_pattern", [lists] if isinstance(lists, str) else lists, {match[1] for match in numbered})
+    check("layers_to_transform", layers, {int(match[2]) for match in numbered})
+    check("layers_pattern", [lists] if isinstance(lists, str) else lists, {match[1] for match in numbered})
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, field, None) or ():
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in (*modules, *weights)):
-                _check(f"{setting}.{field}", [pattern], _ends(modules, [pattern]))
-
-
-def _check(setting: str, names: Iterable[Any], known: set[Any]) -> None:
-    check_known(f"{setting}: the model has no", names, known)
-
-
-def _texts(value: Any) -> list[str]:
-    """The names in a field; a pattern is none, nor are the numbers of tokens."""
-    return [] if value is None or isinstance(value, str) else [name for name in value if isinstance(name, str)]
+                check(field, [pattern], _ends(modules, [pattern]))
 
 
 def _modules(model: nn.Module) -> list[str]:
@@ -66,7 +60,7 @@ def _modules(model: nn.Module) -> list[str]:
 
 
 def _ends(names: Iterable[str], like: Iterable[str]) -> set[str]:
-    """The last parts of some names, as many as the names have that they are compared with; a layer's number is none."""
+    """The last parts of some names, as many as the names to compare have; not a layer's number."""
     split = [name.split(".") for name in names]
     return {".".join(parts[-n:]) for n in {name.count(".") + 1 for name in like} for parts in split
             if not parts[-1].isdigit()}  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -37,7 +37,7 @@ class WeightSource(NamedTuple):
 
     Attributes:
         expert: None: it is the whole weight.
-        part: which of the matrices of an expert that stand side by side, of how many.
+        part, of: which of the `of` matrices that are concatenated for each expert.
     """
 
     key: str
@@ -46,7 +46,7 @@ class WeightSource(NamedTuple):
     of: int = 1
 
     def shape_in(self, weight: torch.Tensor) -> Shape:
-        """What the tensor's shape must be; of a block in a weight `[experts, of * rows, columns]`: one expert's."""
+        """The shape that the tensor must have; of a block in a weight `[experts, of * rows, columns]`: one expert's."""
         if self.expert is None:
             return tuple(weight.shape)
         return (weight.shape[1] // self.of, *weight.shape[2:])
@@ -68,19 +68,11 @@ class Fit:
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     retyped: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of_report(cls, report: Mapping[str, Any]) -> Fit:
-        """That of transformers' own `loading_info`."""
-        reshaped = {name: (tuple(there), tuple(here)) for name, there, here in report["mismatched_keys"]}
-        return cls(sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), reshaped)
-
-    def without(self, spare: Callable[[], Iterable[str]]) -> Fit:
-        """This fit, with tensors of these names counted as no fault."""
-        names = {*spare()} if self.unexpected else set[str]()
-        return replace(self, unexpected=[name for name in self.unexpected if name not in names])
-
-    def check(self, where: str, model: Any) -> None:
-        """Raises ModelError: something differs."""
+    def check(self, where: str, model: Any, spare: Iterable[str]) -> None:
+        """Raises ModelError: something differs, unexpected tensors of the names `spare` apart."""
+        if self.unexpected:
+            names = {*spare}
+            self.unexpected = [name for name in self.unexpected if name not in names]
         if not (self.missing or self.unexpected or self.reshaped or self.retyped):
             return
         shapes = [f"{n}: {list(there)} there, {list(here)} here" for n, (there, here) in self.reshaped.items()]
@@ -98,7 +90,7 @@ class Fit:
         raise ModelError(f"the files of {where} are not those of a {kind}, weights are {'; '.join(parts)}{self._why()}")
 
     def _why(self) -> str:
-        """What is likely."""
+        """The likely reason."""
         heads = [name for name in self.unexpected if name.startswith(tuple(f"{head}." for head in HEADS))]
         if any(name.startswith(HEADS) for name in self.reshaped):
             return ". It is a classifier with several labels, which is no reward model: that has one"
@@ -121,7 +113,7 @@ class Fit:
         return ". Its config.json is of another model, or of a part of this one"
 
     def _prefix(self) -> str:
-        """What stands before, or in, the names of missing weights in the files."""
+        """The prefix that the files have before, or in, the names of missing weights."""
         missing, prefixes = {*self.missing}, Counter[str]()
         for name in self.unexpected:
             for known in _WRAPPERS:
@@ -202,8 +194,8 @@ def _compare_weight(
 
 
 def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights and persistent buffers that a model wants of its files by the names that they have without adapters,
-    tied ones under every name."""
+    """The weights and persistent buffers that a model reads from its files, by their names without adapters, tied ones
+    under every name."""
     state = model.state_dict(keep_vars=True)
     is_value = isinstance(model, ValueModel)
     names = [name for name in state if not (is_adapter(name) or (is_value and name.startswith("score.")))]

@@ -85,7 +85,7 @@ def load_model(
     with _explained(name, "model"), _quiet() as logged:
         config = _config(name, kind, trust_remote_code, positions)
         model, report = _read(name, config, kind, trust_remote_code, _DTYPES[dtype], logged)
-        _check_files(name, model, kind, Fit.of_report(report))
+        _check_files(name, model, kind, report)
         _tie_config(model)
     if _DTYPES[dtype] == "auto" and next(model.parameters()).dtype in _HALF and slow_in_half_precision():
         model = model.float()
@@ -223,17 +223,20 @@ def _from_config(
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
 
 
-def _check_files(name: str, model: Any, kind: str, report: Fit | None = None) -> None:
-    """Raises ModelError: the files are not those of the model, by their names, shapes and kinds of numbers or by
-    transformers' report."""
-    for fit in (compare(model, weight_files(name)), report):
-        if fit is not None:
-            fit.without(partial(_spare_names, name, model, kind)).check(name, model)
+def _check_files(name: str, model: Any, kind: str, report: dict[str, Any] | None = None) -> None:
+    """Raises ModelError: the files do not fit the model, by their names, shapes and kinds of numbers or by
+    transformers' `loading_info`."""
+    fits = [compare(model, weight_files(name))]
+    if report is not None:
+        reshaped = {key: (tuple(there), tuple(here)) for key, there, here in report["mismatched_keys"]}
+        fits.append(Fit(sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), reshaped))
+    for fit in filter(None, fits):
+        fit.check(name, model, _spare_names(name, model, kind))
 
 
 def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
-    """Names of what the files may hold beside the weights of the model: buffers that it fills itself; the head that is
-    read apart, and the output layer of a language model, of which a model with another head has no use."""
+    """Names of tensors that the files may hold besides the model's weights: buffers that it fills itself; the head that
+    is read separately, and the output layer of a language model, which a model with another head does not use."""
     inner, files = getattr(model, "backbone", model), weight_files(name)
     for buffer, _ in inner.named_buffers():
         yield from (buffer, f"{inner.base_model_prefix}.{buffer}")
@@ -260,10 +263,10 @@ def _tie_config(model: Any) -> None:
 
 
 def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. One without a padding token pads with its end-of-sequence token.
+    """A model's tokenizer. One without a padding token pads with its end-of-sequence token.
 
     Raises:
-        ModelError: there is none, or it is not loadable.
+        ModelError: there is no tokenizer, or it is not loadable.
     """
     name = _located(path_or_name, "tokenizer")
     if os.path.isdir(name) and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
@@ -304,8 +307,7 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """Every token that ends a response: those of the generation config, the tokenizer's, and the one that its chat
-    template ends a reply with, sorted."""
+    """Every token that ends a response: by the generation config, the tokenizer, and its chat template, sorted."""
     ends: set[int] = set() if tokenizer is None else {*ChatTokenizer(tokenizer).ends}
     for owner in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(owner, "eos_token_id", None)

@@ -1,7 +1,7 @@
 """Log-probs and entropies of tokens without a tokens x vocabulary matrix.
 
 `token_log_probs` computes logits in chunks of tokens and forgets them; the backward computes them again,
-chunk by chunk. What is kept for it is two numbers a token. Log-probs are of temperature-scaled logits,
+chunk by chunk. It keeps two numbers a token. Log-probs are of temperature-scaled logits,
 before top-k and top-p.
 
 Where ranks have rows of the head (tensor parallelism), each computes the softmax over its part of the vocabulary, and
@@ -93,10 +93,8 @@ class _Cut(NamedTuple):
         """Turn results `[N]` over the part of the vocabulary here into those over all of it, in place."""
         is_here, _ = self.find(targets)
         picked = torch.where(is_here, log_probs + norms, 0.0)
-        local = torch.stack([norms, picked, norms - entropies])  # the last is the mean logit
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, local, group=self.group)
-        by_rank, picked_by_rank, means = torch.stack(parts, dim=1)
+        # The last is the mean logit.
+        by_rank, picked_by_rank, means = self._gather(torch.stack([norms, picked, norms - entropies]))
         norms.copy_(by_rank.logsumexp(0))
         log_probs.copy_(picked_by_rank.sum(0) - norms)
         entropies.copy_(norms - ((by_rank - norms).exp() * means).sum(0))
@@ -107,15 +105,19 @@ class _Cut(NamedTuple):
         is_here, _ = self.find(targets)
         count = torch.full_like(means, len(self.rows))
         local = torch.stack([highest, means * count, count, torch.where(is_here, tops, 0.0)])
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, local, group=self.group)
-        by_rank, sums, counts, tops_by_rank = torch.stack(parts, dim=1)
+        by_rank, sums, counts, tops_by_rank = self._gather(local)
         means.copy_(sums.sum(0) / counts.sum(0))
         tops.copy_((tops_by_rank * (by_rank == by_rank.amax(0))).sum(0))
 
+    def _gather(self, local: Tensor) -> Tensor:
+        """`[K, N]` of each of W ranks -> `[K, W, N]`."""
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, local, group=self.group)
+        return torch.stack(parts, dim=1)
+
 
 def _local(weight: Tensor) -> Tensor:
-    """This rank's part of a cut weight; its gradient goes where that of the weight goes."""
+    """This rank's part of a cut weight; its gradient is summed into the weight's own sum."""
     total = grad_sum(weight)
     if total is None:
         return local_part(weight)
@@ -125,7 +127,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 class _Formula(NamedTuple):
-    """What stands between the product of the head and the softmax; see `token_log_probs`."""
+    """The operations between the head's matmul and the softmax; see `token_log_probs`."""
 
     scale: float
     softcap: float | None
@@ -237,8 +239,8 @@ def _softmax_rows(
 
 
 def _look(product: Tensor, targets: Tensor, formula: _Formula, statistics: Tensor) -> None:
-    """Fill `[3, N]`, given products `[N, V]`: the highest logit, the mean of the logits, and 1 where that of the
-    target `[N]` is the highest."""
+    """Fill `[3, N]`, given products `[N, V]`: the highest logit, the mean of the logits, and 1 where the target's logit
+    is the highest."""
     for block, logits, _ in _logits(product, statistics.dtype, formula):
         highest = logits.amax(1)
         tops = logits.gather(1, targets[block, None])[:, 0] >= highest
@@ -255,8 +257,8 @@ def _softmax_rows_backward(
     to_log_probs: Tensor,
     to_entropies: Tensor | None,
 ) -> None:
-    """Put the gradient of the products in their place, given those of log-probs and entropies `[N]`; `to_targets`: of
-    log-probs, by way of their own logits alone."""
+    """Overwrite the products with their gradient, given the gradients of log-probs and entropies `[N]`; `to_targets`:
+    of log-probs, through the target's own logit alone."""
     for block, logits, tanh in _logits(product, norms.dtype, formula):
         log_p = logits.sub_(norms[block, None])
         by_log_prob = to_log_probs[block, None]
@@ -304,8 +306,8 @@ def _logits(product: Tensor, dtype: torch.dtype, formula: _Formula) -> Iterator[
 
 
 def _add_gradient(total: GradientSum | Tensor, product: Tensor, hidden: Tensor) -> None:
-    """Add to the weight's gradient `[V, d]` that of a chunk of tokens, given the gradient of its products `[N, V]` and
-    its hidden states `[N, d]`."""
+    """Add a chunk of tokens to the weight's gradient `[V, d]`, given the gradient of its products `[N, V]` and its
+    hidden states `[N, d]`."""
     rows = max(1, HeadSizes.on(hidden.device).gradient // hidden.shape[1])
     for start in range(0, product.shape[1], rows):
         gradient = product[:, start : start + rows].t() @ hidden

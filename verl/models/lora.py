@@ -1,8 +1,8 @@
 """Adapters of weights (LoRA; Hu et al. 2021, arXiv 2106.09685), by peft.
 
-A model with adapters is the transformers model itself with peft's layers in the place of some of its own. What was
-`q_proj.weight` is then `q_proj.base_layer.weight`, frozen, beside `q_proj.lora_A.default.weight` and
-`q_proj.lora_B.default.weight`, which are trained.
+A model with adapters is the transformers model itself, some of its layers replaced by peft's: `q_proj.weight` becomes
+`q_proj.base_layer.weight`, frozen, next to the trained `q_proj.lora_A.default.weight` and
+`q_proj.lora_B.default.weight`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     frozen.
 
     Args:
-        model: changed in place. Adapters of one without weights have none either: `first_adapters` has them.
+        model: changed in place. On the meta device its adapters have no weights either: `first_adapters` has them.
         seed: of the random half of each adapter.
 
     Raises:
@@ -93,7 +93,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def shape_of(model: Any) -> ModelShape:
-    """What of a model and its adapters decides which layouts are possible."""
+    """The properties of a model and its adapters that decide which layouts are possible."""
     weights = dict(model.named_parameters())
     inner = _inner(model)
     return ModelShape.of(
@@ -135,7 +135,7 @@ def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module, first: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-    """Inside, forwards are those of the published base. Weights and what of them is trained stay as they are.
+    """Inside, the model computes as the published base. Its weights, and which of them are trained, do not change.
 
     Args:
         first: see `reference_weights`.
@@ -158,24 +158,18 @@ def adapters_off(model: nn.Module, first: Mapping[str, torch.Tensor] | None = No
             weight.copy_(trained[name])
 
 
-def reference_names(model: Any) -> list[str]:
-    """The trained weights that the published base needs as they were before training: those that are not switched off
-    with the adapters (biases)."""
+def reference_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of the trained weights that are not switched off with the adapters (biases), of a model that has not been
+    trained yet: the published base needs them as they were. Of cut weights, the local part."""
+    if not has_adapters(model):
+        return {}
     switched_off = set[str]()
     for name, module in model.named_modules():
         if hasattr(module, "_disable_adapters"):
             layers = tuple(getattr(module, "adapter_layer_names", ()))
             switched_off.update(f"{name}.{part}" for part, _ in module.named_parameters() if part.startswith(layers))
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    return [name for name in trained if name not in switched_off]
-
-
-def reference_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Copies of these, of a model that has not been trained yet: what is here of them."""
-    if not has_adapters(model):
-        return {}
-    weights = dict(model.named_parameters())
-    return {name: local_part(weights[name].detach()).clone() for name in reference_names(model)}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    return {name: local_part(w.detach()).clone() for name, w in trained.items() if name not in switched_off}
 
 
 @torch.no_grad()
@@ -222,7 +216,7 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     `adapter_model.safetensors`.
 
     Raises:
-        ModelError: the model has none.
+        ModelError: the model has no adapters.
     """
     if not has_adapters(model):
         raise ModelError("the model has no adapters: write it whole")
@@ -297,16 +291,13 @@ def _outer(names: Iterable[str]) -> list[str]:
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if _is_changed(module)}
+    modules = model.named_modules()
+    return {name: module for name, module in modules if _is_int4(module) or hasattr(module, "_disable_adapters")}
 
 
 def _is_int4(layer: object) -> TypeGuard[Int4Linear]:
     """By its name: a model without such layers loads none of their code."""
     return type(layer).__name__ == "Int4Linear"
-
-
-def _is_changed(module: nn.Module) -> bool:
-    return _is_int4(module) or hasattr(module, "_disable_adapters")
 
 
 def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class ModelSize(NamedTuple):
     """Counts of parameters, layers, heads. `itemsize`: bytes of a live weight; `fused`: see models/llama.py;
-    `trained`: of the parameters, None for all; `int4_bytes`: of the weights in 4 bits, beside the parameters;
+    `trained`: of the parameters, None for all; `int4_bytes`: of the weights in 4 bits, which are not parameters;
     `experts`: of a layer, 0 if it is dense."""
 
     parameters: int

@@ -30,7 +30,7 @@ class FusedKernelOptions(Record):
 
 
 class LoraOptions(Record):
-    """Adapters of low rank, which are trained in the place of the weights."""
+    """Adapters of low rank, which are trained instead of the weights."""
 
     r: Count = result(16, "rank of the adapters")
     alpha: float = result(32.0, "their output is multiplied by alpha / r", gt=0)

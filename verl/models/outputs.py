@@ -1,4 +1,4 @@
-"""What a model says to a few fixed tokens, to compare it with another."""
+"""The outputs of a model on a few fixed tokens, to compare it with another."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def save_pretrained_dir(
         adapter: write the adapters alone, as a directory that peft loads.
 
     Raises:
-        ModelError: `adapter`, and the model has none; there can be no such directory; it holds a model and `adapter` is
-            set, or adapters and it is not; transformers refuses the model; or what was written is not the model.
+        ModelError: `adapter`, and the model has no adapters; there can be no such directory; it holds a model and
+            `adapter` is set, or adapters and it is not; transformers refuses the model; or the files are another model.
     """
     path = Path(path)
     try:
@@ -70,7 +70,7 @@ def save_pretrained_dir(
 
 
 def _clear(path: Path, adapter: bool, leftovers: tuple[str, ...]) -> None:
-    """Take away what an earlier export left. Raises ModelError: it is of the other kind, and both would be read."""
+    """Remove the files of an earlier export. Raises ModelError for an export of the other kind: both would be read."""
     there, kind = ("config.json", "a model") if adapter else ("adapter_config.json", "adapters of peft")
     if (path / there).is_file():
         raise ModelError(

@@ -145,7 +145,12 @@ class ModelFiles:
                 path = files[source.key].path
                 if path not in opened:
                     opened[path] = safe_open(path, framework="pt")
-                yield _shard(source, name, weight, opened[path].get_tensor(source.key).to(weight.dtype))
+                tensor = opened[path].get_tensor(source.key).to(weight.dtype)
+                if source.expert is None:
+                    yield Shard.whole(name, tensor)
+                    continue
+                offset = (source.expert, source.part * len(tensor), *(0,) * (tensor.dim() - 1))
+                yield Shard(name, weight.shape, offset, tensor[None])
 
     @cached_property
     def digest(self) -> str | None:
@@ -168,18 +173,11 @@ class ModelFiles:
         return whole_weights(self.shards(model, self.plan(model)))
 
     def _head(self, model: ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
-        """The head's weights in the files, or those of a new one."""
+        """The head's weights in the files, or a new head's."""
         saved = dict(zip(("weight", "bias"), read_head(self.path) or (None, None), strict=True))
         for name, weight in model.score.named_parameters():
             tensor = saved[name]
             yield f"score.{name}", torch.zeros(weight.shape, dtype=weight.dtype) if tensor is None else tensor
-
-
-def _shard(source: WeightSource, name: str, weight: _Weight, tensor: torch.Tensor) -> Shard:
-    if source.expert is None:
-        return Shard.whole(name, tensor)
-    offset = (source.expert, source.part * len(tensor), *(0,) * (tensor.dim() - 1))
-    return Shard(name, weight.shape, offset, tensor[None])
 
 
 ModelSource: TypeAlias = PortableModel | ModelFiles

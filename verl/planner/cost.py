@@ -1,6 +1,6 @@
 """Seconds of one model's work on its ranks: training, forward passes, generation, the way of its weights.
 
-Products are bound by FLOP/s, decoding by memory bandwidth, the rest by links. What is left out is in docs/planner.md.
+Products are bound by FLOP/s, decoding by memory bandwidth, the rest by links. docs/planner.md says what it leaves out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Workload:
         prompt, response: tokens; responses are taken to be as long as they may be.
         updates: optimizer steps.
         epochs: times that each response is learned from.
-        micro_tokens: of a micro-batch; None: those of one sample.
+        micro_tokens: of a micro-batch; None: one sample.
         max_num_seqs: sequences that one engine generates at the same time.
         old_log_probs: the actor scores its own samples before it is trained.
     """
@@ -147,7 +147,7 @@ class Costs:
         return whole * (1 / tp - held), rows + seconds(across, layout.data_size, layout.tp)
 
     def _passes(self, size: ModelSize, strategy: Strategy, layout: Layout, rows: int, *, backward: bool) -> float:
-        """Forward (and backward) passes over so many rows of each data-parallel rank, in a pipeline."""
+        """Forward (and backward) passes over `rows` of each data-parallel rank, in a pipeline."""
         work, micro = self.work, min(self.work.micro_batch, rows)
         count, tokens = math.ceil(rows / micro), micro * self.work.length
         stage = math.ceil(size.layers / layout.pp)
@@ -184,4 +184,5 @@ class Costs:
 
     def _tensor_sums(self, size: ModelSize, tokens: float, tp: int, layers: int) -> float:
         """Two sums of activations a layer over tensor-parallel ranks, of one forward pass."""
-        return 2 * layers * self.cluster.reduce(tokens * size.hidden * size.itemsize, (tp, 1)) if tp > 1 else 0.0
+        # An all-reduce is a reduce-scatter and an all-gather.
+        return 2 * layers * 2 * self.cluster.gather(tokens * size.hidden * size.itemsize, (tp, 1)) if tp > 1 else 0.0

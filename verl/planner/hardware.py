@@ -1,6 +1,6 @@
 """Devices by their data sheets, clusters of them, and how long a collective takes.
 
-Units are bytes, seconds and FLOP/s; rates of links are of one direction.
+Units are bytes, seconds and FLOP/s; the rate of a link is counted in one direction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOP = (4e-6, 15e-6)
 
 @dataclass(frozen=True)
 class Device:
-    """What the data sheet says.
+    """A row of a data sheet.
 
     Attributes:
         flops: dense FLOP/s in bf16.
@@ -112,7 +112,7 @@ class Cluster:
         efficiency: Efficiency | None = None,
         option: str = "--cluster",
     ) -> Cluster:
-        """From "16x8xA100" (machines x devices x kind), "4xL4" (one machine) or "1xH100-80GB" (its memory beside it).
+        """From "16x8xA100" (machines x devices x kind), "4xL4" (one machine) or "1xH100-80GB" (with its memory).
 
         Args:
             network_gbps: Gbit/s between machines, per machine (None: as the vendor's machines have it).
@@ -140,7 +140,7 @@ class Cluster:
         return self.machines * self.per_machine
 
     def resized(self, size: int) -> Cluster:
-        """So many devices of the same kind, in machines of the same size."""
+        """`size` devices of the same kind, in machines of the same size."""
         return replace(self, machines=math.ceil(size / self.per_machine), per_machine=min(size, self.per_machine))
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Cluster:
         return flops / (self.device.flops * self.efficiency.compute)
 
     def read(self, amount: float) -> float:
-        """Seconds in which one device reads or writes so many bytes of its memory."""
+        """Seconds in which one device reads or writes `amount` bytes of its memory."""
         return amount / (self.device.bandwidth * self.efficiency.memory)
 
     def gather(self, amount: float, *dims: tuple[int, int]) -> float:
@@ -169,12 +169,8 @@ class Cluster:
         between = groups * amount * (machines - 1) / machines / self.network
         return max(inside, between) / self.efficiency.network + HOP[machines > 1] * math.ceil(math.log2(size))
 
-    def reduce(self, amount: float, *dims: tuple[int, int]) -> float:
-        """Seconds of an all-reduce of so many bytes."""
-        return 2 * self.gather(amount, *dims)
-
     def send(self, amount: float, stride: int) -> float:
-        """Seconds in which every rank passes so many bytes to the one `stride` ranks on."""
+        """Seconds in which every rank passes `amount` bytes to the one `stride` ranks on."""
         rate = self.device.link if stride < self.per_machine else self.network / self.per_machine
         return amount / (rate * self.efficiency.network) + HOP[stride >= self.per_machine]
 
@@ -193,7 +189,7 @@ def _device(name: str) -> Device | None:
 
 @cache
 def _shape(per_machine: int, dims: tuple[tuple[int, int], ...]) -> tuple[int, int, float]:
-    """Ranks of a group, machines they stand on, and groups that share each of these machines' network."""
+    """The ranks of a group, its machines, and the groups that share the network of each machine."""
     ranks = [sum(steps) for steps in product(*(range(0, size * stride, stride) for size, stride in dims if size > 1))]
     machines = len({rank // per_machine for rank in ranks})
     return len(ranks), machines, per_machine * machines / len(ranks)

@@ -67,7 +67,7 @@ class Usage:
     Attributes:
         kept: always there, by part.
         step: there during an optimizer step, or a forward pass of a model that is only read, by part.
-        parked: of what is kept, what is elsewhere while the model is not updated.
+        parked: the kept bytes that are in host memory while the model is not updated.
         host: bytes in host memory, at some time.
     """
 
@@ -143,7 +143,7 @@ def estimate(
 
 
 def workspace(size: ModelSize, tp: int, step_tokens: int, sequences: int) -> float:
-    """Bytes of a step of generation beside weights and keys and values: its activations and logits."""
+    """Bytes of a step of generation without weights, keys and values: its activations and logits."""
     wide = 2 * (size.heads + size.kv_heads) * size.head_dim + 2 * size.intermediate
     rows = (step_tokens + sequences) * (4 * size.hidden + wide / tp) + sequences * size.vocab / tp
     return rows * size.itemsize

@@ -13,7 +13,7 @@ _COLUMNS = 72
 
 
 def bars(plan: PlacementPlan, group: Group) -> Iterator[tuple[float, float, str]]:
-    """(start, seconds, kind) of what a set does; sets meet at the end of each stage."""
+    """(start, seconds, kind) of each phase of a set; sets meet at the end of each stage."""
     engine = group.generation
     works = (
         [(engine.transition, "weights"), (engine.prefill, "prefill"), (engine.decode, "decode")] if engine else [],
@@ -28,7 +28,7 @@ def bars(plan: PlacementPlan, group: Group) -> Iterator[tuple[float, float, str]
 
 
 def timeline(plan: PlacementPlan) -> str:
-    """One line a set, a letter for what it does: w(eights), p(rompts), d(ecode), s(cores), t(raining)."""
+    """One line a set, a letter for each phase: w(eights), p(rompts), d(ecode), s(cores), t(raining)."""
     lines = []
     for group, name in zip(plan.groups, _names(plan), strict=True):
         row = ["·"] * _COLUMNS
@@ -42,7 +42,7 @@ def timeline(plan: PlacementPlan) -> str:
 
 
 def memory_table(plan: PlacementPlan) -> str:
-    """GB of a rank by what they are for: each model, and the most that stands there at a time."""
+    """GB of a rank by purpose: each model, and the peak."""
     parts = ("weights", "gradients", "optimizer", "activations", "head", "gathered")
     rows: list[Sequence[str]] = [("", "layout", *parts, "KV cache", "peak", "host")]
     for group, name in zip(plan.groups, _names(plan), strict=True):

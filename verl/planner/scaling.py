@@ -1,4 +1,4 @@
-"""What more devices bring: speed with the batch as it is, and the batch that keeps so many devices busy."""
+"""Scaling with the cluster: throughput with the batch as it is, and the batch that keeps more devices busy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from verl.planner.search import PlacementPlan, Problem, search
 
 @dataclass(frozen=True)
 class Scaled:
-    """The best plan on so many devices; `efficiency`: its throughput a device, as a share of that of the smallest
-    cluster with the batch as it is."""
+    """The best plan on `ranks` devices; `efficiency`: its throughput per device, relative to the smallest cluster with
+    the batch as it is."""
 
     ranks: int
     plan: PlacementPlan

@@ -5,7 +5,7 @@ the best layouts that fit in memory together. A step has three stages, generatio
 side by side in a stage, models of a set one after the other.
 
 Two deviations: layouts of a set are chosen jointly, because what one model keeps is missing from another's KV cache;
-and sets of several machines have whole machines, those of one machine powers of two or what divides it.
+and a set of several machines has whole machines, a set within one a power of two of its devices or a divisor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Model:
         strategies: those to choose from.
         whole: its ranks are data-parallel only.
         follows: the role whose strategy and sizes it has.
-        beside: roles of further models of its kind, which stand on the same ranks.
+        beside: roles of further models of its kind, on the same ranks.
     """
 
     role: str
@@ -55,7 +55,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be placed where. `most_seconds`: bound of generation; `most_pipeline`: of pipeline stages."""
+    """Models to place on a cluster. `most_seconds`: bound of generation; `most_pipeline`: of pipeline stages."""
 
     models: tuple[Model, ...]
     work: Workload
@@ -75,7 +75,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """A model on so many ranks, in one way. `infer` and `train`: seconds a step."""
+    """A model with one strategy and layout. `infer` and `train`: seconds a step."""
 
     model: Model
     strategy: Strategy
@@ -118,7 +118,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """A placement: its sets in the order of their devices. `stages` and `seconds` are of a step."""
+    """A placement: its sets in the order of their devices. `stages` and `seconds`: of one step."""
 
     problem: Problem
     groups: tuple[Group, ...]
@@ -179,7 +179,7 @@ def set_partitions(models: Sequence[Model]) -> Iterator[list[list[Model]]]:
 
 
 def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
-    """All ways to run a model on so many ranks, quickest first."""
+    """All ways to run a model on `ranks` devices, quickest first."""
     work, costs, possible = problem.work, problem.costs, []
     for strategy, layout in _layouts(problem, model, ranks):
         usage = _usage(problem, model, strategy, layout)
@@ -193,7 +193,7 @@ def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
 
 
 def _usage(problem: Problem, model: Model, strategy: Strategy, layout: Layout) -> Usage:
-    """What a model takes, with those that stand beside it."""
+    """The memory of a model, with the others of its kind."""
     work, times = problem.work, 1 + len(model.beside)
     usage = memory.estimate(
         model.size,
@@ -211,7 +211,7 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
     """Generation at every size that the hybrid engine can give it, with the bytes of its KV cache.
 
     Args:
-        free: bytes of a rank beside what all of its models keep.
+        free: bytes of a rank that its models do not keep.
     """
     size, layout, work = actor.model.size, actor.layout, problem.work
     most = layout.tp * (layout.data_size if actor.strategy.gathers else 1)
@@ -227,7 +227,7 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
 
 
 def generation_bytes(problem: Problem, actor: Choice, tp: int) -> float:
-    """What generation takes of a rank beside all that its models keep, without keys and values."""
+    """Bytes of a rank that generation needs beyond its models and the KV cache."""
     size = actor.model.size
     # Where training does not gather, its shards are slices of the generation weights, and are not held twice.
     held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
@@ -261,7 +261,7 @@ class _Table:
         return sorted(ways, key=str)
 
     def _best(self, models: tuple[Model, ...], ranks: int, key: Key | None) -> Group | None:
-        """The best group on so many ranks; `key`: how the models run that are, or follow, another set's.
+        """The best group on `ranks` devices; `key`: how the models run that are, or follow, another set's.
 
         Branch and bound: choices are tried quickest first, until the rest cannot be quicker than the best so far.
         """
@@ -280,9 +280,9 @@ class _Table:
         def pick(number: int, chosen: tuple[Choice, ...], seconds: float) -> None:
             nonlocal best, best_seconds
             if number == len(options):
-                group = self._group_of(chosen, ranks) if _agree(chosen) else None
-                if group is not None and sum(group.stages) < best_seconds:
-                    best, best_seconds = group, sum(group.stages)
+                for group in self._groups_of(chosen, ranks) if _agree(chosen) else ():
+                    if sum(group.stages) < best_seconds:
+                        best, best_seconds = group, sum(group.stages)
                 return
             for choice in options[number]:
                 if seconds + choice.seconds + least[number + 1] >= best_seconds:
@@ -298,16 +298,15 @@ class _Table:
         pick(0, (), 0.0)
         return best
 
-    def _group_of(self, chosen: tuple[Choice, ...], ranks: int) -> Group | None:
-        """None where memory is too small for these choices together."""
+    def _groups_of(self, chosen: tuple[Choice, ...], ranks: int) -> Iterator[Group]:
+        """These choices with every way to generate; nothing where memory is too small for them together."""
         free = fits(self.problem, chosen)
-        if free < 0:
-            return None
         actor = next((choice for choice in chosen if choice.model.role == "actor"), None)
-        if actor is None:
-            return Group(ranks, chosen)
-        groups = [Group(ranks, chosen, engine, kv) for engine, kv in generations(self.problem, actor, ranks, free)]
-        return min(groups, key=lambda group: sum(group.stages), default=None)
+        if free >= 0 and actor is None:
+            yield Group(ranks, chosen)
+        elif free >= 0 and actor is not None:
+            for engine, kv in generations(self.problem, actor, ranks, free):
+                yield Group(ranks, chosen, engine, kv)
 
     def _frontier(self, model: Model, ranks: int) -> list[Choice]:
         """The choices that no other one beats in both time and memory, and those that a follower may need."""
