@@ -47,6 +47,7 @@ def checked(function: CallableT) -> CallableT:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
+            # A misspelt keyword gets a hint; for the rest Python's own message is the best.
             check_keywords(owner, signature, kwargs)
             return function(*args, **kwargs)  # whose own message names the function
         hints = hints_of(function)
@@ -159,6 +160,7 @@ def _checkable(hint: Any) -> Any:
     kind = origin or hint
     if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return Any
+    # pydantic would validate, and so copy, a list or an iterator: whether it is an instance is enough.
     whole = InstanceOf[kind]  # type: ignore[valid-type]
     if origin in (list, collections.abc.Sequence) and (item := _checkable(arguments[0])) not in (Any, Callable):
         return Annotated[whole, AfterValidator(functools.partial(_with_items, item))]

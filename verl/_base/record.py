@@ -217,6 +217,7 @@ def section(annotation: Any) -> type[BaseModel] | None:
 
 def problems_of(kind: Any, error: ValidationError) -> list[Problem]:
     """The problems of a value of this type, one entry a setting: of the branches of a union only the first."""
+    # pydantic reports each branch of a union. The one that got furthest is what the user meant.
     problems: dict[tuple[str, ...], tuple[str, ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         path, annotation = _path(kind, details)

@@ -194,6 +194,7 @@ def _answers(
     engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
     tokens, waiting = encode_prompts(tokenizer, prompts), deque(rows.items())
     while waiting or engine.unfinished:
+        # Ahead of the engine, so that it always has a full batch; not all at once, since each has its tokens in memory.
         while waiting and engine.unfinished < _AHEAD * options.max_num_seqs:
             name, row = waiting.popleft()
             try:

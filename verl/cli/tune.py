@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +55,7 @@ def tune(
     $ verl tune recipe.yaml --search algorithm.name=grpo,rloo --metric eval/accuracy --out runs/names
     """
     from verl.tune.space import parse
-    from verl.tune.study import Search, columns, ended, rows, tune, write_results
+    from verl.tune.study import Search, ended, rows, tune, write_results
 
     searches = tuple(search or ())
     wanted = Search(
@@ -73,7 +72,14 @@ def tune(
         elif done:
             typer.echo(f"{len(done)} trials were there already")
         best, page = write_results(wanted, study)
-    _print(f"{direction.value} {metric}", columns(wanted), rows(wanted, study))
+    from rich.console import Console
+    from rich.table import Table
+
+    headers, *lines = rows(wanted, study)
+    table = Table(*headers, title=f"{direction.value} {metric}")
+    for line in lines:
+        table.add_row(*line)
+    Console(soft_wrap=True, markup=False, emoji=False, highlight=False).print(table)
     if best is None:
         reason = done[0].user_attrs.get("reason")
         raise VerlError(f"no trial finished; trial {done[0].number}: {reason} (the logs are in {out})")
@@ -89,13 +95,3 @@ def _say(trial: FrozenTrial, metric: str) -> None:
         reason = f"{metric} {shown(trial)}, as trial {same}: the same values"
     outcome = f"{'' if state == 'finished' else f'{state}: '}{reason or f'{metric} {shown(trial)}'}"
     typer.secho(f"trial {trial.number}: {values}  {outcome}", fg="red" if state == "failed" else None)
-
-
-def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console(soft_wrap=True, markup=False, emoji=False, highlight=False).print(table)

@@ -1,6 +1,6 @@
 """Settings of a run: the schema, reading YAML with `key=value` overrides, and the identity of a run.
 
-Reading order: `schema`, `tasks`, `identity`, `load`, `document`, `other_names`, `sft_names`,
+Reading order: `schema`, `tasks`, `identity`, `load`, `document`, `name_rules`, `other_names`, `sft_names`,
 `unused_names`, `translation`.
 """
 

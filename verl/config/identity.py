@@ -23,6 +23,7 @@ def config_hash(config: Config) -> str:
     left out, too.
     """
     content = _identity(config)
+    # A longer run goes on from a shorter one, unless its learning rates already differ in the first step.
     optims = (config.actor_rollout_ref.actor.optim, config.critic.optim)
     if any(optim.schedule != "constant" and optim.total_steps is None for optim in optims):
         content["trainer"]["total_steps"] = config.trainer.total_steps
@@ -34,6 +35,7 @@ def _identity(section: BaseModel) -> dict[str, Any]:
     content = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        # An "added" field at its default is left out: runs of before it was added keep their directory.
         if extra(field, "free") or (extra(field, "added") and value == field.default):
             del content[name]
         elif isinstance(value, Record):

@@ -74,6 +74,7 @@ def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
     locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
     try:
+        # References (${...}) are resolved last, so that they see what an override has set.
         in_file = OmegaConf.create(text) if root is not None else OmegaConf.create({})
         content: Any = OmegaConf.to_container(in_file) if overrides else in_file
         for override in overrides:
@@ -100,6 +101,7 @@ def build_config(content: Mapping[str, Any], locations: Locations | None = None,
     locations = dict(locations or {})
     content = _without_version(copy.deepcopy(dict(content)), locations, origin)
     ours = tuple(f"{key.path}." for key in keys())
+    # The tables of foreign names are large: a file of ours alone does not load them.
     if not all(f"{name}.".startswith(ours) or _is_option(name) for name, _ in flat(content)):
         from verl.config.translation import translated
 
@@ -212,6 +214,7 @@ def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     if (comment := re.search(r"(?:^|\s)#.*", value)) and value.lstrip()[0] not in "'\"[{":
         raise ConfigError(f"override '{name}': {comment[0].strip()!r} would be a comment: put quotes around a text")
     try:
+        # OmegaConf has no bound on depth or aliases, so the value goes through the checks of a file first.
         _compose(value, f"override '{name}'")
         change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except (yaml.YAMLError, OmegaConfBaseException, ConfigError) as error:

@@ -8,18 +8,8 @@ from functools import cache
 from typing import Any
 
 from verl.config.document import keys
-from verl.config.other_names import (
-    ACTOR,
-    NAMES,
-    OWN,
-    Get,
-    RefusedError,
-    is_streamed,
-    is_theirs,
-    ours,
-    prompts_of,
-    usual_strategy,
-)
+from verl.config.name_rules import ACTOR, Get, RefusedError, is_streamed, is_theirs, ours, prompts_of, usual_strategy
+from verl.config.other_names import NAMES, OWN
 from verl.config.sft_names import SFT_KEY, of_sft
 from verl.config.unused_names import reason_of, refusal
 from verl.errors import ConfigError
@@ -57,6 +47,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
         _put_all(content, moved, locations)
     values = {name: value for name in NAMES if (value := _get(content, name, _MISSING)) is not _MISSING}
     reasons = {name: reason for name in _leaves(content) if (reason := reason_of(name)) and name not in _ours()}
+    # A key that both have means ours, unless another of theirs says that the file is theirs.
     if not values.keys() - OWN and not reasons:
         return content
     ignored = {name: _get(content, name, None) for name in reasons}  # which others may go by all the same
@@ -68,6 +59,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
         _put(content, "data.max_response_length", recorded)  # ours then, which is about recorded responses
     values = {name: value for name, value in values.items() if value is not None}
 
+    # A rule may depend on any other key, under their name or ours, whether or not it has an effect here.
     def get(name: str) -> Any:
         return values[name] if name in values else ignored.get(name, _get(content, name, None))
 
@@ -80,6 +72,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
             refusals.append(f"{name}{_where(name, locations)}: {value!r} is not taken: {error}")
             continue
         for key, item in renames.items():
+            # Two of their keys, or one of theirs and ours: neither could be said to win.
             if key in renamed or _get(content, key, _MISSING) is not _MISSING:
                 other = name.rpartition(".")[2] if name.rpartition(".")[0] == key.rpartition(".")[0] else name
                 raise ConfigError(

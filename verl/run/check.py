@@ -65,6 +65,7 @@ def check_settings(config: Config) -> Checked:
         RewardError: a file of the user's cannot be imported.
     """
     algorithms = {task.name: algorithm_of(task) for task in config.tasks} or {MAIN: _algorithm(config)}
+    # Cheap checks first: data are read only once the settings agree.
     check_heads(algorithms)
     _check_together(config, algorithms)
     _check_trainer(config, algorithms)

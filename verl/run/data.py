@@ -143,6 +143,7 @@ def build_data(
     train = {name: _tokenized(config, rows, actor, "train", notes) for name, rows in data.train.items()}
     held_out = None if data.held_out is None else _tokenized(config, data.held_out, actor, "eval", notes)
     unseen = None if held_out is None else _unseen(held_out, train, notes)
+    # Of several sources each loader yields one prompt at a time, and the one over them makes the batch.
     batch_size, seed = config.data.batch_size, config.trainer.seed
     many = len(config.tasks) > 1  # the batches of one task are those of a run without `tasks`
     shares = {task.name: task.share for task in config.tasks if many and task.name in train}

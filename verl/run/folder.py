@@ -232,6 +232,7 @@ def open_run(
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not fresh:
             check_run_schema(path)
+        # Before anything is decided: another process may be about to finish the run, or to set it aside.
         lock = RunLock(path)
         status: Status = "new"
         aside, link = None, path.parent / "latest"
@@ -244,6 +245,7 @@ def open_run(
             os.rename(path, aside)
         for folder in ("checkpoints", "completions", "logs"):
             (path / folder).mkdir(parents=True, exist_ok=True)
+        # In the run's own folders the lock says that nobody else writes; other runs' processes do in the one above.
         clear_staging(path.parent)
         for directory in (path, path / "completions", path / "checkpoints"):
             clear_staging(directory, alone=True)

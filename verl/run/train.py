@@ -83,12 +83,10 @@ def train(
     )
     with run:
         _log_into(run, controller)
-        if epochs is not None:
-            count = f"{epochs} epoch{'s' * (epochs > 1)} of {checked.data.rows} rows"
-            logger.info("%s in batches of %d: %d steps", count, config.data.batch_size, settings.total_steps)
         trainer: Trainer | None = None
         report = _LiveReport(run)
         try:
+            # Before models are loaded: a run whose code has changed is refused within seconds.
             run.note_code(*inputs_of(config), accept_edits=accept_edits)
             trainer, prompts = _open_trainer(config, checked, run, controller, epochs)
             trainer.on_log_hook(report)
@@ -98,7 +96,7 @@ def train(
                 kernels.exception()  # training would wait for them
             compiled = time.monotonic()
             trainer.fit(prompts, settings.total_steps - trainer.steps)
-            trainer.logger.close()
+            trainer.logger.close()  # the summary is of all rows, so they are on disk first
             summary = _summary(config, trainer, run)
             run.finish(summary, steps=trainer.steps)
             page = report.write()
@@ -111,6 +109,7 @@ def train(
                 isinstance(error, VerlError) and isinstance(error.__cause__, VerlError | None)
             )
             logger.log(logging.DEBUG if is_plain else logging.ERROR, "the run ended with an error", exc_info=True)
+            # A run that never began leaves no directory; one that failed later keeps what it has.
             if trainer is None and isinstance(error, ConfigError | DataError | ModelError):
                 run.discard()
             raise
@@ -138,10 +137,14 @@ def _open_trainer(
 ) -> tuple[Trainer, Loader]:
     """The trainer where the run's newest checkpoint left it, and its prompts."""
     settings, algorithms, rows, identity = config.trainer, checked.algorithms, checked.rows, config_hash(config)
+    # The identity is of the settings as written; "auto" may come out differently on another machine.
     config = resolve(config, run.path)
     actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
     check_memory(config, algorithms.values(), actor)
     prompts, held_out, notes = build_data(config, actor, checked.data, epochs)
+    if epochs is not None:
+        count = f"{epochs} epoch{'s' * (epochs > 1)} of {checked.data.rows} rows"
+        logger.info("%s in batches of %d: %d steps", count, config.data.batch_size, settings.total_steps)
     for note in notes:
         logger.warning("%s", note)
     if settings.total_steps == 0:
@@ -159,6 +162,7 @@ def _open_trainer(
         timeline=run.path / "timeline.json" if settings.timeline else None,
     )
     trainer.settings = identity
+    # An engine is chosen by the loaded model, so only now; a resumed run keeps the one it began with.
     if actor.head == "lm" and any(algorithm.online for algorithm in algorithms.values()):
         config = resolve_engine(config, actor, run.path)
     if not controller.is_local:
@@ -174,6 +178,7 @@ def _open_trainer(
     versions = {module.__name__: module.__version__ for module in (verl, torch, transformers)}
     python, system = platform.python_version(), platform.platform()
     run.note_environment({**versions, "python": python, "platform": system, "threads": torch.get_num_threads()})
+    # Opened last: a run that is refused above adds nothing to trackers or to its metrics.
     trainer.use_logger(
         open_logger(
             run.path,

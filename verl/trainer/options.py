@@ -128,6 +128,7 @@ class TrainerOptions(NamedTuple):
     @classmethod
     def spread(cls, keywords: dict[str, Any], **arguments: Any) -> TrainerOptions:
         """The records with the keywords that are their fields, which are taken out of `keywords`."""
+        # placement="cuda:0" stands for placement=PlacementOptions(placement="cuda:0").
         for name in ("placement", "buffer"):  # which may be arguments alone
             if arguments[name] is not None and not isinstance(arguments[name], RECORDS[name]):
                 arguments[name] = {name: arguments[name]}

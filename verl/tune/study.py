@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -108,7 +108,15 @@ def tune(search: Search) -> Iterator[Study]:
         ConfigError: the directory holds another study, or another process works on it; Optuna is not installed.
         VerlError: the first run that finished does not record the metric.
     """
-    with _lock(search.out):
+    out = search.out
+    try:
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+        lock = lock_file(out / ".lock")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be used: {error.strerror or error}; choose another --out") from None
+    if lock is None:
+        raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
+    with lock:
         study = _open(search)
         yield study
         while (trial := _next(study, search)) is not None:
@@ -208,28 +216,14 @@ def _run(study: Study, trial: Trial, search: Search) -> None:
 
 
 def _is_hopeless(study: Study, trial: Trial, run: Path, search: Search) -> bool:
-    """Tells Optuna what a run has recorded since the last call, and returns whether the run is to be stopped."""
-    if not search.prune:
-        return False
+    """Report to Optuna what a run has recorded since the last call; whether the run is to be stopped."""
     known = study.get_trials(deepcopy=False)[trial.number].intermediate_values
-    for step, value in points(run, search.metric):
+    for step, value in points(run, search.metric) if search.prune else ():
         if step not in known:
             trial.report(value, step)
             if trial.should_prune():
                 return True
     return False
-
-
-def _lock(out: Path) -> IO[bytes]:
-    """Holds a directory for this process until the file is closed."""
-    try:
-        (out / "runs").mkdir(parents=True, exist_ok=True)
-        file = lock_file(out / ".lock")
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be used: {error.strerror or error}; choose another --out") from None
-    if file is None:
-        raise ConfigError(f"another process works on the study {out}: wait for it or stop it")
-    return file
 
 
 def write_results(search: Search, study: Study) -> tuple[Path | None, Path | None]:
@@ -247,17 +241,17 @@ def write_results(search: Search, study: Study) -> tuple[Path | None, Path | Non
 
 
 def rows(search: Search, study: Study) -> list[tuple[str, ...]]:
-    """A line a trial, the best first: number, searched values, value of the metric, what became of it."""
+    """A table: its headers (keys as on the page of the runs), then a line a trial, the best first: number, searched
+    values, value of the metric, outcome."""
+    headers = ("trial", *short_names([*search.space]).values(), search.metric, "")
     sign = -1 if search.direction == "maximize" else 1
     ranks = [*STATES]
     trials = [trial for trial in ended(study) if "as" not in trial.user_attrs]
     ordered = sorted(trials, key=lambda t: (ranks.index(t.state.name), sign * (t.value or 0.0), t.number))
-    return [(str(t.number), *map(short, t.params.values()), shown(t), STATES[t.state.name]) for t in ordered]
-
-
-def columns(search: Search) -> list[str]:
-    """The headers of `rows`: keys are called as on the page of the runs."""
-    return ["trial", *short_names([*search.space]).values(), search.metric, ""]
+    return [
+        headers,
+        *((str(t.number), *map(short, t.params.values()), shown(t), STATES[t.state.name]) for t in ordered),
+    ]
 
 
 def shown(trial: FrozenTrial) -> str:
