@@ -226,7 +226,7 @@ def with_greedy(case: Case, ours: ModuleType) -> Any:
 
 
 def compare_aggregation(case: Case, table: Table, ref: SimpleNamespace, ours: ModuleType) -> None:
-    aggregation = importlib.import_module("verl.algorithms.aggregation")
+    aggregation = importlib.import_module("verl.algorithms.losses")
     sequence = torch.arange(case.rows).repeat_interleave(torch.tensor(case.lengths))
     for mode in aggregation.AggregationMode.__args__:
         # At least one row without a counted token: it is no sequence.

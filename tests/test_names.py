@@ -25,8 +25,7 @@ from verl.data.tasks import make_task
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.stages import make_stage
 from verl.errors import ConfigError, DataError, RolloutError, VerlError
-from verl.models.adapter_names import check_adapter_names
-from verl.models.lora import add_lora
+from verl.models.lora import add_lora, check_adapter_names
 from verl.models.options import LoraOptions
 from verl.report.sinks import check_loggers
 from verl.rewards.environments import with_episodes

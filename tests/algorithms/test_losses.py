@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.baselines import GPG, RLOO
 from verl.algorithms.kl import adapted, kl_estimate
-from verl.algorithms.losses import PolicyLoss, PolicyTerms, value_loss
+from verl.algorithms.losses import AggregationMode, PolicyLoss, PolicyTerms, aggregation_weights, value_loss
 from verl.algorithms.pairs import ORPO
 from verl.algorithms.ppo import PPO
 from verl.algorithms.ratios import CISPO, GMPO, GSPO, SAPO, VESPO

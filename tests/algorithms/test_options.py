@@ -20,9 +20,9 @@ from tests.algorithms.support import OFFLINE, ONLINE, experience, loss_input, pr
 from verl._base.record import SettingsError
 from verl.algorithms import make_algorithm
 from verl.algorithms.advantages import gpg
-from verl.algorithms.aggregation import aggregation_weights
 from verl.algorithms.base import BaseAlgorithm, _option_types
 from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.losses import aggregation_weights
 from verl.batch import Batch
 from verl.errors import VerlError
 

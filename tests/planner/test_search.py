@@ -16,8 +16,18 @@ from verl.planner import memory
 from verl.planner.cost import Costs, Workload
 from verl.planner.hardware import GB, Cluster, Efficiency
 from verl.planner.picture import peak
-from verl.planner.scaling import strong, weak
-from verl.planner.search import Group, Model, Problem, choices, fits, generations, search, set_partitions
+from verl.planner.search import (
+    Group,
+    Model,
+    Problem,
+    choices,
+    fits,
+    generations,
+    search,
+    set_partitions,
+    strong,
+    weak,
+)  # fmt: skip
 from verl.weights.layout import Layout
 
 Stages = tuple[float, float, float]

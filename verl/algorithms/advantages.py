@@ -93,6 +93,7 @@ def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True, epsilon
     for number in range(int(groups.max()) + 1 if len(groups) else 0):
         rows = (groups == number).nonzero().flatten()
         if len(rows) > 1:
+            # Of several best rows none has a lead: all advantages are 0.
             best, second = rewards[rows].topk(2).values
             advantages[rows[rewards[rows].argmax()]] = best - second
     return advantages / (_group_std(rewards, groups) + epsilon) if norm_adv_by_std else advantages
@@ -119,6 +120,7 @@ def gae(token_rewards: Tensor, values: Tensor, responses: Responses, gamma: floa
     Returns:
         advantages, returns: `[R]`; a token that was not written repeats the next written one.
     """
+    # Backwards over padded rows: a token that was not written keeps the numbers of its successor, so it is skipped.
     rewards_SL, values_SL = responses.pad(token_rewards), responses.pad(values)
     written_SL = responses.pad(responses.written)
     advantages_SL = torch.zeros_like(values_SL)

@@ -25,9 +25,9 @@ from verl._base.checked import hinted, validated
 from verl._base.names import check_known
 from verl._base.record import Positive
 from verl.algorithms.advantages import group_centred, group_sums
-from verl.algorithms.aggregation import AggregationMode, aggregation_weights
 from verl.algorithms.episodes import Episodes
 from verl.algorithms.loss_terms import Loss, LossFn, LossInput, LossNeeds
+from verl.algorithms.losses import AggregationMode, aggregation_weights
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
@@ -219,11 +219,12 @@ class BaseAlgorithm(ABC):
         return old_log_probs(episodes.trajectories.store({"advantages": advantages})), metrics
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """`[R]`: aggregation weight of each response token of a mini-batch (all ranks together), see `aggregation`. A
+        """`[R]`: aggregation weight of each response token of a mini-batch (all ranks together), see `losses`. A
         sequence is a response, or all trained tokens of an episode."""
         responses = Responses(batch)
         sequence, scale = responses.sequence, self.loss_scale_factor
         if "episode" in batch:
+            # All trajectories of an episode are one sequence, so that an episode weighs the same however it was split.
             sequence = responses.spread(responses.episodes)
             longest = torch.bincount(sequence[responses.trained], minlength=1).max()
             scale = scale or float(longest.clamp(min=1))
@@ -344,6 +345,7 @@ def drop_abstained(
                 "nothing to compare them with", episodes.count(alone), batch.samples
             )  # fmt: skip
         good &= ~alone
+    # A separate trajectory stays with its episode; its tokens count only if its own group has something to compare.
     stays, counts = good[episodes.whole][episodes.number], good[episodes.number]
     batch = batch if stays.all() else batch.filter(stays.tolist())
     if not (counts | ~stays).all():  # of what stands apart, with nothing to compare it with, no token is trained

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from verl._base.record import Count, Natural, NotNegative, Positive, Share
 from verl.algorithms import advantages as adv
-from verl.algorithms.aggregation import AggregationMode
 from verl.algorithms.base import present
 from verl.algorithms.episodes import Episodes
-from verl.algorithms.losses import PolicyLoss, PolicyTerms
+from verl.algorithms.losses import AggregationMode, PolicyLoss, PolicyTerms
 from verl.algorithms.policy import NO_CLIP, Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -270,6 +269,7 @@ class ReMax(PolicyGradient):
         groups = episodes.responses.groups
         count = adv.group_sums(usable.double(), groups)
         baseline = adv.group_sums(torch.where(usable, rewards, 0.0), groups) / count.clamp(min=1)
+        # Greedy rows leave here: whitening, KL and metrics are of sampled rows, which carry their baseline as a column.
         train = ~greedy & (count > 0)
         number = episodes.number
         batch = batch.add({"reward_baseline": baseline[number]}).filter(train[number].tolist())

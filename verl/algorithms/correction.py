@@ -69,6 +69,7 @@ def importance_weights(
         weights = torch.where((raw >= lower) & (raw <= threshold), raw, 0.0)
     if not normalize:
         return weights
+    # The weight of a row stands at all of its tokens and counts once in the mean, however many they are.
     share = log_ratio.usable.double()
     if level == "sequence":
         share = share / responses.count(log_ratio.usable).clamp(min=1)[responses.sequence]

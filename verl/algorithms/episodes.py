@@ -119,6 +119,7 @@ class Episodes:
         offsets = [ends[first] for first in firsts] + ends[-1:]
         for name in self.rows.columns:
             values = self.rows.arrow(name)
+            # The tokens of an episode are already adjacent: its columns only get coarser offsets.
             is_ragged = name != "prompt_tokens" and pa.types.is_large_list(values.type)
             if is_ragged and self.rows.lengths(name) == lengths:
                 columns[name] = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values.flatten())

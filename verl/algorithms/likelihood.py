@@ -116,6 +116,7 @@ class RewardConditioned(SFT):
         """The rows that have a reward, and column `condition`: the number of their prefix."""
         batch, metrics = drop_abstained(batch)
         rewards = Responses(batch).rewards
+        # Ranks of distinct rewards in equal bins; fewer bins than prefixes are spread from the lowest to the highest.
         distinct, rank = rewards.unique(return_inverse=True)
         highest, bins = len(self.prefixes) - 1, min(len(self.prefixes), len(distinct))
         condition = rank * bins // max(len(distinct), 1) * highest // max(bins - 1, 1)

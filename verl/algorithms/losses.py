@@ -1,20 +1,32 @@
-"""Policy and value losses per token: pure, differentiable functions on the flat tokens of one micro-batch.
+"""Policy and value losses per token: pure, differentiable functions on the flat tokens of one micro-batch; and the
+weights over the whole mini-batch that make them one number, `loss = (weights * per_token).sum()`.
 
-Shapes: R response tokens of S rows. Returns a loss per token; aggregation weights (see `aggregation`)
-make it one number. Losses that are one number a row in their paper are spread over the row's tokens, so that
-the same weights serve: "seq-mean-token-mean" is then the mean over rows. Rows are never cut, so a row's statistics
-are whole in every micro-batch.
+Shapes: R response tokens of S rows. Losses that are one number a row in their paper are spread over the row's tokens,
+so that the same weights serve: "seq-mean-token-mean" is then the mean over rows. Rows are never cut, so a row's
+statistics are whole in every micro-batch.
+
+Every mode divides by counts of the whole mini-batch on all ranks, so neither micro-batches nor ranks can change a
+gradient. Modes and names are verl's; rows without a counted token are not counted as sequences.
+
+Deviation: "seq-mean-token-sum-norm" without `loss_scale_factor` divides by the longest response of the
+mini-batch, since there is no padded width here. Set the factor to the most new tokens for a constant norm.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from verl._base.autograd import bounded, sum_rows
 from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.errors import ConfigError, nearest
+
+AggregationMode: TypeAlias = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dua
     loss = torch.maximum(free, kept)
     if dual is None:
         return PolicyLoss(loss, kept > free)
+    # Where the advantage is negative a growing ratio makes the loss grow without bound, which the clip does not stop.
     most = -advantages * dual
     negative = advantages < 0
     return PolicyLoss(torch.where(negative, torch.minimum(most, loss), loss), kept > free, negative & (loss > most))
@@ -88,3 +101,42 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
         return 0.5 * free, torch.zeros_like(free, dtype=torch.bool)
     clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(free, clipped), clipped > free
+
+
+def aggregation_weights(
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    mode: str = "token-mean",
+    scale_factor: float | None = None,
+) -> Tensor:
+    """Weight of each response token, `[R]` fp64; zero where `mask` is not set.
+
+    Args:
+        mask: `[R]` bool, tokens that count.
+        sequence: `[R]` int64, the row of each token.
+        num_sequences: S.
+        mode: token-mean: 1 / all tokens. token-sum: 1. seq-mean-token-sum: 1 / sequences.
+            seq-mean-token-mean: 1 / (sequences x tokens of the row).
+            seq-mean-token-sum-norm: 1 / (sequences x scale_factor).
+        scale_factor: of the last mode (Dr. GRPO's constant).
+
+    Raises:
+        ConfigError: an unknown mode.
+    """
+    counted = mask.double()
+    per_row = sum_rows(counted, sequence, num_sequences)
+    sequences = (per_row > 0).sum().clamp(min=1).double()  # times an int64 a float would be rounded to fp32
+    if mode == "token-mean":
+        return counted / counted.sum().clamp(min=1)
+    if mode == "token-sum":
+        return counted
+    if mode == "seq-mean-token-sum":
+        return counted / sequences
+    if mode == "seq-mean-token-mean":
+        return counted / (per_row.clamp(min=1)[sequence] * sequences)
+    if mode == "seq-mean-token-sum-norm":
+        longest = torch.bincount(sequence, minlength=1).max().clamp(min=1)
+        return counted / (sequences * (scale_factor or longest))
+    modes = AggregationMode.__args__  # type: ignore[attr-defined]
+    raise ConfigError(f"unknown loss_agg_mode '{mode}': {nearest(mode, modes)}")

@@ -18,9 +18,9 @@ from torch.nn.functional import logsigmoid, relu
 
 from verl._base.autograd import bounded, sum_rows
 from verl._base.record import NotNegative, Positive
-from verl.algorithms.aggregation import aggregation_weights
 from verl.algorithms.base import NOT_BY_TOKEN, BaseAlgorithm, Loss, LossInput, present
 from verl.algorithms.episodes import one_trajectory
+from verl.algorithms.losses import aggregation_weights
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -90,6 +90,7 @@ def pairs_by_reward(batch: Batch) -> Batch:
 
 def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
     """`[S]` -> (chosen `[G]`, rejected `[G]`) of the G pairs of this micro-batch, in the same order."""
+    # By group, the chosen row first: chosen rows are then at even positions.
     order = torch.argsort(x.columns["label"], descending=True, stable=True)
     order = order[torch.argsort(x.columns["group"][order], stable=True)]
     return values[order[0::2]], values[order[1::2]]
@@ -252,6 +253,7 @@ def _with_shift(batch: Batch) -> Batch:
         return sum_rows(sign * sums, groups, int(groups.max()) + 1)
 
     policy, reference = margins("log_probs"), margins("ref_log_probs")
+    # AOT compares sorted margins: a pair meets the reference's margin of its rank, not its own.
     rank = policy.argsort(stable=True).argsort()
     shift = (reference - reference.sort().values[rank])[responses.groups]
     return batch.add({"aot_shift": torch.where(labels > 0.5, shift, 0.0)})

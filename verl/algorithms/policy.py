@@ -221,6 +221,7 @@ class PolicyGradient(BaseAlgorithm):
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, metrics = drop_abstained(batch, by_group=self.needs_groups)
         if self.by_ratio:
+            # The loss's own ratio is the correction: its old policy is the engine that sampled.
             old = {"old_log_probs": batch.arrow("rollout_log_probs")}
             batch = batch.drop(["log_probs", "old_log_probs"]).add(old)
         batch, measured = self._correct(old_log_probs(batch))
@@ -233,12 +234,14 @@ class PolicyGradient(BaseAlgorithm):
             episodes.batch, responses, rewards - penalty, outcome - responses.sum(penalty), penalty, episodes
         )
         columns = self.estimate(experience)
+        # Rejected tokens were part of the estimator's recursions; in the loss they have no advantage.
         columns["advantages"] = torch.where(responses.trained, columns["advantages"], 0.0)
         advantages = columns["advantages"][responses.trained]
         metrics |= measured | kl_metrics
         metrics["advantages/mean"] = float(advantages.mean()) if len(advantages) else 0.0
         metrics["advantages/abs_mean"] = float(advantages.abs().mean()) if len(advantages) else 0.0
         if self.kl_in == "loss":
+            # It travels in the batch, since the loss may run in another process, whose coefficient does not adapt.
             batch = batch.add({"kl_coef": torch.full((len(batch),), coefficient, dtype=torch.float64)})
             return Responses(batch).store(columns), metrics
         return episodes.trajectories.store(columns), metrics
@@ -248,6 +251,7 @@ class PolicyGradient(BaseAlgorithm):
         policy is the current one."""
         current = self.needed_log_probs(x)
         old = x.columns.get("old_log_probs", current.detach())
+        # Not times 0: a token that does not count may have an infinite ratio, and 0 * inf would spoil the sum.
         values = (current, current - old, x.columns["advantages"])
         log_probs, log_ratio, advantages = (torch.where(active, of, 0.0) for of in values)
         return PolicyTerms(log_probs, log_ratio, advantages, active, x.sequence, x.num_sequences)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from verl._base.autograd import bounded
 from verl._base.record import NotNegative, Positive
-from verl.algorithms.aggregation import AggregationMode
 from verl.algorithms.baselines import DAPO, GRPO
 from verl.algorithms.kl import MAX_LOG_RATIO
-from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
+from verl.algorithms.losses import AggregationMode, PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
 from verl.algorithms.policy import NO_CLIP, NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
 
@@ -153,6 +152,7 @@ class VESPO(GRPO):
     def row_weights(self, t: PolicyTerms) -> Tensor:
         """`[R]`: e^l w^k e^(-l w) of the likelihood ratio w of the row, detached, with k and l of the advantage's
         sign."""
+        # Bounded by token and by row: one token far off must not turn e^(l + k log w - l w) into infinity times 0.
         ratios = t.row_sum(t.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
         row = ratios.clamp(_MIN_LOG_SEQUENCE_RATIO, MAX_LOG_RATIO)
         positive = t.advantages >= 0

@@ -98,6 +98,7 @@ class Responses:
 
     def at_last_token(self, outcome: Tensor) -> Tensor:
         """`[S]` -> `[R]`: each row's number at the last token that the policy wrote, 0 elsewhere."""
+        # A row in which the policy wrote nothing keeps -1, which is no position.
         places = torch.where(self.written, self.position, -1)
         last = torch.full((self.rows,), -1, dtype=torch.int64).scatter_reduce(0, self.sequence, places, "amax")
         here = self.written & (self.position == last[self.sequence])
@@ -107,6 +108,7 @@ class Responses:
         """`[R]` -> `[R]`: numbers brought to tokens that the policy wrote: each to the nearest at or before it, those
         before the first to the first. A row without such a token has no place for any."""
         index, nowhere = torch.arange(len(values)), len(values)
+        # The running maximum reaches into earlier rows: where it does, the row's first written token is taken instead.
         nearest = torch.where(self.written, index, -1).cummax(0).values
         first = torch.full((self.rows,), nowhere).scatter_reduce(
             0, self.sequence, torch.where(self.written, index, nowhere), "amin"

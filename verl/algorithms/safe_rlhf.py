@@ -137,6 +137,7 @@ class SafeRLHF(PolicyGradient):
 
     def _raised(self, value: float, exponent: float) -> float:
         """value * e^exponent within the bounds, whatever the exponent."""
+        # In logarithms, since e^exponent may overflow where the bounded product does not.
         low, high = math.log(self.lambda_min), math.log(self.lambda_max)
         bounded = min(max(math.log(value) + exponent, low), high)
         return min(max(math.exp(bounded), self.lambda_min), self.lambda_max)

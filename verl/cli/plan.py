@@ -12,7 +12,7 @@ from verl.config import Config, CostConfig, RewardPart, run_id
 from verl.config.schema import is_by_task
 from verl.errors import ConfigError
 from verl.planner.hardware import Cluster, Efficiency
-from verl.planner.search import PlacementPlan, search
+from verl.planner.search import PlacementPlan, search, strong, weak
 from verl.rollout.choice import planned_engine
 
 
@@ -114,8 +114,6 @@ def plan_placement(
 
 def _scaling(best: PlacementPlan) -> str:
     """How throughput grows with the cluster, and the batch that keeps 90 % of linear scaling on all of it."""
-    from verl.planner.scaling import strong, weak
-
     cluster = best.problem.cluster
     ranks = [cluster.per_machine << i for i in range(cluster.machines.bit_length()) if 1 << i <= cluster.machines]
     sizes = strong(best.problem, sorted({*ranks, cluster.size}))

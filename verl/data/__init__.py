@@ -1,7 +1,7 @@
 """Data: prompts, offline data, buffers, and cursors that resume exactly.
 
 Reading order: `prompts`, `cursor`, `prefetch`, `loader`, `pools`, `files`, `forms`, `chat`, `tokenize`, `text`,
-`tasks`, `offline`, `buffers`, `task_loader`, `shared_source`, `alignment`.
+`tasks`, `offline`, `buffers`, `task_loader`, `alignment`.
 """
 
 from __future__ import annotations

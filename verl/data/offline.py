@@ -122,17 +122,18 @@ class OfflineDatasetLoader(Iterator[Batch]):
         kept = encode(rows.drop(["prompt_tokens"]).add({"prompt_tokens": [prompt for prompt, _, _ in encoded]}))
         if not len(kept):
             raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
-        row_of = {id_: row for row, id_ in enumerate(rows["id"])}
-        replies = [encoded[row_of[id_]][1:] for id_ in kept["id"]]
+        replies = dict(zip(rows["id"], encoded, strict=True))
         self.counts = encode.counts
+        self.counts["responses_truncated"] = 0
         longest, whole = self.max_response_length or sys.maxsize, self.max_length or sys.maxsize
-        limits = [min(longest, whole - length) for length in kept.lengths("prompt_tokens")]
-        cut = [tokens[:limit] for (tokens, _), limit in zip(replies, limits, strict=True)]
-        self.counts["responses_truncated"] = sum(
-            len(short) < len(tokens) for short, (tokens, _) in zip(cut, replies, strict=True)
-        )
-        masks = [mask[: len(tokens)] for (_, mask), tokens in zip(replies, cut, strict=True)]
-        self.batch = kept.add({"response_tokens": cut, "response_mask": masks})
+        cut: dict[str, list[list[int]]] = {"response_tokens": [], "response_mask": []}
+        for row_id, length in zip(kept["id"], kept.lengths("prompt_tokens"), strict=True):
+            limit = min(longest, whole - length)
+            _, *reply = replies[row_id]
+            self.counts["responses_truncated"] += len(reply[0]) > limit
+            for column, values in zip(cut.values(), reply, strict=True):
+                column.append(values[:limit])
+        self.batch = kept.add(cut)
         self._refuse_equal_pairs("response_tokens")
         self._begin()
 

@@ -8,6 +8,7 @@ generation.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,28 +63,23 @@ class PromptTokenizer:
             DataError: a prompt is empty, over-long under the policy "error", or there is no chat template.
         """
         tokens = encode_prompts(self.tokenizer, batch, first_row, self.tools)
-        limit = self.max_prompt_length
+        limit = self.max_prompt_length or sys.maxsize
         self.counts["rows"] += len(tokens)
         self.counts["longest"] = max([self.counts["longest"], *map(len, tokens)])
-        long = [row for row, ids in enumerate(tokens) if limit is not None and len(ids) > limit]
-        keep = range(len(tokens))
-        if long and limit is not None:
-            if self.truncation == "error":
-                raise DataError(
-                    f"{len(long)} of {len(tokens)} prompts are longer than {limit} tokens, the first in row "
-                    f"{first_row + long[0]} with {len(tokens[long[0]])}: raise max_prompt_length, or set truncation "
-                    "to left, right or drop"
-                )
-            if self.truncation == "drop":
-                self.counts["dropped"] += len(long)
-                keep = sorted(set(keep).difference(long))  # type: ignore[assignment]
-            else:
-                self.counts["truncated"] += len(long)
-                cut = slice(-limit, None) if self.truncation == "left" else slice(limit)
-                for row in long:
-                    tokens[row] = tokens[row][cut]
-        bare = batch.drop(["prompt_tokens"]).take(keep)
-        return bare.add({"prompt_tokens": [tokens[row] for row in keep]})
+        long = [row for row, ids in enumerate(tokens) if len(ids) > limit]
+        if long and self.truncation == "error":
+            raise DataError(
+                f"{len(long)} of {len(tokens)} prompts are longer than {limit} tokens, the first in row "
+                f"{first_row + long[0]} with {len(tokens[long[0]])}: raise max_prompt_length, or set truncation "
+                "to left, right or drop"
+            )
+        batch = batch.drop(["prompt_tokens"]).add({"prompt_tokens": tokens})
+        if self.truncation == "drop":
+            self.counts["dropped"] += len(long)
+            return batch.filter([len(ids) <= limit for ids in tokens])
+        self.counts["truncated"] += len(long)
+        cut = slice(-limit, None) if self.truncation == "left" else slice(limit)
+        return batch.drop(["prompt_tokens"]).add({"prompt_tokens": [ids[cut] for ids in tokens]}) if long else batch
 
 
 def tokenize_prompts(data: PromptsT, tokenizer: Any, **options: Any) -> tuple[PromptsT, Counter[str]]:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from verl.errors import ModelError
-from verl.models.adapter_names import check_adapter_names
 from verl.models.int4 import weight_bytes
 from verl.models.lora import (
     adapters_off,
     change_layers,
+    check_adapter_names,
     layer_changes,
     merged_forwards,
     reference_weights,

@@ -1,7 +1,7 @@
 """Which placement and which parallel sizes a cluster should run with, computed before anyone has it. Imports no torch.
 
 `hardware` has data sheets, `memory` and `cost` predict bytes and seconds of one model, `search` looks for the best
-placement, `scaling` says what more devices bring, `picture` shows a plan.
+placement and predicts scaling, `picture` shows a plan.
 
-Reading order: `search`, `cost`, `memory`, `hardware`, `scaling`, `picture`.
+Reading order: `search`, `cost`, `memory`, `hardware`, `picture`.
 """

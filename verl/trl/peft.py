@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
-from verl.models.adapter_names import check_adapter_names
-from verl.models.lora import has_adapters
+from verl.models.lora import check_adapter_names, has_adapters
 
 #: What is read, what peft fills in by itself, and what changes no weight of the adapters.
 _READ = frozenset((
