@@ -34,7 +34,7 @@ from verl.rollout.environments import EnvironmentEpisode
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.guards import make_guard
 from verl.tasks.weights import DynamicTaskWeightScheduler
-from verl.trainer.reads import check_reads
+from verl.trainer.checks import check_reads
 from verl.trl import SFTConfig, SFTTrainer
 from verl.workers.actor import engine_factory
 

@@ -49,7 +49,7 @@ _NAMES = {
     "verl.weights.shard": "Shard",
     "verl.trainer.asynchronous": "AsyncTrainer",
     "verl.trainer.interleaved": "InterleavedTrainer",
-    "verl.tasks.task": "Task",
+    "verl.trainer.task": "Task",
     "verl.trainer.ppo_trainer": "PPOTrainer",
     "verl.trainer.trainer": "Trainer",
     "verl.algorithms.loss_terms": "Loss LossInput",
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from verl.rollout.base import SamplingParams as SamplingParams
     from verl.rollout.environments import EnvironmentEpisode as EnvironmentEpisode
     from verl.rollout.gateway.gateway import Gateway as Gateway
-    from verl.tasks.task import Task as Task
+    from verl.trainer.task import Task as Task
     from verl.trainer.asynchronous import AsyncTrainer as AsyncTrainer
     from verl.trainer.expression import Controller as Controller
     from verl.trainer.interleaved import InterleavedTrainer as InterleavedTrainer

@@ -9,9 +9,9 @@ from verl.models.options import FusedKernelOptions, LoraOptions
 from verl.report.sinks import Logger
 from verl.rollout.base import RolloutEngine, SamplingParams
 from verl.rollout.options import RolloutOptions
-from verl.tasks.task import Task
 from verl.trainer.evaluation import HeldOut
 from verl.trainer.options import BufferOptions, CheckpointOptions, LimitOptions, LoggingOptions
+from verl.trainer.task import Task
 from verl.training.options import DeepSpeedOptions, FSDPConfig, OptimConfig, TrainOptions
 
 class AlgorithmKeywords(TypedDict, total=False):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import verl
-from verl.trainer.active_task import Samples
+from verl.trainer.task import Samples
 
 PROMPTS = ["Once upon a time", "In the beginning"]
 SHORT = verl.SamplingParams(max_new_tokens=6, ignore_eos=True)

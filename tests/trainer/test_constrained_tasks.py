@@ -21,7 +21,7 @@ from verl.errors import ConfigError, ModelError
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.guards import TEMPLATE, GuardModel
 from verl.tasks.file import make_constraint
-from verl.tasks.task import Task
+from verl.trainer.task import Task
 from verl.weights.shard import checksum
 
 

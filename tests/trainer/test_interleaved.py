@@ -13,13 +13,13 @@ import verl
 from tests.trainer.cases import SHORT, low_bytes
 from tests.trainer.test_tasks import loader
 from verl.errors import ConfigError
-from verl.tasks.task import Task
+from verl.trainer.task import Task
 
 
 def made(reward: Any = low_bytes, **options: Any) -> list[Task]:
-    algorithm = verl.tasks.task.make_algorithm("grpo", rollout_is="token")
+    algorithm = verl.trainer.task.make_algorithm("grpo", rollout_is="token")
     low = Task("low", algorithm, {"reward": reward}, n=4, sampling=SHORT, **options)
-    high = verl.tasks.task.make_algorithm("grpo", rollout_is="token")
+    high = verl.trainer.task.make_algorithm("grpo", rollout_is="token")
     return [low, Task("high", high, {"reward": low_bytes}, n=4, sampling=SHORT)]
 
 
@@ -91,7 +91,7 @@ def test_what_it_cannot_do_is_refused(tiny: Path) -> None:
         trainer_of(tiny, made()[:1])
     with pytest.raises(ConfigError, match="max_staleness: must be at least 1"):
         trainer_of(tiny, made(), max_staleness=0)
-    algorithm = verl.tasks.task.make_algorithm("grpo", rollout_is=None)
+    algorithm = verl.trainer.task.make_algorithm("grpo", rollout_is=None)
     uncorrected = [Task(name, algorithm, {"reward": low_bytes}, n=4) for name in ("low", "high")]
     with pytest.raises(ConfigError, match="does not correct for samples of an older policy"):
         trainer_of(tiny, uncorrected)

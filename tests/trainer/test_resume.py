@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
-import verl.tasks.task
+import verl.trainer.task
 from tests.trainer.cases import PROMPTS, SHORT, low_bytes, make
 from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts

@@ -21,8 +21,8 @@ from verl.errors import ConfigError, DataError
 from verl.models import get_actor_critic
 from verl.report.progress import ConsoleSink
 from verl.report.sinks import Logger
-from verl.tasks.file import read_tasks
-from verl.tasks.task import Task
+from verl.trainer.task import Task
+from verl.trainer.tasks import read_tasks
 
 REWARD = """
 def low_bytes(texts):

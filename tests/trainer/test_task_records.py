@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from verl.batch import Batch
-from verl.dataflow.scores import own_samples, sample_metrics, score_metrics
+from verl.dataflow.scores import sample_metrics, score_metrics, without_baselines
 from verl.report.samples import kl_to_reference
 from verl.trainer.evaluation import Evaluation, together
-from verl.trainer.task_records import joined
+from verl.trainer.records import joined
 
 
 def scored(task: str, rewards: list[float | None], lengths: list[int], log_prob: float, tool: int = 0) -> Batch:
@@ -31,7 +31,7 @@ def scored(task: str, rewards: list[float | None], lengths: list[int], log_prob:
 
 
 def record_of(samples: Batch) -> dict[str, float]:
-    own = own_samples(samples)
+    own = without_baselines(samples)
     return {**score_metrics(own), **sample_metrics(own), "kl": kl_to_reference(own)}
 
 
@@ -42,7 +42,7 @@ def test_means_of_several_tasks_are_those_of_all_their_samples() -> None:
         "short": scored("short", [0.0, 0.0, 0.5, 0.0, -9], [2, 3, 2, 1, 50], -0.5),
         "tools": scored("tools", [0.25], [25], -1.0, tool=20),
     }
-    record = joined(tasks, {name: record_of(samples) for name, samples in tasks.items()}, tasks)
+    record = joined({f"task/{name}/": record_of(samples) for name, samples in tasks.items()})
     together = record_of(Batch.concat(tasks.values()))
     assert together["reward"] == pytest.approx(1.75 / 6)
     for name in ("reward", "reward/mean", "response/length", "response/cut", "rollout/entropy", "kl"):
@@ -51,14 +51,18 @@ def test_means_of_several_tasks_are_those_of_all_their_samples() -> None:
 
 def test_a_task_that_abstains_has_no_part_in_the_mean() -> None:
     tasks = {"none": scored("none", [None, None], [3, 3], -1.0), "one": scored("one", [0.5], [3], -1.0)}
-    record = joined(tasks, {name: record_of(samples) for name, samples in tasks.items()}, tasks)
+    record = joined({f"task/{name}/": record_of(samples) for name, samples in tasks.items()})
     assert record["reward"] == 0.5
 
 
 def test_problems_of_several_tasks_stay_apart_where_each_numbers_its_own() -> None:
     first, second = (scored("0", [reward, reward], [2, 2], -1.0) for reward in (1.0, 0.0))
     found = together(
-        {n: Evaluation(s, {"reward": s["reward"]}, {"abstained": 0.0}) for n, s in (("a", first), ("b", second))}, {}
+        {
+            n: Evaluation(s, {"reward": s["reward"]}, {"abstained": 0.0})
+            for n, s in (("task/a/", first), ("task/b/", second))
+        },
+        {},
     )
     assert found.by_problem("reward") == [1.0, 0.0]
     assert len(set(found.samples["id"])) == 4

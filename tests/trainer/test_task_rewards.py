@@ -16,7 +16,7 @@ from tests.conftest import Plain
 from tests.trainer.cases import SHORT, collected
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
-from verl.tasks.file import read_tasks
+from verl.trainer.tasks import read_tasks
 
 FUNCTIONS = """
 def low_bytes(texts):

@@ -125,7 +125,7 @@ def test_shares_beside_tasks_that_are_not_named_keep_the_floor(
     base: dict[str, float], unnamed: int, floor: float, rewards: list[float]
 ) -> None:
     named = sorted(base)[unnamed:]
-    mixture = Mixture({name: SimpleNamespace(task=SimpleNamespace(share=share)) for name, share in base.items()})  # type: ignore[misc]
+    mixture = Mixture({name: SimpleNamespace(share=share) for name, share in base.items()})  # type: ignore[misc]
     total = sum(base.values())
     left = sum(base[name] for name in named) / total
     scheduler = DynamicTaskWeightScheduler(dict.fromkeys(named, 1.0), patience=4, min_weight=floor)

@@ -23,7 +23,7 @@ from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader, by_task
 from verl.dataflow.graph import Node
 from verl.errors import CheckpointError, ConfigError, DataError
-from verl.tasks.task import Task
+from verl.trainer.task import Task
 from verl.weights.shard import checksum
 
 ROWS = [{"prompt": prompt, "task": name} for prompt in PROMPTS for name in ("low", "high")]

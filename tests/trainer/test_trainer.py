@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verl
-import verl.tasks.task
+import verl.trainer.task
 from tests.trainer.cases import PROMPTS, SHORT, collected, low_bytes, make
 from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.report.samples import permuted
 from verl.roles.layouts import by_workers, lay_out
-from verl.trainer.outcome import check_learned
+from verl.trainer.records import check_learned
 from verl.training.options import OptimConfig
 from verl.weights.shard import checksum
 
@@ -343,10 +343,10 @@ def test_rounds_of_resampling_are_in_the_metrics(tiny: Path) -> None:
 
 
 def test_the_only_task_is_weighed_against_nothing(tiny: Path) -> None:
-    task = verl.tasks.task.Task("letters", "grpo", {"reward": low_bytes}, n=2, sampling=SHORT)
+    task = verl.trainer.task.Task("letters", "grpo", {"reward": low_bytes}, n=2, sampling=SHORT)
     trainer = verl.Trainer(verl.Actor(str(tiny)), tasks=[task], log_dir=False)
     assert trainer.step(PROMPTS)["updated"] and trainer.n == 2
-    other = verl.tasks.task.Task("digits", "grpo", {"reward": low_bytes}, share=2.0)
+    other = verl.trainer.task.Task("digits", "grpo", {"reward": low_bytes}, share=2.0)
     with pytest.raises(ConfigError, match="leave share"):
         verl.Trainer(verl.Actor(str(tiny)), tasks=[other], log_dir=False)
     with pytest.raises(ConfigError, match="tasks have their own reward"):

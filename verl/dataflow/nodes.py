@@ -15,7 +15,7 @@ from verl._base.record import Count
 from verl.algorithms import BaseAlgorithm
 from verl.batch import COMPUTED, EPISODE, SCHEMA, Batch
 from verl.dataflow.graph import ANY, OPTIONAL, Node
-from verl.dataflow.scores import by_episode
+from verl.dataflow.scores import one_row_per_episode
 from verl.errors import ConfigError, shown
 from verl.rewards.forms import trajectories_of
 from verl.rewards.scores import rounded
@@ -164,7 +164,8 @@ class RewardNode:
         """The scores of each row. Of episodes, the reward is called for those alone that say none themselves."""
         if "episode" not in samples:
             return await self.reward.score_and_count(samples)
-        read, episodes = {c.removesuffix(OPTIONAL) for c in columns_read(self.reward.source)}, by_episode(samples)
+        read = {c.removesuffix(OPTIONAL) for c in columns_read(self.reward.source)}
+        episodes = one_row_per_episode(samples)
         if "trajectories" in read:
             episodes = episodes.add({"trajectories": trajectories_of(samples)})
         said: list[float | None] = [None] * len(episodes)

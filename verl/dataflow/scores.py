@@ -10,14 +10,33 @@ from typing import Any
 from verl.batch import Batch
 
 
-def own_samples(batch: Batch) -> Batch:
+class Mean(float):
+    """A metric that is a mean of `count` values, and over several tasks the mean of all."""
+
+    count: int
+
+    def __new__(cls, value: float, count: int = 0) -> Mean:
+        mean = super().__new__(cls, value)
+        mean.count = count
+        return mean
+
+
+class Count(int):
+    """A metric that adds up over tasks."""
+
+
+class Seconds(float):
+    """A metric that adds up over tasks."""
+
+
+def without_baselines(batch: Batch) -> Batch:
     """The policy's samples, without the greedy ones that they are compared with."""
     if "baseline" not in batch:
         return batch
     return batch.take([row for row, greedy in enumerate(batch["baseline"]) if not greedy])
 
 
-def by_episode(batch: Batch) -> Batch:
+def one_row_per_episode(batch: Batch) -> Batch:
     """One row an episode, the last of its trajectories; of single turns, all rows."""
     return batch if "episode" not in batch else batch.take([rows[-1] for rows in batch.episode_indices()])
 
@@ -26,7 +45,7 @@ def episode_metrics(batch: Batch) -> dict[str, float]:
     """Of episodes: those that count for nothing and turns that are in no trajectory, by reason, and those cut short."""
     if "episode" not in batch:
         return {}
-    ended = by_episode(batch)
+    ended = one_row_per_episode(batch)
     reasons = left_out_reasons(batch)
     calls, others = _sums(ended, "calls_left_out"), _sums(ended, "other_calls")
     return {
@@ -57,7 +76,7 @@ def left_out_words(batch: Batch) -> list[str | None]:
 
 def left_out_reasons(batch: Batch) -> Counter[str]:
     """How many episodes count for nothing, by the reason in a word."""
-    return Counter(word for word in left_out_words(by_episode(batch)) if word is not None)
+    return Counter(word for word in left_out_words(one_row_per_episode(batch)) if word is not None)
 
 
 def written_tokens(batch: Batch) -> int:
@@ -74,10 +93,10 @@ def score_metrics(batch: Batch) -> dict[str, Any]:
     rewards = [reward for reward in batch["reward"] if reward is not None]
     mean = _mean(rewards)
     record: dict[str, Any] = {
-        "reward": mean,
-        "reward/mean": mean,
+        "reward": Mean(mean, len(rewards)),
+        "reward/mean": Mean(mean, len(rewards)),
         "reward/std": _mean([(r - mean) * (r - mean) for r in rewards]) ** 0.5,
-        "reward/abstained": len(batch) - len(rewards),
+        "reward/abstained": Count(len(batch) - len(rewards)),
     }
     if "group" in batch:
         by_group = [[batch["reward"][row] for row in rows] for rows in batch.group_indices()]
@@ -97,18 +116,18 @@ def sample_metrics(batch: Batch) -> dict[str, float]:
     `rollout/entropy` is the mean of -log p over the sampled tokens: an unbiased estimate of the entropy of a token, in
     nats, at the sampling temperature, without a pass over the vocabulary.
     """
-    lengths = batch.lengths("response_tokens")
+    lengths, count = batch.lengths("response_tokens"), batch.samples
     record = {
-        "response/length": _mean(lengths) if lengths else 0.0,
+        "response/length": Mean(_mean(lengths) if lengths else 0.0, count),
         "response/length_min": float(min(lengths, default=0)),
         "response/length_max": float(max(lengths, default=0)),
-        "response/cut": _mean([float(finish == "length") for finish in batch["finish"]]) if lengths else 0.0,
+        "response/cut": Mean(_mean([finish == "length" for finish in batch["finish"]]) if lengths else 0.0, count),
     }
     if "rollout_log_probs" in batch and "response_mask" in batch:
         log_probs, mask = batch.tensor("rollout_log_probs"), batch.tensor("response_mask").bool()
         written = log_probs[mask & log_probs.isfinite()]
         if len(written):
-            record["rollout/entropy"] = -float(written.mean())
+            record["rollout/entropy"] = Mean(-float(written.mean()), written_tokens(batch))
     return record
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from verl._base.durable import write_atomic
 from verl.batch import Batch
 from verl.data.prompts import content_text
-from verl.dataflow.scores import left_out_words, own_samples
+from verl.dataflow.scores import left_out_words, without_baselines
 from verl.report.reading import TOKENS
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def completions(samples: Mapping[str, Batch], prepared: Mapping[str, Batch], dec
         (1: the policy wrote it), `tokens/advantage`, `tokens/entropy` (-log p of the token, whose mean estimates the
         entropy), and `tokens/mismatch` (its log p for the trainer less that for the engine, for the same weights).
     """
-    tables = [_table(name, own_samples(batch), prepared.get(name), decode) for name, batch in samples.items()]
+    tables = [_table(name, without_baselines(batch), prepared.get(name), decode) for name, batch in samples.items()]
     return pa.concat_tables(tables, promote_options="default")
 
 

@@ -6,6 +6,7 @@ import torch
 
 from verl.algorithms.kl import kl_of_token
 from verl.batch import Batch
+from verl.dataflow.scores import Mean
 
 _NAMES = ("id", "group", "episode")
 
@@ -54,7 +55,7 @@ def permuted(samples: Batch, seed: int) -> Batch:
     return samples.drop(gone).add(dealt)
 
 
-def kl_to_reference(batch: Batch, column: str = "rollout_log_probs", *, greedy: bool = False) -> float:
+def kl_to_reference(batch: Batch, column: str = "rollout_log_probs", *, greedy: bool = False) -> Mean:
     """KL(policy || reference) in nats a token, estimated from the policy's tokens; NaN without any.
 
     Of tokens that were drawn, the mean of k3 = exp(-d) - 1 + d, d = log p - log p_ref (Schulman, "Approximating KL
@@ -69,4 +70,4 @@ def kl_to_reference(batch: Batch, column: str = "rollout_log_probs", *, greedy: 
     log_probs, ref_log_probs = (batch.tensor(name, torch.float64)[is_token] for name in (column, "ref_log_probs"))
     delta = log_probs - ref_log_probs
     values = kl_of_token(log_probs, ref_log_probs) if greedy else torch.exp(-delta) - 1 + delta
-    return float(values.mean()) if values.numel() else float("nan")
+    return Mean(float(values.mean()) if values.numel() else float("nan"), values.numel())

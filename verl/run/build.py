@@ -15,8 +15,8 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.run.check import rewarding_episode, roles_of, source_of
-from verl.tasks.file import task_of
-from verl.tasks.task import Task
+from verl.trainer.task import Task
+from verl.trainer.tasks import task_of
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import UpdatePlan

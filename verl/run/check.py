@@ -24,10 +24,8 @@ from verl.rewards.make import make_reward, misspelt
 from verl.rewards.registry import REWARDS
 from verl.rewards.source import RewardResult, RewardSource
 from verl.run.data import ReadData, is_offline, read_data, step_rows
-from verl.tasks.file import algorithm_of, check_sampling, samples_of
-from verl.tasks.task import MAIN, check_heads
-from verl.trainer.reads import check_reads
-from verl.trainer.requirements import check_asynchronous, check_corrected, check_permuted
+from verl.tasks.file import MAIN, algorithm_of, check_heads, check_sampling, samples_of
+from verl.trainer.checks import check_asynchronous, check_corrected, check_permuted, check_reads
 
 #: Options of a task's reward that are of how it is called.
 _OF_THE_CALLS = ("workers", "max_workers")

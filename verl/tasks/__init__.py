@@ -1,4 +1,4 @@
-"""Several tasks on one actor: shares, weights, constraints, files.
+"""Settings of tasks, their constraints, and weights that follow how far each has come.
 
-Reading order: `task`, `weights`, `file`.
+Reading order: `file`, `weights`.
 """

@@ -1,34 +1,26 @@
-"""From the tasks of a YAML file to what a trainer takes, and what their responses are sampled under."""
+"""Settings of tasks: what must agree in them, and what their responses are sampled under."""
 
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl._host.user_functions import load_function
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.config import TaskConfig, load_tasks
+from verl.config import TaskConfig
 from verl.errors import ConfigError
 from verl.rollout.base import as_sampling
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.grammar import Grammar
 from verl.rollout.guards import make_guard
-from verl.tasks.task import Task, check_sources
 
+#: What a task is called where there is only one.
+MAIN = "main"
 #: As the constructors of `Grammar` are called.
 _GRAMMARS = ("regex", "json_schema", "ebnf")
 #: Options of `constraint_config` that are the episode's.
 _OF_THE_EPISODE = ("max_resamples", "deadline")
-
-
-def read_tasks(path: str | Path) -> list[Task]:
-    """The tasks of a file that holds nothing but `tasks`.
-
-    Raises:
-        ConfigError: a setting is wrong, or contradicts another; see `load_tasks` and `Task`.
-    """
-    return [task_of(config) for config in load_tasks(path)]
 
 
 def algorithm_of(config: TaskConfig) -> BaseAlgorithm:
@@ -50,7 +42,7 @@ def check_sampling(config: TaskConfig) -> None:
     """Raises ConfigError where a task's responses cannot be sampled as its settings say."""
     try:
         as_sampling(config.sampling)
-        _episode(config)
+        episode_of(config)
     except ConfigError as error:
         raise ConfigError(f"task '{config.name}': {error}") from error
 
@@ -60,34 +52,31 @@ def samples_of(config: TaskConfig, algorithm: BaseAlgorithm) -> int:
     return algorithm.samples_per_prompt if config.n is None else config.n
 
 
-def task_of(config: TaskConfig) -> Task:
-    """A task from its settings.
-
-    Raises:
-        ConfigError: the algorithm, the reward or one of their options is none; names the task.
-    """
-    from verl.roles.reward import Reward  # it imports transformers, without which settings are checked
-
-    algorithm = algorithm_of(config)
-    try:
-        return Task(
-            config.name,
-            algorithm,
-            reward=None if config.reward_model is None else Reward(config.reward_model, **config.reward_config),
-            n=samples_of(config, algorithm),
-            share=config.share,
-            loss_weight=config.loss_weight,
-            sampling=config.sampling or None,
-            episode=_episode(config),
-        )
-    except ConfigError as error:
-        raise ConfigError(f"task '{config.name}': {error}") from error
-
-
-def _episode(config: TaskConfig) -> ConstrainedEpisode | None:
+def episode_of(config: TaskConfig) -> ConstrainedEpisode | None:
     if config.constraint_model is None:
         return None
     return make_constraint(config.constraint_model, **config.constraint_config)
+
+
+def check_sources(algorithm: BaseAlgorithm, roles: Iterable[str]) -> None:
+    """Raises ConfigError for a reward or cost that is missing, or that the algorithm does not have."""
+    roles = set(roles)
+    if extra := sorted(roles - algorithm.roles - algorithm.measures):
+        raise ConfigError(f"algorithm '{algorithm.name}' has no {extra[0]}: leave {extra[0]}=... out")
+    if algorithm.online and (lacking := {"reward", "cost"} & algorithm.roles - roles):
+        role = max(lacking)
+        raise ConfigError(f"algorithm '{algorithm.name}' needs a {role}: give the trainer {role}=...")
+
+
+def check_heads(algorithms: Mapping[str, BaseAlgorithm]) -> None:
+    """Raises ConfigError if two tasks of one actor want another head on it."""
+    first, *others = algorithms
+    for name in others:
+        if (head := algorithms[name].head) != algorithms[first].head:
+            raise ConfigError(
+                f"task '{name}' trains a model with the head '{head}', task '{first}' one with "
+                f"'{algorithms[first].head}': they cannot share an actor"
+            )
 
 
 def make_constraint(model: str, **config: Any) -> ConstrainedEpisode:

@@ -1,8 +1,8 @@
 """When things happen: a step and the loop of them, asynchronous and interleaved training, evaluation, the guard.
 
-Reading order: `step`, `trainer`, `active_task`, `runner`, `options`, `pipeline`, `expression`, `mixture`,
-`evaluation`, `guard`, `asynchronous`, `interleaved`, `ppo_trainer`, `requirements`, `calls`, `batches`, `passes`,
-`reads`, `update_buffer`, `signals`, `outcome`, `task_records`.
+Reading order: `step`, `trainer`, `task`, `tasks`, `runner`, `options`, `loop`, `pipeline`, `expression`, `mixture`,
+`evaluation`, `guard`, `asynchronous`, `interleaved`, `ppo_trainer`, `calls`, `batches`, `update_buffer`, `signals`,
+`records`, `checks`.
 """
 
 from __future__ import annotations

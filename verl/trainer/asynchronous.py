@@ -41,9 +41,9 @@ from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.standalone import Lost, RolloutPool
 from verl.trainer.batches import next_batch
+from verl.trainer.checks import check_asynchronous
 from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
-from verl.trainer.requirements import check_asynchronous
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
 
@@ -106,7 +106,7 @@ class AsyncTrainer(Trainer):
             rollout_workers = validated("AsyncTrainer", hints, {"num_rollout_workers": same})["num_rollout_workers"]
         super().__init__(actor, critic, reward, **options)
         rollout = self.actor.rollout_options
-        episode = self.task.task.episode or rollout.episode
+        episode = self.task.episode or rollout.episode
         check_asynchronous(self.algorithm, rollout.name, episode, rollout.tensor_parallel)
         self.schedule: Schedule[Batch] = Schedule(batch_size, max_staleness)
         least, most = check_range(RolloutPool.role, rollout_workers, max_rollout_workers)
@@ -162,7 +162,7 @@ class AsyncTrainer(Trainer):
         waited = time.perf_counter() - began
         groups = {samples["group"][0]: samples for samples in self.schedule.take()}
         scored = [self._scores.pop(name) if name in self._scores else self._score(groups[name]) for name in groups]
-        samples = self.runner.wait(self.task.collect_drawn(scored, f"s{self.steps}"))
+        samples = self.runner.wait(self.task.from_rollout_workers(scored, f"s{self.steps}"))
         record = self._record({self.task.name: samples})
         self._add(record, {**self._rollout_record(samples.draws[0].batch), "time/wait": waited})
         with self._receiving():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from verl._host.user_calls import UserCode
 from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader, pooled, sources_of
-from verl.data.prefetch import Loader, Prefetch, in_time
+from verl.data.prefetch import Loader, Prefetch, ahead, in_time
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
 from verl.errors import ConfigError, shown
@@ -53,8 +53,6 @@ def as_loader(
         if max_prompt_length is not None:
             raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
         if isinstance(data, DataLoader):
-            from verl.trainer.passes import RepeatedLoader
-
             data = RepeatedLoader(data, partial(prepare_prompts, trainer), trainer.limits.deadline)
         batches: Iterable[Any] = data
         return batches
@@ -71,8 +69,6 @@ def as_loader(
     if not is_files(data) and not hasattr(data, "__len__"):
         stream = stream_prompts(data)
         return PromptLoader(_limited(stream, trainer, limits) if limits else stream, batch_size)
-    from verl.trainer.passes import PromptPasses
-
     rows = data if isinstance(data, PromptDataset) else load_prompts(data)
     return PromptPasses(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
 
@@ -108,7 +104,7 @@ def read_ahead(loader: Any, trainer: Trainer) -> Any:
     if isinstance(loader, Prefetch):
         loader.prepare, loader.seconds = prepare, trainer.limits.deadline
     elif isinstance(loader, Loader):
-        if not (trainer.draws_late or trainer.mixture.scheduler is not None or pooled(loader)):
+        if not (trainer.needs_previous_step or trainer.mixture.scheduler is not None or pooled(loader)):
             return Prefetch(loader, prepare, trainer.limits.deadline)
         for source in sources_of(loader).values():
             source.read_ahead(trainer.limits.deadline)
@@ -124,9 +120,37 @@ def next_batch(prompts: Iterator[Any], seconds: float) -> Any:
 def prepare_prompts(trainer: Trainer, batch: Any) -> Any:
     """A batch with the tokens of its prompts."""
     encode = partial(to_prompts, trainer.actor.tokenizer, tools=trainer.actor.tools)
-    if len(trainer.tasks) == 1:
-        return encode(batch) if trainer.task.algorithm.online else batch
-    if not isinstance(batch, Mapping):
-        return batch
     online = {name for name, task in trainer.tasks.items() if task.algorithm.online}
-    return {name: encode(rows) if name in online else rows for name, rows in batch.items()}
+    if isinstance(batch, Mapping) and batch.keys() <= trainer.tasks.keys():  # of a `TaskLoader`
+        return {name: encode(rows) if name in online else rows for name, rows in batch.items()}
+    alone = {name for name, task in trainer.tasks.items() if not task.updater.name}
+    return encode(batch) if alone & online else batch
+
+
+class PromptPasses(PromptLoader):
+    """Batches of prompts without end; its length is that of one pass."""
+
+    def __init__(self, rows: PromptDataset, batch_size: int, seed: int) -> None:
+        super().__init__(rows, batch_size, seed=seed)
+        self._batches = math.ceil(len(rows) / batch_size)
+
+    def __len__(self) -> int:
+        return self._batches
+
+
+class RepeatedLoader:
+    """A `DataLoader`, epoch after epoch."""
+
+    def __init__(self, loader: DataLoader[Any], prepare: Callable[[Any], Any], seconds: float) -> None:
+        self._loader, self._prepare, self._seconds = loader, prepare, seconds
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            batch = None
+            for batch in ahead(iter(self._loader), self._prepare, self._seconds):
+                yield batch
+            if batch is None:
+                return

@@ -18,7 +18,7 @@ from verl._host.user_calls import DEADLINE
 from verl.batch import Batch
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
-from verl.dataflow.scores import by_episode
+from verl.dataflow.scores import one_row_per_episode
 from verl.errors import ConfigError, DataError
 from verl.report.metrics import Metric, MetricFn, mean
 from verl.report.page import SHARES
@@ -227,7 +227,7 @@ def evaluate(
     """
     if not len(problems):
         raise DataError("the evaluation set has no problems")
-    samples = by_episode(collect(problems))
+    samples = one_row_per_episode(collect(problems))
     rows: dict[str, list[float | None]] = {name: samples[name] for name in ("reward", "cost") if name in samples}
     values = {name: mean(numbers) for name, numbers in rows.items()}
     values["abstained"] = float(rows["reward"].count(None))
@@ -241,27 +241,30 @@ def evaluate(
 
 
 def numbered(prompts: Any) -> Any:
-    """Prompts of several tasks whose groups are numbered over all of them, as the groups of one task's are."""
+    """Prompts whose rows name their task, with groups that are numbered over all tasks."""
     rows = prompts.batch if isinstance(prompts, PromptDataset) else prompts
-    if not isinstance(rows, Batch):
-        return rows
+    if not isinstance(rows, Batch) or "task" not in rows:
+        return prompts
     return rows.drop(["id", "group"]).add({"group": [f"eval.{row}" for row in range(len(rows))]})
 
 
 def together(evaluations: Mapping[str, Evaluation], users: Mapping[str, Metric]) -> Evaluation:
-    """The evaluations of several tasks as one; each metric is also there as `task/<name>/<metric>`.
+    """The evaluations of all tasks as one; each metric of a task is there under its name, too.
 
     Args:
+        evaluations: by what the names of metrics of the task begin with; nothing, where it is the only one.
         users: the user's metrics. One that gives a number for all samples is computed of all of them once more.
     """
+    if "" in evaluations:
+        return evaluations[""]
     rows: dict[str, list[float | None]] = {}
     for name in dict.fromkeys(name for evaluation in evaluations.values() for name in evaluation.rows):
         parts = (e.rows.get(name, [None] * len(e.samples)) for e in evaluations.values())
         rows[name] = [value for part in parts for value in part]
     metrics = {name: mean(values) for name, values in rows.items()}
     metrics["abstained"] = sum(evaluation.metrics["abstained"] for evaluation in evaluations.values())
-    for task, evaluation in evaluations.items():
-        metrics |= {f"task/{task}/{name}": value for name, value in evaluation.metrics.items()}
+    for begin, evaluation in evaluations.items():
+        metrics |= {f"{begin}{name}": value for name, value in evaluation.metrics.items()}
     samples: list[Batch] = []
     taken: set[str] = set()
     for evaluation in evaluations.values():  # each task may have numbered its own problems

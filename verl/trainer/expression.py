@@ -20,7 +20,7 @@ from typing import Any
 from verl.cluster import controller
 from verl.dataflow.calls import DEADLINE
 from verl.dataflow.graph import Graph
-from verl.dataflow.scores import own_samples, score_metrics
+from verl.dataflow.scores import score_metrics, without_baselines
 from verl.dataflow.symbols import ORDER, Symbol, advantages, responses, updates
 from verl.errors import ConfigError
 from verl.roles.group import WorkerGroup
@@ -103,7 +103,7 @@ class Flow:
         prompts = self._groups[responses].actor.prompts(prompts, key=f"s{self._runs}")
         result = pipeline.run(prompts)
         self._runs += 1
-        return {**score_metrics(own_samples(result.batch)), **result.metrics}
+        return {**score_metrics(without_baselines(result.batch)), **result.metrics}
 
     @cached_property
     def _pipeline(self) -> RLDataPipeline:

@@ -23,8 +23,8 @@ from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.trainer.active_task import Samples
-from verl.trainer.requirements import check_corrected
+from verl.trainer.checks import check_corrected
+from verl.trainer.task import Samples
 from verl.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class InterleavedTrainer(Trainer):
         self.max_staleness = max_staleness
         self._flights: dict[str, _Flight] = {}
 
-    draws_late = True
+    needs_previous_step = True
 
     def step(self, prompts: Any) -> dict[str, Any]:
         raise ConfigError("interleaved training draws prompts task by task: call fit(task_loader, n)")

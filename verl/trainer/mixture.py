@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl._base.names import check_known
 from verl.batch import Batch
+from verl.data.task_loader import by_task, rescaled
 from verl.errors import ConfigError
 from verl.report.metrics import add_metrics
-from verl.trainer.active_task import ActiveTask
-from verl.trainer.task_records import rates
+from verl.trainer.records import rates
+from verl.trainer.task import Task
 
 if TYPE_CHECKING:
     from verl.data.task_loader import TaskLoader
@@ -35,10 +36,10 @@ class Mixture:
         scheduler: changes them, if there is one.
     """
 
-    def __init__(self, tasks: Mapping[str, ActiveTask]) -> None:
+    def __init__(self, tasks: Mapping[str, Task]) -> None:
         self.tasks = tasks
-        total = sum(task.task.share for task in tasks.values())
-        self.shares = self._base = {name: task.task.share / total for name, task in tasks.items()}
+        total = sum(task.share for task in tasks.values())
+        self.shares = self._base = {name: task.share / total for name, task in tasks.items()}
         self.scheduler: TaskScheduler | None = None
         self._loader: TaskLoader | None = None
         self._trained: dict[str, float] = {}
@@ -67,6 +68,11 @@ class Mixture:
             self._loader = loader
             self._share_out()
 
+    def split(self, prompts: Any) -> dict[str, Any]:
+        """Prompts by task. A task that stands alone, and so has no name in metrics, has them all."""
+        alone = {name: prompts for name, task in self.tasks.items() if not task.updater.name}
+        return alone or by_task(prompts, [*self.tasks])
+
     def begin(self, name: str) -> None:
         """Note when the first samples of a task are begun."""
         self._trained.setdefault(name, time.perf_counter())
@@ -76,21 +82,23 @@ class Mixture:
         are the shares."""
         weights = {}
         for name in present:
-            loss_weight = self.tasks[name].task.loss_weight
+            loss_weight = self.tasks[name].loss_weight
             weights[name] = (self.shares[name] * len(self.tasks) if loss_weight is None else loss_weight) / len(present)
         return weights
 
     def update(self, step: int, samples: Mapping[str, Batch], record: dict[str, Any]) -> None:
-        """With several tasks, add throughput and shares to the record of a step, and let the scheduler read it."""
-        if len(self.tasks) == 1:
-            return
+        """Add throughput and shares of tasks with a name to the record of a step, and let the scheduler read it."""
         now = time.perf_counter()
-        for name, batch in samples.items():
-            began, self._trained[name] = self._trained[name], now
-            add_metrics(record, rates(name, batch, record, now - began), ())
-        add_metrics(record, {f"task/{name}/share": share for name, share in self.shares.items()}, ())
+        for name, updater in ((name, task.updater) for name, task in self.tasks.items() if task.updater.name):
+            of_task = {"share": self.shares[name]}
+            if name in samples:
+                began, self._trained[name] = self._trained[name], now
+                rejected = record.get(updater.named("rollout/rejection_rate"), 0.0)
+                of_task |= {"samples": len(samples[name]), "rejection_rate": rejected}
+                of_task |= rates(samples[name], record["updated"], now - began)
+            add_metrics(record, updater.metrics(of_task), ())
         if self.scheduler is not None:
-            self.scheduler.update(step, _by_task(self.tasks, record))
+            self.scheduler.update(step, self._metrics_by_task(record))
             self._share_out()
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,8 +116,6 @@ class Mixture:
 
     def _scheduled(self, scheduler: TaskScheduler) -> dict[str, float]:
         """The shares of a scheduler's tasks together stay as they were, and none is below its floor."""
-        from verl.data.task_loader import rescaled
-
         shares, weights = rescaled(self._base, scheduler.weights), scheduler.weights
         floor, count = getattr(scheduler, "min_weight", 0.0), len(weights)
         left = sum(shares[name] for name in weights)
@@ -124,13 +130,12 @@ class Mixture:
             shares |= {name: floor + above * max(weight - floor, 0.0) for name, weight in weights.items()}
         return shares
 
-
-def _by_task(tasks: Mapping[str, ActiveTask], record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The metrics of each task that has any."""
-    metrics: dict[str, dict[str, float]] = {}
-    for key, value in record.items():
-        start, _, rest = key.partition("task/")
-        name, _, metric = rest.partition("/")
-        if not start and name in tasks and isinstance(value, int | float):
-            metrics.setdefault(name, {})[metric] = float(value)
-    return metrics
+    def _metrics_by_task(self, record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """The metrics of each task that has any."""
+        metrics: dict[str, dict[str, float]] = {}
+        for name, task in self.tasks.items():
+            begin = task.updater.named("")
+            of_task = {key.removeprefix(begin): value for key, value in record.items() if key.startswith(begin)}
+            if numbers := {key: float(value) for key, value in of_task.items() if isinstance(value, int | float)}:
+                metrics[name] = numbers
+        return metrics

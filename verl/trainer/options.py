@@ -4,21 +4,17 @@ fields (`save_every=10` for `checkpoints=CheckpointOptions(save_every=10)`), whi
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, InstanceOf
 
 from verl._base.checked import validated
-from verl._base.keywords import takes
 from verl._base.record import Count, Portion, Processes, Record, SettingsError, cost, limit, output
-from verl.algorithms import BaseAlgorithm
 from verl.config.schema import LimitSettings, SavingSettings, UpdateSettings
 from verl.errors import ConfigError
 from verl.report.sinks import Logger
-from verl.tasks.file import read_tasks
-from verl.tasks.task import Task, algorithm_beside, check_tasks
 
 RecordT = TypeVar("RecordT", bound="_Options")
 
@@ -145,39 +141,3 @@ def trainer_keywords() -> set[str]:
     """The keywords of a trainer, without its models and the options of its algorithm."""
     named = {"algorithm", "tasks", "n", "sampling", "nodes", "held_out"}
     return named.union(RECORDS, OTHERS, *(record.model_fields for record in RECORDS.values()))
-
-
-def tasks_of(
-    keywords: Mapping[str, Any],
-    *,
-    algorithm: str | BaseAlgorithm | None,
-    tasks: Sequence[Task] | None,
-    config_path: str | Path | None = None,
-    actor: Any = None,
-    **of_task: Any,
-) -> list[Task]:
-    """The tasks of a trainer: from `tasks`, from a file, or one that its arguments describe.
-
-    Args:
-        keywords: options of the algorithm.
-        actor: its episode is the only task's, if it gives rewards.
-        **of_task: arguments of `Task`, which several tasks have themselves.
-
-    Raises:
-        ConfigError: tasks are given twice, or together with an argument of tasks; an option that no algorithm has.
-    """
-    if config_path is not None:
-        if tasks is not None:
-            raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
-        tasks = read_tasks(config_path)
-    if tasks is None:
-        of_task["episode"] = getattr(actor, "rewarding_episode", None)
-        tasks = [Task(algorithm=algorithm_beside(trainer_keywords(), algorithm, keywords), **of_task)]
-    elif keywords or algorithm or any(value is not None and value != () for value in of_task.values()):
-        others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
-        raise ConfigError(
-            "tasks have their own reward, cost, episode, algorithm, n, sampling and nodes: give the trainer "
-            f"none{others}"
-        )
-    check_tasks(tasks)
-    return [*tasks]

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ class Run:
 
     Args:
         deadline: seconds for one call of a node.
-        shares_models: whether several parts may run at once, whose nodes are then mutually exclusive on the models.
         timeline: where a trace of what worked when is written; None: nowhere.
 
     Attributes:
@@ -35,12 +34,10 @@ class Run:
         step: the number of the step, in the log and the trace.
     """
 
-    def __init__(
-        self, *, deadline: float = DEADLINE, shares_models: bool = False, timeline: str | Path | None = None
-    ) -> None:
+    def __init__(self, *, deadline: float = DEADLINE, timeline: str | Path | None = None) -> None:
         self.deadline = deadline
         self.spans: list[Span] = []
-        self.locks = {SLOT: NodeLock()} if shares_models else {}
+        self.locks = {SLOT: NodeLock()}
         self._trace = None if timeline is None else TraceFile(timeline)
         self.step = 0
         self._noting = threading.Lock()
@@ -86,8 +83,8 @@ class Run:
 
     def models(self) -> AbstractAsyncContextManager[Any]:
         """The models are this part's alone inside."""
-        return self.locks[SLOT].held_by(object()) if self.locks else nullcontext()
+        return self.locks[SLOT].held_by(object())
 
     def models_idle(self) -> AbstractContextManager[Any]:
         """No node works on the models inside; from synchronous code."""
-        return self.locks[SLOT].hold() if self.locks else nullcontext()
+        return self.locks[SLOT].hold()

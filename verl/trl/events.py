@@ -17,7 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from verl.batch import Batch
 from verl.errors import ConfigError, shown
-from verl.trainer.active_task import Samples
+from verl.trainer.task import Samples
 from verl.trainer.trainer import Trainer
 from verl.trl.entries import kl_of_tokens, whole
 

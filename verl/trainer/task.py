@@ -1,47 +1,57 @@
-"""A task on its actor: what draws, scores, records and evaluates its samples."""
+"""A task: an algorithm with its rewards, and what samples, scores, records and evaluates for it on the actor."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from verl._base.checked import checked
 from verl._base.names import disjoint
+from verl._base.record import AtOnce, NotNegative
 from verl._host.user_calls import is_async
-from verl.algorithms import BaseAlgorithm
+from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
+from verl.config.tasks import TaskName
 from verl.data.forms import uncollated
 from verl.data.tokenize import KnownPrompts
 from verl.dataflow import loop
 from verl.dataflow.executor import Result, all_of, combined
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import RolloutNode, UpdateNode
+from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
 from verl.dataflow.scores import (
-    by_episode,
+    Count,
+    Seconds,
     episode_metrics,
     left_out_reasons,
-    own_samples,
+    one_row_per_episode,
     sample_metrics,
     score_metrics,
+    without_baselines,
     written_tokens,
 )
+from verl.dataflow.stages import check_none_updates, make_stages, stage_nodes
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
-from verl.roles.critic import Critic, as_critic, copy_of
+from verl.roles.critic import Critic
+from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams, as_sampling
-from verl.tasks.task import Task
+from verl.rollout.environments import as_environments, as_episode
+from verl.rollout.episode import Episode
+from verl.tasks.file import MAIN, check_sources
+from verl.trainer.checks import check_reads
 from verl.trainer.evaluation import Evaluation, Metrics, evaluate
 from verl.trainer.options import LimitOptions
-from verl.trainer.reads import check_reads
 from verl.trainer.runner import Run
 from verl.trainer.step import draw
 from verl.workers.actor import load_episode
@@ -72,71 +82,148 @@ class Samples(NamedTuple):
         """
         scores: dict[str, list[float | None]] = {}
         for result in self.draws:
-            samples = by_episode(own_samples(result.batch))
+            samples = one_row_per_episode(without_baselines(result.batch))
             for group, score in zip(samples["group"], samples[column], strict=True):
                 scores.setdefault(self.origin.get(group, group), []).append(score)
         return scores
 
 
-def critics_of(tasks: Sequence[Task], critic: Any) -> dict[str, Critic | None]:
-    """The critic of each task, or None where it is made from the actor: its own, or else `critic`. Several tasks with a
-    critic that are given one have a copy of it each."""
-    shared, used = as_critic(critic), False
-    critics: dict[str, Critic | None] = {}
-    for task in tasks:
-        critics[task.name] = as_critic(task.critic)
-        if task.critic is None and shared is not None and ("critic" in task.algorithm.roles or len(tasks) == 1):
-            critics[task.name] = copy_of(shared) if used else shared
-            used = True
-    if shared is not None and not used:
-        logger.warning("no task has a critic: the one that is given is not used")
-    return critics
+class Task:
+    """An algorithm with its rewards and its way of sampling.
 
+    Args:
+        name: what errors, metrics and files call it.
+        algorithm: a name, class or instance; None: the default of `make_algorithm`.
+        sources: role ("reward", "cost") -> a `Reward`, or anything `Reward` takes.
+        reward, cost: the same by their own names; `reward_fn` is another name of `reward`.
+        n: samples a prompt; None: what suits the algorithm (`BaseAlgorithm.samples_per_prompt`).
+        share: of the prompts, relative to other tasks.
+        loss_weight: of its loss, where 1 is an equal weight for each task; None: its share, so that all samples count
+            alike.
+        critic: the value model of this task; None: made from the actor's where the algorithm has one.
+        sampling: how responses are drawn; None: as the actor does.
+        episode: what happens between a prompt and its response, such as a `ConstrainedEpisode`, or a class of
+            environments, whose `get_reward` is a reward beside the others; None: as the actor does. One with a true
+            attribute `gives_reward`, as a `Gateway` has, needs no reward beside it. It is for this
+            task's prompts alone: the rollouts of others are as they are without it.
+        environment: as `episode`, of environments: a class of TRL's form, a mapping of names to these, or an
+            `EnvironmentEpisode`.
+        nodes: further nodes of the step's graph: names of registered ones (`verl.register_node`), or a mapping of names
+            to stages (see `RLDataPipeline`). One that writes `reward` or `cost` is the source of it.
 
-class ActiveTask:
-    """A `Task` with the actor it trains and the critics it has."""
+    Raises:
+        ConfigError: a name that is no file name; a share or weight below 0; an unknown algorithm; a reward or cost that
+            is missing, or that the algorithm does not have; an `n` that does not suit the algorithm.
+    """
 
-    def __init__(self, task: Task, actor: Actor, critic: Critic | None, run: Run, limits: LimitOptions) -> None:
-        self.task, self.name, self.algorithm = task, task.name, task.algorithm
-        self.sources, self.n, self.actor, self._run = task.sources, task.n, actor, run
-        self.sampling = as_sampling(task.sampling, actor.sampling)
-        self._is_checked, self._problems = False, KnownPrompts()
-        played = actor.rollout_options
-        if task.episode is not None and task.episode is not load_episode(played.episode):
-            actor.play(task.name, task.episode)
-        if self.algorithm.needs_constraint and not (task.episode or played.episode):
+    # Of a task on its actor, see `bound`.
+    actor: Actor
+    updater: Updater
+    graph: Graph
+    episodes: Failures
+    metrics: dict[str, Metric]
+    sampling: Any
+    _run: Run
+    _is_checked: bool
+    _problems: KnownPrompts
+    _max_resamples: int
+    _max_left_out: float
+    _on_samples: list[Node]
+
+    @checked
+    def __init__(
+        self,
+        name: TaskName = MAIN,
+        algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None = None,
+        sources: Mapping[str, Any] | None = None,
+        *,
+        reward: Any = None,
+        reward_fn: Any = None,
+        cost: Any = None,
+        n: AtOnce | None = None,
+        share: NotNegative = 1.0,
+        loss_weight: NotNegative | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        critic: Any = None,
+        episode: Any = None,
+        environment: Any = None,
+        nodes: Mapping[str, Any] | Iterable[str] = (),
+    ) -> None:
+        self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
+        self.critic = critic
+        self.episode: Episode | None = None if episode is None else as_episode(episode)
+        if environment is not None:
+            self.episode = as_environments(environment)
+        self.algorithm = make_algorithm(algorithm)
+        if reward is not None and reward_fn is not None:
+            raise ConfigError("give one reward: reward=... or reward_fn=...")
+        reward = reward_fn if reward is None else reward
+        by_role = dict(sources or {})
+        by_role |= {role: one for role, one in (("reward", reward), ("cost", cost)) if one is not None}
+        stages: dict[str, Any] = {}
+        further: list[Node] = []
+        if not isinstance(nodes, tuple | list | dict) or nodes:
+            stages = make_stages(nodes)
+            further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
+            check_none_updates(further)
+        written = {column for node in further for column in node.writes}
+        gives_reward = getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles
+        # Where a node writes it, agents need no source; rewards of environments have one, and clash with the node.
+        if gives_reward and (hasattr(self.episode, "rewards") or "reward" not in written):
+            from verl.rewards.environments import with_episodes
+
+            by_role["reward"] = with_episodes(by_role.get("reward"), self.episode)
+        check_sources(self.algorithm, {*by_role, *(written & {"reward", "cost"})})
+        #: Role, or name of a further node -> where its numbers come from.
+        self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in by_role.items()}
+        #: What is done with samples before any model reads them.
+        self.nodes: list[Node] = [
+            RewardNode(r, column=role).as_node(role) for role, r in self.sources.items()
+        ] + further
+        for name, stage in stages.items():
+            if isinstance(stage, RewardNode):
+                self.sources[stage.column if stage.column in ("reward", "cost") else name] = stage.reward
+        self.n = self.algorithm.samples_per_prompt if n is None else n
+        self.algorithm.check_samples(self.n)
+
+    def bound(self, actor: Actor, critic: Critic | None, run: Run, limits: LimitOptions, name: str = "") -> Task:
+        """This task on its actor, as `Trainer.tasks` has it.
+
+        Args:
+            name: what names of its metrics begin with; of a task alone, nothing.
+        """
+        task, options = copy(self), actor.rollout_options
+        task.actor, task.sampling, task._run = actor, as_sampling(self.sampling, actor.sampling), run
+        task._is_checked, task._problems = False, KnownPrompts()
+        if self.episode is not None and self.episode is not load_episode(options.episode):
+            actor.play(self.name, self.episode)
+        if self.algorithm.needs_constraint and not (self.episode or options.episode):
             raise ConfigError(
                 f"task '{self.name}': algorithm '{self.algorithm.name}' samples under a constraint: give the task one "
                 "(constraint_model in YAML, episode=ConstrainedEpisode(...) in Python)"
             )
-        self.updater = Updater(task.algorithm, actor=actor, critic=critic)
-        self.episodes, self._max_resamples = Failures(limits.max_failed_episodes), limits.max_resamples
-        episode = load_episode(actor.rollout_options.episodes.get(task.name, actor.rollout_options.episode))
-        self._max_left_out = float(getattr(episode, "max_left_out", 1.0))
+        task.updater = Updater(self.algorithm, actor=actor, critic=critic)
+        task.updater.name, task.critic = name, task.updater.critics.get("critic")
+        # Log-probs are of logits at the temperature of the samples. Tasks may differ in it: then samples say theirs.
+        temperature = 1.0 if name or not self.algorithm.online else task.sampling.temperature or 1.0
+        actor.plan = replace(actor.plan, temperature=temperature)
+        task.episodes, task._max_resamples = Failures(limits.max_failed_episodes), limits.max_resamples
+        episode = load_episode(actor.rollout_options.episodes.get(self.name, actor.rollout_options.episode))
+        task._max_left_out = float(getattr(episode, "max_left_out", 1.0))
         #: What is done with samples: rewards and nodes of the user's, and forwards of models.
-        self.nodes: list[Node] = [*task.nodes, *UpdateNode(self.updater).experience()]
+        task._on_samples = [*self.nodes, *UpdateNode(task.updater).experience()]
         sampled = []
         if self.algorithm.online:
-            _warn_of_masks(actor, self.sampling, task.name)
-            sampled = [self._rollout(self.n, self.sampling, self.algorithm.greedy_baseline)]
-        self.graph = Graph([*sampled, *self.nodes])
+            _warn_of_masks(actor, task.sampling, self.name)
+            sampled = [task._rollout(self.n, task.sampling, self.algorithm.greedy_baseline)]
+        task.graph = Graph([*sampled, *task._on_samples])
         #: The user's own, by name.
-        self.metrics: dict[str, Metric] = {}
+        task.metrics = {}
+        return task
 
     def _rollout(self, n: int, params: SamplingParams, greedy_baseline: bool = False) -> Node:
-        rollout = RolloutNode(
-            self.actor,
-            n=n,
-            params=params,
-            algorithm=self.algorithm,
-            greedy_baseline=greedy_baseline,
-            task=self.name,
-        )
-        return rollout.as_node("rollout")
-
-    @property
-    def critic(self) -> Critic | None:
-        return self.updater.critics.get("critic")
+        options: dict[str, Any] = {"algorithm": self.algorithm, "greedy_baseline": greedy_baseline, "task": self.name}
+        return RolloutNode(self.actor, n=n, params=params, **options).as_node("rollout")
 
     def rows(self, prompts: Any, key: str) -> Batch:
         """Prompts as `Actor.prompts` makes them; for an offline algorithm recorded rows (`OfflineDatasetLoader`), or a
@@ -158,20 +245,20 @@ class ActiveTask:
         """
         if "response_tokens" in rows or self._is_checked:
             return
-        if len(self.task.nodes) == len(self.sources):  # others may write what rewards read
+        if len(self.nodes) == len(self.sources):  # others may write what rewards read
             check_reads({"the prompts": rows}, [reward.source for reward in self.sources.values()])
         self._is_checked = True
 
     def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, **sampling: Any) -> Evaluation:
         """See `Trainer.evaluate`."""
-        if not any("reward" in node.writes for node in self.task.nodes):
+        if not any("reward" in node.writes for node in self.nodes):
             raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
         tokenized = self._problems(self.actor.tokenizer, prompts, self.actor.tools)
         problems = self.actor.prompts(tokenized, key="eval")
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
         params = replace(self.sampling, **{name: value for name, value in sampling.items() if value is not None})
-        graph = Graph([self._rollout(n, params), *self.task.nodes])
+        graph = Graph([self._rollout(n, params), *self.nodes])
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())
@@ -219,19 +306,15 @@ class ActiveTask:
                 "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
             )
         draws = [await self._draw(rows)]
-        # Most algorithms reject nothing, and are not asked.
-        rejects = type(self.algorithm).keep is not BaseAlgorithm.keep
-        keep = await self._keep(draws[0].batch) if rejects else None
-        if keep is None:
-            return Samples(draws[0].batch, draws)
-        kept = [draws[0].batch.filter(keep)]
+        kept = [await self._kept(draws[0].batch)]
+        if kept[0] is draws[0].batch:
+            return Samples(kept[0], draws)
         origin = {group: group for group in rows["group"]}
         while (again := rejected_rows(rows, kept, origin)) and len(draws) <= self._max_resamples:
             retry = rows.take(again)
             groups = retried_groups(retry["group"], len(draws), origin)
             draws.append(await self._draw(retry.drop(["group", "id"]).add({"group": groups})))
-            more = draws[-1].batch
-            kept.append(more.filter(await self._keep(more) or [True] * len(more)))
+            kept.append(await self._kept(draws[-1].batch))
         return Samples(Batch.concat(kept), draws, len(again), origin)
 
     async def score(self, group: Batch) -> Result:
@@ -247,15 +330,14 @@ class ActiveTask:
                 alone[name] = replace(node, at_end=None)  # of a whole step, see `record`
         return await draw(Graph(alone.values(), group.columns), group, self._run)
 
-    async def collect_drawn(self, groups: Sequence[Future[Result]], key: str) -> Samples:
+    async def from_rollout_workers(self, groups: Sequence[Future[Result]], key: str) -> Samples:
         """What `score` gave of groups that rollout workers have drawn, as samples; those that the algorithm rejects are
         left out."""
         results = await all_of(map(asyncio.wrap_future, groups))
         result = await self.replay(Batch.concat(group.batch for group in results), key)
         metrics = combined([(len(group.batch), group.metrics) for group in results])
         result = replace(result, metrics=disjoint("a metric of a node", metrics, result.metrics))
-        keep = await self._keep(result.batch)
-        return Samples(result.batch if keep is None else result.batch.filter(keep), [result])
+        return Samples(await self._kept(result.batch), [result])
 
     async def replay(self, rows: Batch, key: str, *, in_step: bool = True) -> Result:
         """Recorded responses: without a rollout, and without the nodes whose column has been recorded."""
@@ -266,7 +348,7 @@ class ActiveTask:
 
     def _unwritten(self, rows: Batch) -> list[Node]:
         """The nodes that work on samples, without those whose column has been recorded."""
-        return [node for node in self.nodes if not node.writes.keys() & set(rows.columns)]
+        return [node for node in self._on_samples if not node.writes.keys() & set(rows.columns)]
 
     def record(self, samples: Samples) -> dict[str, Any]:
         """The metrics of samples.
@@ -274,53 +356,55 @@ class ActiveTask:
         Raises:
             DataError, RewardError, ConfigError: of a user's metric, see `Metric`.
         """
-        for node in self.nodes:
+        for node in self._on_samples:
             if node.at_end is not None:
                 node.at_end()
-        first = own_samples(samples.draws[0].batch)
-        ended = by_episode(first)
+        drawn = [without_baselines(result.batch) for result in samples.draws]
+        ended = one_row_per_episode(drawn[0])
         record: dict[str, Any] = score_metrics(ended)
         if "rollout" in samples.draws[0].timings:
-            record |= self._rollout_metrics(samples.draws)
-            drawn = [own_samples(result.batch) for result in samples.draws]
-            record |= _failures([*map(by_episode, drawn)]) | episode_metrics(Batch.concat(drawn))
+            record |= self._rollout_metrics(samples.draws) | _failures([*map(one_row_per_episode, drawn)])
+            record |= episode_metrics(Batch.concat(drawn))
         if samples.rejected is not None:
-            record |= {"rollout/resamples": len(samples.draws) - 1, "rollout/rejected_prompts": samples.rejected}
+            record["rollout/resamples"] = Count(len(samples.draws) - 1)
+            record["rollout/rejected_prompts"] = Count(samples.rejected)
         of_nodes = combined([(len(result.batch), result.metrics) for result in samples.draws])
         record = disjoint("a metric of a node", record, of_nodes)
-        add_metrics(
-            record,
-            {name: metric(ended, self._run.deadline)[0] for name, metric in self.metrics.items()},
-            self.metrics,
-        )
+        users = {name: metric(ended, self._run.deadline)[0] for name, metric in self.metrics.items()}
+        add_metrics(record, users, self.metrics)
         return record
 
     @staticmethod
     def _rollout_metrics(draws: Sequence[Result]) -> dict[str, Any]:
         """Lengths and KL of the first rollout, which has every prompt once; tokens and time of all."""
-        first = own_samples(draws[0].batch)
+        first = without_baselines(draws[0].batch)
         generated = sum(written_tokens(result.batch) for result in draws)
         busy = sum(result.timings["rollout"].busy for result in draws)
+        kl = {"kl": kl_to_reference(first)} if "ref_log_probs" in first else {}
         return {
             **sample_metrics(first),
-            "rollout/tokens": generated,
+            "rollout/tokens": Count(generated),
             "rollout/tokens_per_s": generated / max(busy, 1e-9),
-            "time/rollout": busy,
-            **({"kl": kl_to_reference(first)} if "ref_log_probs" in first else {}),
+            "time/rollout": Seconds(busy),
+            **kl,
         }
 
     async def _draw(self, prompts: Batch) -> Result:
         result = await draw(self.graph, prompts, self._run)
         if "episode_error" in result.batch:
-            self._count_episodes(own_samples(result.batch))
+            self._count_episodes(without_baselines(result.batch))
         return result
 
-    async def _keep(self, samples: Batch) -> Sequence[bool] | None:
-        """Which samples the algorithm keeps. In the compute thread: it may be a user's."""
-        return await asyncio.wrap_future(loop.submit(self.algorithm.keep, samples).result)
+    async def _kept(self, samples: Batch) -> Batch:
+        """The samples that the algorithm does not reject; `samples` itself where it rejects none."""
+        if type(self.algorithm).keep is BaseAlgorithm.keep:
+            return samples
+        # In the compute thread: it may be a user's.
+        keep = await asyncio.wrap_future(loop.submit(self.algorithm.keep, samples).result)
+        return samples if keep is None else samples.filter(keep)
 
     def _count_episodes(self, samples: Batch) -> None:
-        errors = by_episode(samples)["episode_error"]
+        errors = one_row_per_episode(samples)["episode_error"]
         reasons = left_out_reasons(samples)
         if sum(reasons.values()) > self._max_left_out * len(errors):
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
@@ -342,7 +426,7 @@ def _failures(draws: Sequence[Batch]) -> dict[str, Any]:
     """Abstentions, failures and rejections, of all rollouts of a step."""
     metrics: dict[str, Any] = {}
     if "reward" in draws[0]:
-        metrics["reward/abstained"] = sum(samples["reward"].count(None) for samples in draws)
+        metrics["reward/abstained"] = Count(sum(samples["reward"].count(None) for samples in draws))
     if "rejected" in draws[0]:
         failed = sum(error is not None for samples in draws for error in samples["episode_error"])
         tried = sum(sum(samples["rejected"]) + len(samples) for samples in draws) - failed

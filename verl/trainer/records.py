@@ -1,18 +1,67 @@
-"""Whether a training run has changed its policy at all."""
+"""The record of a step: of all tasks together, what was learned from, and whether anything was."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl.batch import Batch
+from verl.dataflow.scores import Count, Mean, Seconds, one_row_per_episode, without_baselines, written_tokens
 from verl.errors import TrainingError
 
 if TYPE_CHECKING:
     from verl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+def joined(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One record of all tasks, and in it the metrics of each under its name.
+
+    `reward` and other means are over all samples, or tokens, that have a value: with rewards on several scales, look at
+    those of the tasks.
+
+    Args:
+        records: of each task, by what the names of its metrics begin with; nothing, where it is the only one.
+    """
+    record = {f"{begin}{key}": value for begin, of_task in records.items() for key, value in of_task.items()}
+    for key in dict.fromkeys(key for of_task in records.values() for key in of_task):
+        values = [of_task[key] for of_task in records.values() if key in of_task]
+        if isinstance(values[0], Count | Seconds):
+            record.setdefault(key, sum(values))
+        elif isinstance(values[0], Mean):
+            present = [mean for mean in values if mean.count and not math.isnan(mean)]
+            if present:
+                count = sum(mean.count for mean in present)
+                record.setdefault(key, sum(mean.count * float(mean) for mean in present) / count)
+            elif key == "reward":
+                record.setdefault(key, math.nan)
+    if "rollout/tokens" in record:
+        rate = record["rollout/tokens"] / max(record["time/rollout"], 1e-9)
+        record.setdefault("rollout/tokens_per_s", rate)
+    return record
+
+
+def trained(samples: Iterable[Batch], metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """The tokens that an update of so many seconds learned from."""
+    tokens = sum(sum(without_baselines(batch).lengths("response_tokens")) for batch in samples)
+    tokens -= round(metrics.get("update/tokens_left_out/actor", 0.0))
+    return {"train/tokens": tokens, "train/tokens_per_s": tokens / max(seconds, 1e-9), "time/update": seconds}
+
+
+def rates(samples: Batch, updated: bool, seconds: float) -> dict[str, float]:
+    """Throughput of a task that took part in a step, over the seconds since it did so before: `samples_per_s`,
+    `updates_per_s`, `rewards_per_s` and `tokens_per_s` (that the policy wrote)."""
+    ended = one_row_per_episode(samples)
+    counts = {
+        "samples": len(ended),
+        "updates": int(updated),
+        "rewards": len(ended) - ended["reward"].count(None) if "reward" in ended else 0,
+        "tokens": written_tokens(samples),
+    }
+    return {f"{what}_per_s": count / max(seconds, 1e-9) for what, count in counts.items()}
 
 
 def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
