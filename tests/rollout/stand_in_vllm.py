@@ -60,9 +60,9 @@ class LLM:
 
     @torch.no_grad()
     def update_weights(self, request: Mapping[str, Any]) -> None:
-        update, state = request["update_info"], self.model.state_dict()
+        weights, state = request["update_info"]["weights"], self.model.state_dict()
         self.served = None
-        for (name, _, offset), piece in zip(update["places"], update["pieces"], strict=True):
+        for (name, _, offset), piece in zip(weights["slices"], weights["tensors"], strict=True):
             block = tuple(slice(low, low + size) for low, size in zip(offset, piece.shape, strict=True))
             state[name][block] = piece
 

@@ -24,7 +24,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.grammar import Grammar
 from verl.rollout.remote import RemoteEngine, ServerEngine
-from verl.rollout.vllm.engine import sampling_arguments
+from verl.rollout.vllm.requests import sampling_arguments
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
 

@@ -17,8 +17,14 @@ from transformers import PreTrainedModel
 
 from tests import forked
 from verl.rollout.vllm import transport as vllm_transport
-from verl.rollout.vllm.engine import _transport
-from verl.rollout.vllm.transport import DeviceTransport, FileTransport, Transport, device_checksum, received
+from verl.rollout.vllm.transport import (
+    DeviceTransport,
+    FileTransport,
+    Transport,
+    device_checksum,
+    received,
+    transport_for,
+)
 from verl.weights.shard import Shard, checksum, split_large
 from verl.weights.shards import model_shards
 
@@ -117,9 +123,9 @@ def test_a_device_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_weights_of_a_gpu_stay_on_it(trainer: str, engine: str, kind: type[Transport]) -> None:
-    assert type(_transport(trainer, engine, 2)) is kind
+    assert type(transport_for(trainer, engine, 2)) is kind
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file"):
-        received({"places": [], "path": str(tmp_path / "none"), "checksum": ""}, 0, "cpu")
+        received({"slices": [], "path": str(tmp_path / "none"), "checksum": ""}, 0, "cpu")

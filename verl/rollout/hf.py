@@ -15,7 +15,6 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -79,11 +78,8 @@ class HFEngine:
             raise ConfigError(f"rollout: max_batch must be positive, got {max_batch}")
         config = model.config.get_text_config()
         limits = (max_length, getattr(config, "max_position_embeddings", None))
-        self.model = model
-        self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.seed = seed
-        self.max_batch = max_batch
+        self.model, self.tokenizer = model, tokenizer
+        self.eos_token_ids, self.seed, self.max_batch = tuple(eos_token_ids), seed, max_batch
         self.max_length = min((int(limit) for limit in limits if limit), default=_UNLIMITED)
         self.policy_version = 0
         self._original_length = original_length(config) or _UNLIMITED
@@ -107,9 +103,8 @@ class HFEngine:
             RolloutError: it is invalid, or its id is in use.
         """
         check_new(request, self._by_id)
-        response = self._response(request)
-        self._by_id[request.id] = response
-        self._waiting.append(response)
+        self._by_id[request.id] = self._response(request)
+        self._waiting.append(self._by_id[request.id])
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
@@ -118,9 +113,11 @@ class HFEngine:
         Raises:
             RolloutError: the logits are not finite.
         """
-        self._keep([r.finish is None for r in self._batch])
+        self._keep([row for row, response in enumerate(self._batch) if response.finish is None])
         if not self._batch:
-            self._next_batch()
+            self._forget_batch()
+            self._waiting = deque(response for response in self._waiting if response.finish is None)
+            self._batch += [self._waiting.popleft() for _ in range(min(self.max_batch, len(self._waiting)))]
         if self._batch:
             try:
                 logits = self._forward()
@@ -168,18 +165,10 @@ class HFEngine:
         self._waiting.extendleft(reversed(self._batch))
         self._forget_batch()
 
-    def _next_batch(self) -> None:
-        self._forget_batch()
-        while self._waiting and len(self._batch) < self.max_batch:
-            response = self._waiting.popleft()
-            if response.finish is None:
-                self._batch.append(response)
-
-    def _keep(self, keep: list[bool]) -> None:
-        """Drop the rows of finished responses."""
-        if all(keep):
+    def _keep(self, rows: list[int]) -> None:
+        """Drop all other rows of the batch."""
+        if len(rows) == len(self._batch):
             return
-        rows = [row for row, kept in enumerate(keep) if kept]
         self._batch = [self._batch[row] for row in rows]
         if self._cache is not None and not all(hasattr(x, "batch_select_indices") for x in self._cache.layers):
             self._cache = None  # some layers' states cannot be split: recompute the rows
@@ -196,13 +185,13 @@ class HFEngine:
         if not cached or self._cache_is_long not in kinds:
             self._cache = None
         with evaluating(self.model):
-            logits = self._next_logits(rows) if cached else self._logits_anew(rows)
+            logits = self._logits_by_cache(rows) if cached else self._logits_of_whole_rows(rows)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _is_long(self, row: list[int]) -> bool:
         return len(row) > self._original_length
 
-    def _next_logits(self, rows: list[list[int]]) -> Tensor:
+    def _logits_by_cache(self, rows: list[list[int]]) -> Tensor:
         device = self.model.device
         if self._cache is None:
             longest = max(map(len, rows))
@@ -225,23 +214,18 @@ class HFEngine:
         )
         return cast(Tensor, output.logits[:, -1])
 
-    def _logits_anew(self, rows: list[list[int]]) -> Tensor:
-        order = sorted(range(len(rows)), key=lambda i: self._is_long(rows[i]))
+    def _logits_of_whole_rows(self, rows: list[list[int]]) -> Tensor:
         size = max(1, _LOGITS // (max(map(len, rows)) * self._vocab_size))
         by_row: dict[int, Tensor] = {}
-        for _, group in groupby(order, key=lambda i: self._is_long(rows[i])):
-            alike = list(group)
-            for start in range(0, len(alike), size):
-                by_row |= self._last_logits({i: rows[i] for i in alike[start : start + size]})
+        for is_long in (False, True):
+            alike = [i for i, row in enumerate(rows) if self._is_long(row) == is_long]
+            for some in (alike[start : start + size] for start in range(0, len(alike), size)):
+                longest = max(len(rows[i]) for i in some)
+                padded = [rows[i] + rows[i][:1] * (longest - len(rows[i])) for i in some]
+                tokens = torch.tensor(padded, device=self.model.device)
+                output = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+                by_row |= {i: logits[len(rows[i]) - 1] for i, logits in zip(some, output.logits, strict=True)}
         return torch.stack([by_row[i] for i in range(len(rows))])
-
-    def _last_logits(self, rows: dict[int, list[int]]) -> dict[int, Tensor]:
-        """The logits `[V]` after the last token of each row, from one forward."""
-        longest = max(map(len, rows.values()))
-        padded = [row + row[:1] * (longest - len(row)) for row in rows.values()]
-        tokens = torch.tensor(padded, device=self.model.device)
-        logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-        return {i: row_logits[len(row) - 1] for (i, row), row_logits in zip(rows.items(), logits, strict=True)}
 
     @torch.no_grad()
     def _choose_forward(self) -> None:
@@ -252,19 +236,25 @@ class HFEngine:
         """
         name = type(self.model).__name__
         tolerance = _TOLERANCE.get(self.model.dtype, 0.05)
-        rows = [[token % self._vocab_size for token in row][: self.max_length - len(_NEXT)] for row in _PROBE]
-        plain = self._plain_logits(rows)
+        more = [token % self._vocab_size for token in _NEXT]
+        rows = [[token % self._vocab_size for token in row][: self.max_length - len(more)] for row in _PROBE]
+        # Three steps; the first row ends before the last one.
+        steps = [rows, [row + more[:1] for row in rows], [row + more for row in rows[1:]]]
+        ids = (torch.tensor([row], device=self.model.device) for rows in steps for row in rows)
+        with evaluating(self.model):
+            plain = torch.stack([self.model(input_ids=row, use_cache=False).logits[0, -1] for row in ids])
+        plain = plain if plain.dtype == torch.float64 else plain.float()
         if not plain.isfinite().all():
             return  # sampling raises an error for broken weights
         try:
-            difference = self._difference(rows, plain)
+            difference = self._difference(steps, plain)
             reason = "" if difference <= tolerance else f"logits differ by {difference:.1%}"
         except Exception as error:  # a model's code may fail in any way on this cache
             reason = f"{type(error).__name__}: {error}"
         if not reason:
             return
         self.cached = False
-        difference = self._difference(rows, plain)
+        difference = self._difference(steps, plain)
         if not difference <= tolerance:
             raise ModelError(
                 f"the logits of {name} depend on tokens to come or on other rows (they differ by {difference:.1%}): "
@@ -276,36 +266,20 @@ class HFEngine:
             *(name, reason),
         )
 
-    def _plain_logits(self, rows: list[list[int]]) -> Tensor:
-        """Logits `[N, V]` of each row, of each with one more token, and of each but the first with two more."""
-        every = [
-            *rows,
-            *([*row, self._next(0)] for row in rows),
-            *([*row, *map(self._next, (0, 1))] for row in rows[1:]),
-        ]
-        ids = (torch.tensor([row], device=self.model.device) for row in every)
-        with evaluating(self.model):
-            logits = torch.stack([self.model(input_ids=row, use_cache=False).logits[0, -1] for row in ids])
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-    def _next(self, step: int) -> int:
-        return _NEXT[step] % self._vocab_size
-
-    def _difference(self, rows: list[list[int]], plain: Tensor) -> float:
-        """The largest relative difference between `plain` and three steps of ours; the last step has one row fewer."""
-        requests = [Request(str(i), row, SamplingParams(max_new_tokens=1)) for i, row in enumerate(rows)]
+    def _difference(self, steps: list[list[list[int]]], plain: Tensor) -> float:
+        """The largest relative difference between `plain` and our logits of these steps' rows."""
+        requests = [Request(str(i), row, SamplingParams(max_new_tokens=1)) for i, row in enumerate(steps[0])]
         self._batch = [self._response(request) for request in requests]
         try:
-            steps = [self._forward()]
-            for step in range(len(_NEXT)):
-                for response in self._batch:
-                    response.tokens.append(self._next(step))
-                if step:
-                    self._keep([i > 0 for i in range(len(rows))])
-                steps.append(self._forward())
+            logits = [self._forward()]
+            for rows in steps[1:]:
+                self._keep([*range(len(self._batch) - len(rows), len(self._batch))])
+                for response, row in zip(self._batch, rows, strict=True):
+                    response.tokens.append(row[-1])
+                logits.append(self._forward())
         finally:
             self._forget_batch()
-        got, want = (logits - logits.mean(-1, keepdim=True) for logits in (torch.cat(steps), plain))
+        got, want = (each - each.mean(-1, keepdim=True) for each in (torch.cat(logits), plain))
         return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)).nan_to_num(torch.inf).max())
 
     def _response(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from verl._host.user_calls import DEADLINE
 from verl.errors import RolloutError
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.response import check_prompt
-from verl.rollout.vllm.engine import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
+from verl.rollout.vllm.requests import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm.transport import FileTransport
 from verl.weights.shard import Shard
 
@@ -131,7 +131,9 @@ class RemoteEngine:
         """
         weights = list(shards)
         with FileTransport().publish(weights) as file:
-            self._wait(self._update({"version": version, "tied": self._tied, **file}, weights), "take the weights")
+            self._wait(
+                self._update({"version": version, "tied": self._tied, "weights": file}, weights), "take the weights"
+            )
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
@@ -300,7 +302,7 @@ class ServerEngine(RemoteEngine):
             if server.weights != version or await self._served(server) != {version}:
                 logger.warning("rollout server %s gets the weights of version %d again", server.url, version)
                 with FileTransport().publish(weights) as file:
-                    await self._give(server, {"version": version, "tied": self._tied, **file})
+                    await self._give(server, {"version": version, "tied": self._tied, "weights": file})
             server.checked = True
 
     async def _give(self, server: Server, update: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ does not wait for the host. A response whose end is found that way has one token
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -241,7 +240,6 @@ class EmbeddedEngine:
 
     def _take(self, taken: list[PendingTokens]) -> None:
         """Add sampled tokens to their responses, and free the blocks of those that have ended."""
-        started = time.perf_counter()
         for pending in taken:
             going_on = [response for response in pending.responses if response.finish is None]
             try:
@@ -253,7 +251,6 @@ class EmbeddedEngine:
             self.stats.generated_tokens += len(going_on)
         if taken is self._pending:
             self._pending = []
-        self.stats.sampling_seconds += time.perf_counter() - started
 
     def _end(self, response: Response) -> None:
         self.scheduler.end(response)

@@ -15,7 +15,6 @@ Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabu
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -111,28 +110,21 @@ class ModelRunner:
         In a decode step (`ScheduledBatch.is_decode`) the batch has the last token of each response: its keys and values
         are written to its slot, and the next token is sampled from the logits of its hidden state.
         """
-        started, model = time.perf_counter(), self.packed.model
         self.stats.steps += bool(batch.tokens)
         with ExitStack() as stack:
             if self.group is not None and (batch.tokens or batch.copies):
                 text = torch.frombuffer(bytearray(batch.to_json()), dtype=torch.uint8)
                 stack.enter_context(self._command(_HIDDEN, len(text), text))
-            if model.training:
-                stack.enter_context(evaluating(model))
+            if self.packed.model.training:
+                stack.enter_context(evaluating(self.packed.model))
             copy_blocks(self.cache, batch.copies)
             # The same forward and sampling in fixed buffers; it fills `last_sampled` itself.
             if self.decoder is not None and batch.is_decode and self.packed.ready is None:
-                pending = [self.decoder.step(batch, self.padded(len(batch.samples)), policy_version)]
-                self.stats.forward_seconds += time.perf_counter() - started
-                return pending
+                return [self.decoder.step(batch, self.padded(len(batch.samples)), policy_version)]
             hidden = self._forward(batch)
         for prompt, index in batch.completed:
             prompt.hidden = hidden[index].clone()
-        computed = time.perf_counter()
-        self.stats.forward_seconds += computed - started
-        pending = self._sample(batch.samples, hidden, policy_version) if batch.samples else []
-        self.stats.sampling_seconds += time.perf_counter() - computed
-        return pending
+        return self._sample(batch.samples, hidden, policy_version) if batch.samples else []
 
     def padded(self, rows: int) -> int:
         """The padded batch size of a product of `rows` rows."""

@@ -48,15 +48,13 @@ from verl.rollout.embedded.response import PromptState, Response
 
 @dataclass
 class EngineStats:
-    """What the engine did since it was made; seconds are wall-clock."""
+    """Counts since the engine was made."""
 
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
-    forward_seconds: float = 0.0
-    sampling_seconds: float = 0.0
 
 
 @dataclass

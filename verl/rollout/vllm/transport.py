@@ -1,7 +1,7 @@
-"""How weights reach vLLM's workers in other processes: in a file, or in the memory of a device.
+"""How weights reach vLLM's workers: as live tensors in this process, in a file, or in the memory of a device.
 
-Either way some shards become a message of plain data that says where they are. It travels over vLLM's own
-channel, and nothing in it is unpickled. What is shared stays until the workers have answered.
+For other processes shards become a message of plain data that says where they are. It travels over vLLM's own channel,
+and nothing in it is unpickled. What is shared stays until the workers have answered.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ _ALIGNED = 256
 
 
 class Transport(Protocol):
-    """One way to publish shards to other processes.
+    """One way to publish shards to workers.
 
     Attributes:
         on_host: whether shards are wanted on the CPU.
@@ -36,7 +37,26 @@ class Transport(Protocol):
     on_host: bool
 
     def publish(self, shards: Sequence[Shard]) -> AbstractContextManager[dict[str, Any]]:
-        """A message, JSON but for tuples, from which `received` makes the shards until the end of the block."""
+        """A message from which `received` makes the shards until the end of the block; for other processes it is JSON
+        but for tuples. Its `slices` are the name and shape of each shard's weight, and the offset there."""
+
+
+def transport_for(trainer: str, engine: str, ranks: int) -> Transport:
+    """How weights of a trainer on one device reach an engine with this many ranks, in other processes."""
+    if trainer.startswith("cuda") and engine.startswith("cuda"):
+        return DeviceTransport(trainer, ranks)
+    return FileTransport()
+
+
+class LiveTransport:
+    """The shards' own tensors, for a worker in this process."""
+
+    on_host = False
+
+    @contextmanager
+    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+        """`slices`, `tensors`."""
+        yield {"slices": _slices(shards), "tensors": [shard.tensor for shard in shards]}
 
 
 class FileTransport:
@@ -46,13 +66,13 @@ class FileTransport:
 
     @contextmanager
     def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        """`path`, `places` and `checksum`."""
+        """`path`, `slices` and `checksum`."""
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
             path = Path(folder) / "weights.safetensors"
             shards = [replace(shard, tensor=shard.tensor.detach().cpu().contiguous()) for shard in shards]
             save_file({str(number): shard.tensor for number, shard in enumerate(shards)}, path)
-            yield {"path": str(path), "places": places_of(shards), "checksum": checksum(shards)}
+            yield {"path": str(path), "slices": _slices(shards), "checksum": checksum(shards)}
 
 
 class DeviceTransport:
@@ -71,21 +91,20 @@ class DeviceTransport:
 
     @contextmanager
     def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        """`memory`, `handles` (one a rank), `pieces_at` (dtype, shape and first byte of each), `places`, `checksum`."""
+        """`memory`, `handles` (one a rank), `views` (dtype, shape and first byte of each), `slices`, `checksum`."""
         sizes = [math.ceil(shard.nbytes / _ALIGNED) * _ALIGNED for shard in shards]
-        begins = [sum(sizes[:number]) for number in range(len(sizes))]
         buffer = torch.zeros(max(sum(sizes), _ALIGNED), dtype=torch.uint8, device=self._device)
-        pieces_at = [
-            (str(s.tensor.dtype).removeprefix("torch."), tuple(s.tensor.shape), begin)
-            for s, begin in zip(shards, begins, strict=True)
+        views = [
+            (str(shard.tensor.dtype).removeprefix("torch."), tuple(shard.tensor.shape), begin)
+            for shard, begin in zip(shards, accumulate(sizes, initial=0), strict=False)
         ]
-        for view, shard in zip(_views(buffer, pieces_at), shards, strict=True):
+        for view, shard in zip(_views(buffer, views), shards, strict=True):
             view.copy_(shard.tensor.detach())
         memory = MEMORIES[self._device.type]
         message = {
             "memory": self._device.type,
-            "pieces_at": pieces_at,
-            "places": places_of(shards),
+            "views": views,
+            "slices": _slices(shards),
             "checksum": device_checksum(buffer),
             "handles": [_as_plain(memory.share(buffer.untyped_storage())) for _ in range(self._ranks)],
         }
@@ -133,15 +152,19 @@ def received(message: Mapping[str, Any], rank: int, device: torch.device | str) 
     Raises:
         ValueError: they cannot be reached, or are not those that were sent.
     """
-    places = message["places"]
-    if message.get("memory") is not None:
-        return shards_of(places, _from_device(message, rank, torch.device(device)))
     path = message.get("path")
-    if path is None or not Path(path).is_file():
+    if "tensors" in message:
+        tensors = message["tensors"]
+    elif "memory" in message:
+        tensors = _from_device(message, rank, torch.device(device))
+    elif path is None or not Path(path).is_file():
         raise ValueError(f"no weights came: there is no file '{path}' where this worker runs")
-    stored = load_file(path)
-    shards = shards_of(places, [stored[str(number)] for number in range(len(places))])
-    if checksum(shards) != message["checksum"]:
+    else:
+        stored = load_file(path)
+        tensors = [stored[str(number)] for number in range(len(stored))]
+    slices = zip(message["slices"], tensors, strict=True)
+    shards = [Shard(name, tuple(shape), tuple(offset), tensor) for (name, shape, offset), tensor in slices]
+    if path is not None and checksum(shards) != message["checksum"]:
         raise ValueError(f"the weights in {path} are not those that were sent")
     return shards
 
@@ -154,14 +177,12 @@ def _from_device(message: Mapping[str, Any], rank: int, device: torch.device) ->
     shared = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     # A copy, since vLLM may keep shards until a layer is whole, and the sender uses its memory again.
     buffer = shared.to(device, copy=True)
-    checksum = device_checksum(buffer)  # which waits for the copy
-    if checksum != message["checksum"]:
+    if device_checksum(buffer) != message["checksum"]:  # it waits for the copy
         raise ValueError("the weights in device memory are not those that were sent")
-    return _views(buffer, message["pieces_at"])
+    return _views(buffer, message["views"])
 
 
-def places_of(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """For each shard the name and shape of its weight, and its offset there."""
+def _slices(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
 
 
@@ -174,16 +195,10 @@ def device_checksum(buffer: Tensor) -> str:
     return f"{sums[0] % (1 << 64):016x}{sums[1] % (1 << 64):016x}"
 
 
-def shards_of(places: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> list[Shard]:
-    """The shards of these tensors; `places`: see `places_of`."""
-    paired = zip(places, tensors, strict=True)
-    return [Shard(name, tuple(shape), tuple(offset), tensor) for (name, shape, offset), tensor in paired]
-
-
-def _views(buffer: Tensor, pieces_at: Sequence[Sequence[Any]]) -> list[Tensor]:
+def _views(buffer: Tensor, views: Sequence[Sequence[Any]]) -> list[Tensor]:
     """Views of the parts of a buffer `[bytes]`."""
     tensors = []
-    for name, shape, begin in pieces_at:
+    for name, shape, begin in views:
         dtype: torch.dtype = getattr(torch, name)
         end = begin + math.prod(shape) * dtype.itemsize
         tensors.append(buffer[begin:end].view(dtype).view(tuple(shape)))

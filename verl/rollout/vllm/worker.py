@@ -21,51 +21,35 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from verl.rollout.vllm.transport import received, shards_of
+from verl.rollout.vllm.transport import received
 from verl.rollout.vllm.weights import WeightSink
-from verl.weights.shard import Shard
 
 BACKEND = "verl"
 _GREEDY = 1e-5  # vLLM's own bound: a lower temperature is greedy
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
-    """No initialisation is needed."""
-
-
-@dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A part of the weights of one policy version: shards, by the checkpoint names of the weights.
+    """A part of the weights of one policy version.
 
     Attributes:
+        weights: shards, by the checkpoint names of their weights: a message of a `Transport`.
         tied: further names of tied weights, which come once but of which vLLM may keep copies.
-        places: of each shard the name and shape of its weight, and its offset there.
-        path: a safetensors file that the worker can read, with the shards under the keys "0", "1" and so on, and
-            `checksum` of them; or
-        memory, handles, pieces_at: a buffer on a device, likewise with a `checksum`, see `DeviceTransport`; or
-        pieces: the shards' tensors, for a worker in the trainer's process.
     """
 
     version: int
+    weights: Mapping[str, Any]
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    places: Sequence[tuple[str, Sequence[int], Sequence[int]]] = ()
-    path: str | None = None
-    checksum: str | None = None
-    memory: str | None = None
-    handles: Sequence[Sequence[Any]] = ()
-    pieces_at: Sequence[tuple[str, Sequence[int], int]] = ()
-    pieces: Sequence[Tensor] | None = None
 
 
-class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
     """Puts each part of a policy version in place when it comes. A failure before the first one leaves the old weights.
 
     `served` is the version of the model's weights. None: those it started with, or unknown because an update has begun
     and not ended.
     """
 
-    init_info_cls = InitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = UpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +58,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._sink = WeightSink(self.model, self.model_config)
         self._version: int | None = None
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
@@ -86,7 +70,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             ValueError: there are none, or not those that were sent.
         """
-        shards = self._read(update_info)
+        shards = received(update_info.weights, self.parallel_config.rank, self.device)
         if self._version is None:
             self.served, self._version = None, update_info.version
             self._sink.begin()
@@ -107,11 +91,6 @@ class ShardTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._version = None
-
-    def _read(self, update: UpdateInfo) -> list[Shard]:
-        if update.pieces is None:
-            return received(vars(update), self.parallel_config.rank, self.device)
-        return shards_of(update.places, update.pieces)
 
 
 class ScaledSampler(Sampler):
