@@ -19,7 +19,7 @@ from verl.attention import flash, segments
 from verl.attention import prefix_tree as trees
 from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.attention.segments import Packed, Row, pack_rows
-from verl.attention.varlen import Ragged
+from verl.attention.varlen import VarlenKeys
 from verl.models.packed import PackedModel
 
 Rows = list[tuple[list[int], list[int]]]  # prompt, response
@@ -65,7 +65,7 @@ def test_each_beginning_is_there_once(rows: Rows, keep_last: bool) -> None:
     fed = [(prompt + response[:-1], response[-1:] * keep_last) for prompt, response in (rows[row] for row in deep)]
     once = len({tuple(row[:end]) for row, _ in fed for end in range(1, len(row) + 1)})
     assert len(flat.tokens) == once + sum(len(last) for _, last in fed)
-    for place, (row, last) in zip(flat.context.places, fed, strict=True):
+    for place, (row, last) in zip(flat.context.indices, fed, strict=True):
         assert flat.tokens[place].tolist() == row + last
         assert flat.positions[place].tolist() == list(range(len(place)))
     ends = np.cumsum([row.length for row in flat.context.rows])
@@ -166,7 +166,7 @@ def test_prompts_of_one_micro_batch_share_what_they_begin_with(keep_last: bool) 
     shared, flat = (pack_rows(prompts, responses, share_prompts=share, keep_last=keep_last) for share in (True, False))
     assert len(shared.tokens) == 2 * trees.LEAST_BETWEEN + 3 + 6 + 1 + trees.LEAST_BETWEEN + 1 + 7 * keep_last
     for packed in (shared, flat):
-        for place, (prompt, response) in zip(packed.context.places, rows, strict=True):
+        for place, (prompt, response) in zip(packed.context.indices, rows, strict=True):
             assert packed.tokens[place].tolist() == prompt + response[: 1 + keep_last]
     model = PackedModel(make_model("llama"))
     values, expected = log_probs(model, shared), log_probs(model, flat)
@@ -196,7 +196,7 @@ def test_on_a_device_a_chat_template_costs_no_launches() -> None:
     def rounds(template: int, device: str) -> int:
         prompts = [[5] * template + [9 + n, 7, 8] for n in range(8) for _ in range(4)]
         responses = [[100 + n, 3] for n in range(32)]
-        return len(Ragged(pack_rows(prompts, responses, device).context.rows)._rounds)
+        return len(VarlenKeys(pack_rows(prompts, responses, device).context.rows)._rounds)
 
     assert rounds(24, "meta") == rounds(0, "meta") == 4
     assert rounds(24, "cpu") == 40  # buckets there, which make no copies

@@ -17,7 +17,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 def flash_attention(value: Tensor, *, paged: bool = False) -> Callable[..., Tensor] | None:
     """The kernel for values such as these (`[..., K, D]`), in half precision on CUDA or ROCm: torch's own (for keys in
-    pages from 2.12 on), else that of the package flash-attn where it is installed.
+    pages from 2.12 on), else the kernel of the package flash-attn where it is installed.
 
     Args:
         paged: keys and values are pages of a cache.

@@ -47,7 +47,7 @@ class PrefixTree(NamedTuple):
         return sum([self.lengths[node] for node in {node for row in rows for node in self.paths[row]}])
 
     def trees(self, rows: Iterable[int]) -> list[list[int]]:
-        """Rows by tree, depth first: rows that share a node stand together, else they keep their order."""
+        """Rows by tree, depth first: rows that share a node are adjacent, else they keep their order."""
         first: dict[int, int] = {}
         trees: dict[int, list[tuple[tuple[int, ...], int]]] = {}
         for position, row in enumerate(rows):
@@ -89,7 +89,7 @@ def prefix_tree(
     Args:
         rows: the tokens of each that are fed.
         prompts: how many of them are its prompt.
-        families: of each row; those of different families share nothing.
+        families: of each row; different families share nothing.
         past_prompts: rows share more than whole prompts.
         least: fewest tokens that they share then; None: `LEAST`.
     """

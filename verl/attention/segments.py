@@ -1,18 +1,18 @@
 """A micro-batch as flat tokens, and causal attention over them.
 
-Rows of one group share one forward of what they begin with (`prefix_tree`): it stands in the flat row once, what
-follows in each of them behind it. Where flash attention takes rows of different lengths it gets them as they are;
-elsewhere rows of nearly equal size are put into buckets, whatever they follow. A T x T mask never exists.
+Rows of one group share one forward of their common prefix (`prefix_tree`): it is in the flat row once, followed by the
+rest of each row. Where flash attention takes rows of different lengths it gets them as they are; elsewhere rows of
+nearly equal size are put into buckets. A T x T mask never exists.
 
 On CPU attention over buckets is written out in matrix products: torch's flash kernel for CPU is several times slower at
-the lengths of training rows, above all in the backward. What stands between the products (gathering heads, softmax,
-scattering) is compiled where it can be. Query heads are folded onto their key/value head, so keys are never
-repeated for heads; scores exist for one piece of bounded size at a time and are computed again in the backward, so
-nothing is kept but query, key and value. The softmax is fp32 (fp64 for fp64). Elsewhere each bucket is one call
-of SDPA.
+the lengths of training rows, above all in the backward. The steps between the products (gathering heads, softmax,
+scattering) are compiled where that is possible. Query heads are folded onto their key/value head, so keys are never
+repeated for heads; scores exist for one piece of bounded size at a time and are recomputed in the backward, so only
+query, key and value are saved. The softmax is fp32 (fp64 for fp64). On other devices each bucket is one call of SDPA.
 
-Shapes: T flat tokens, S samples, R response tokens of all samples, B rows of a bucket, L the longest row, P length of
-the longest prefix, M >= P + L keys, C queries of a piece, H query heads, K key/value heads, G = H / K, D head size.
+Legend: T flat tokens, S samples, R response tokens of all samples, B rows of a bucket, L the longest row, P length of
+the longest prefix, M >= P + L keys, C queries of a piece, N <= M keys that they can see, H query heads, K key/value
+heads, G = H / K, D head size; F = B * K and Q = G * C, folded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl._base.autograd import add_rows
 from verl._host.device import is_host, to_device
 from verl.attention import flash
 from verl.attention.prefix_tree import Indices, PrefixTree, families, joined, prefix_tree
-from verl.attention.varlen import Ragged, varlen_attend
+from verl.attention.varlen import VarlenKeys, varlen_attend
 from verl.errors import DataError
 from verl.kernels.compiled import VECTOR, layer_kernels
 
@@ -60,7 +60,7 @@ class Packed:
     gather: Callable[[Tensor], Tensor] = lambda values: values
 
     def predicting(self, mask: Tensor) -> Packed:
-        """Predictions of the response tokens alone that the mask `[R]` has; those of the others are 0."""
+        """Predictions of the response tokens under the mask `[R]` alone; the others are 0."""
         count, index = len(mask), to_device(mask.nonzero()[:, 0], self.targets.device)
         if len(index) == count:
             return self
@@ -83,8 +83,8 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens `start` to `start + length` of the flat row, causal; they also see all of their parent's, and what those
-    see: as the tokens of a response see the prompt."""
+    """Tokens `start` to `start + length` of the flat row, causal; they also see all tokens of their parent, and its
+    prefix: as the tokens of a response see the prompt."""
 
     start: int
     length: int
@@ -112,13 +112,12 @@ def pack_rows(
     """Lay prompts and responses, one of each a sample, out as flat tokens.
 
     Args:
-        share_prompts: adjacent samples with equal prompts share one forward of what they begin with, and so do prompts
+        share_prompts: adjacent samples with equal prompts share one forward of their common prefix, and so do prompts
             that begin alike for `prefix_tree.LEAST_BETWEEN` tokens, `LEAST_BETWEEN_ON_DEVICE` on an accelerator. The
             numbers do not change.
         keep_last: feed the last response token too. Nothing is predicted from it, so it is left out by
             default; scores at the last token need it.
-        tree: of the samples without their last response token, in the place of one by their prompts: what adjacent
-            samples have in common there is computed once.
+        tree: of the samples without their last response token; None: one made of their prompts.
 
     Raises:
         DataError: a row has an empty prompt (no state would predict its first token), or there are no rows.
@@ -140,19 +139,19 @@ def pack_rows(
         ends = enumerate(zip(tree.paths, samples, strict=True), len(tree.lengths))
         paths = [(*path, number) if r else path for number, (path, (_, r)) in ends]
         tree = PrefixTree([*tree.lengths, *[1] * len(fed)], paths)
-    rows, places = _layout(tree, list(map(len, fed)))
+    rows, indices = _layout(tree, list(map(len, fed)))
     tokens, positions = np.empty((2, sum(row.length for row in rows)), dtype=np.int64)
-    for index, row in zip(places, fed, strict=True):
+    for index, row in zip(indices, fed, strict=True):
         tokens[index], positions[index] = row, np.arange(len(row))
     # The last token of a prompt predicts the first of the response, which predicts the second, and so on.
-    predict = [index[length - 1 :][: len(r)] for index, length, (_, r) in zip(places, lengths, samples, strict=True)]
+    predict = [index[length - 1 :][: len(r)] for index, length, (_, r) in zip(indices, lengths, samples, strict=True)]
     targets = [token for _, response in samples for token in response]
     device = torch.device(device)
-    flat = (tokens, positions, np.concatenate(predict), targets, [index[-1] for index in places])
+    flat = (tokens, positions, np.concatenate(predict), targets, [index[-1] for index in indices])
     tokens_T, positions_T, predict_R, targets_R, last_S = (
         to_device(torch.from_numpy(np.asarray(values, dtype=np.int64)), device) for values in flat
     )
-    return Packed(tokens_T, positions_T, Segments(rows, places, device), predict_R, targets_R, last_S)
+    return Packed(tokens_T, positions_T, Segments(rows, indices, device), predict_R, targets_R, last_S)
 
 
 def _layout(tree: PrefixTree, sizes: Sequence[int]) -> tuple[list[Row], list[Indices]]:
@@ -187,30 +186,32 @@ class Segments:
 
     Attributes:
         rows: in the order of the flat row, which they cover.
-        places: where the tokens of each sample lie in it.
+        indices: where the tokens of each sample lie in it.
         device: of the forward.
     """
 
     rows: Sequence[Row]
-    places: Sequence[Indices]
+    indices: Sequence[Indices]
     device: torch.device
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`. The same for every layer."""
-        if (kernel := flash.flash_attention(value)) is not None:
-            return varlen_attend(kernel, query, key, value, self._ragged, scale, window)
-        return attend(query, key, value, self.buckets, scale, window)
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """The attention output `[T, H, D]`. The same for every layer."""
+        if (kernel := flash.flash_attention(v_TKD)) is not None:
+            return varlen_attend(kernel, q_THD, k_TKD, v_TKD, self._varlen, scale, window)
+        return attend(q_THD, k_TKD, v_TKD, self.buckets, scale, window)
 
     @cached_property
-    def _ragged(self) -> Ragged:
-        return Ragged(self.rows, self.device)
+    def _varlen(self) -> VarlenKeys:
+        return VarlenKeys(self.rows, self.device)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
         """Rows sorted by size, largest first, cut where padding would waste too much or scores take too much."""
         buckets: list[list[Row]] = []
         real = before = longest = 0
-        # Prefixes of nearly equal length stand together, and among them rows of nearly equal length.
+        # Sorted by the length of their prefixes, roughly, then by their own.
         lengths = np.array([(row.length, len(row.prefix) // 32) for row in self.rows])
         for row in (self.rows[number] for number in np.lexsort(-lengths.T)):
             prefix = len(row.prefix)
@@ -228,14 +229,14 @@ class Segments:
 
     def padded_rows(self) -> PaddedRows:
         """The layout for models that have no packed forward."""
-        places, longest = self.places, max(map(len, self.places))
+        indices, longest = self.indices, max(map(len, self.indices))
         source = np.stack(
-            [np.pad(flat_row, (0, longest - len(flat_row)), constant_values=flat_row[0]) for flat_row in places]
+            [np.pad(flat_row, (0, longest - len(flat_row)), constant_values=flat_row[0]) for flat_row in indices]
         )
         copies = np.empty(sum(row.length for row in self.rows), dtype=np.int64)
-        for number, flat_row in enumerate(places):
+        for number, flat_row in enumerate(indices):
             copies[flat_row] = number * longest + np.arange(len(flat_row))
-        mask = np.arange(longest) < np.array([[len(flat_row)] for flat_row in places])
+        mask = np.arange(longest) < np.array([[len(flat_row)] for flat_row in indices])
         return PaddedRows(*(torch.from_numpy(array).to(self.device) for array in (source, mask, copies)))
 
 
@@ -247,7 +248,7 @@ class Bucket:
 
     Attributes:
         queries: index of each row's tokens in the flat row, `[B, L]`; -1 in the padding.
-        keys: index of what each row may see, `[B, M]`; -1 in the padding.
+        keys: index of the tokens that each row may see, `[B, M]`; -1 in the padding.
         before: length of each row's prefix, `[B]`.
     """
 
@@ -286,134 +287,132 @@ class Bucket:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float, window: int | None
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, buckets: list[Bucket], scale: float, window: int | None
 ) -> Tensor:
-    """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`; every flat token is in one row of one bucket."""
+    """The attention output `[T, H, D]`; every flat token is in one row of one bucket."""
     # Under autocast, rotary embeddings leave query and key in fp32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    if query.device.type == "cpu":
-        output: Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]
-            query, key, value, buckets, scale, _NO_WINDOW if window is None else window
-        )
-        return output
-    return sdpa_attend(query, key, value, buckets, scale, window)
+    inputs = (q_THD.to(v_TKD.dtype), k_TKD.to(v_TKD.dtype), v_TKD, buckets, scale)
+    if not v_TKD.is_cpu:
+        return sdpa_attend(*inputs, window)
+    output: Tensor = _CpuAttention.apply(*inputs, _NO_WINDOW if window is None else window)  # type: ignore[no-untyped-call]
+    return output
 
 
 def sdpa_attend(
-    query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float, window: int | None
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, buckets: list[Bucket], scale: float, window: int | None
 ) -> Tensor:
     """`attend` by one SDPA call a bucket."""
-    output = torch.empty_like(query)
+    out_THD = torch.empty_like(q_THD)
     for bucket in buckets:
         index = bucket.queries.clamp(min=0)
         plain = not bucket.longest_prefix and (window is None or window >= bucket.longest)
         seen = index if plain else bucket.keys.clamp(min=0)
-        mixed = scaled_dot_product_attention(
-            query[index].transpose(1, 2),
-            key[seen].transpose(1, 2),
-            value[seen].transpose(1, 2),
+        mixed_BHLD = scaled_dot_product_attention(
+            q_THD[index].transpose(1, 2),
+            k_TKD[seen].transpose(1, 2),
+            v_TKD[seen].transpose(1, 2),
             attn_mask=None if plain else bucket.mask(_NO_WINDOW if window is None else window)[:, None],
             is_causal=plain,
             scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
         )
         real = bucket.queries >= 0
-        output = output.index_copy(0, bucket.queries[real], mixed.transpose(1, 2)[real])
-    return output
+        out_THD = out_THD.index_copy(0, bucket.queries[real], mixed_BHLD.transpose(1, 2)[real])
+    return out_THD
 
 
 class _CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float, window: int
+        ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, buckets: list[Bucket], scale: float, window: int
     ) -> Tensor:
-        query, key, value = (x.contiguous() for x in (query, key, value))
-        ctx.save_for_backward(query, key, value)
+        q_THD, k_TKD, v_TKD = (x.contiguous() for x in (q_THD, k_TKD, v_TKD))
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD)
         ctx.buckets, ctx.scale, ctx.window = buckets, scale, window
-        output = torch.empty_like(query)
+        out_THD = torch.empty_like(q_THD)
         for bucket in buckets:
-            steps = _Steps(bucket, scale, window, query)
-            keys, values = (steps.gather(x, bucket.keys).flatten(0, 1) for x in (key, value))
-            folded = (len(keys), -1, query.shape[-1])  # `[B, H, C, D]` as `[B * K, G * C, D]`
+            steps = _Steps(bucket, scale, window, q_THD)
+            k_FMD, v_FMD = (steps.gather(x, bucket.keys).flatten(0, 1) for x in (k_TKD, v_TKD))
+            folded = (len(k_FMD), -1, q_THD.shape[-1])
             for start, stop, seen in bucket.pieces():
-                q = steps.gather(query, bucket.queries[:, start:stop])
-                scores = torch.bmm(q.view(folded), keys[:, :seen].mT)
-                p, _ = steps.softmax(scores.view(*q.shape[:3], seen), start)
-                mixed = torch.bmm(p.view(scores.shape), values[:, :seen])
-                steps.scatter(mixed.view(q.shape), output, start)
-        return output
+                q_BHCD = steps.gather(q_THD, bucket.queries[:, start:stop])
+                scores_FQN = torch.bmm(q_BHCD.view(folded), k_FMD[:, :seen].mT)
+                p_BHCN, _ = steps.softmax(scores_FQN.view(*q_BHCD.shape[:3], seen), start)
+                mixed_FQD = torch.bmm(p_BHCN.view(scores_FQN.shape), v_FMD[:, :seen])
+                steps.scatter(mixed_FQD.view(q_BHCD.shape), out_THD, start)
+        return out_THD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
-        outer = grads[0].contiguous()
-        grad_query = torch.empty_like(query)
-        exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        grad_key, grad_value = torch.zeros_like(key, dtype=exact), torch.zeros_like(value, dtype=exact)
+        q_THD, k_TKD, v_TKD = ctx.saved_tensors
+        dout_THD, dq_THD = grads[0].contiguous(), torch.empty_like(q_THD)
+        exact = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
+        dk_TKD, dv_TKD = torch.zeros_like(k_TKD, dtype=exact), torch.zeros_like(v_TKD, dtype=exact)
         for bucket in ctx.buckets:
-            steps = _Steps(bucket, ctx.scale, ctx.window, query)
-            keys, values = (steps.gather(x, bucket.keys).flatten(0, 1) for x in (key, value))
-            folded = (len(keys), -1, query.shape[-1])  # `[B, H, C, D]` as `[B * K, G * C, D]`
+            steps = _Steps(bucket, ctx.scale, ctx.window, q_THD)
+            k_FMD, v_FMD = (steps.gather(x, bucket.keys).flatten(0, 1) for x in (k_TKD, v_TKD))
+            folded = (len(k_FMD), -1, q_THD.shape[-1])
             # Pieces are added in fp32: in bf16 the later ones would hardly change a large sum.
-            to_keys, to_values = torch.zeros_like(keys, dtype=exact), torch.zeros_like(values, dtype=exact)
+            dk_FMD, dv_FMD = torch.zeros_like(k_FMD, dtype=exact), torch.zeros_like(v_FMD, dtype=exact)
             for start, stop, seen in bucket.pieces():
                 index = bucket.queries[:, start:stop]
-                heads = steps.gather(query, index)
-                q, out = heads.view(folded), steps.gather(outer, index).view(folded)
-                scores, to_p = torch.bmm(q, keys[:, :seen].mT), torch.bmm(out, values[:, :seen].mT)
-                shape = (*heads.shape[:3], seen)
-                p, to_scores = steps.softmax(scores.view(shape), start, to_p.view(shape))
-                to_values[:, :seen] += torch.bmm(p.view(scores.shape).mT, out)
-                to_keys[:, :seen] += torch.bmm(to_scores.view(scores.shape).mT, q)
-                to_queries = torch.bmm(to_scores.view(scores.shape), keys[:, :seen])
-                steps.scatter(to_queries.view(heads.shape), grad_query, start)
-            for total, grad in ((grad_key, to_keys), (grad_value, to_values)):
+                q_BHCD = steps.gather(q_THD, index)
+                q_FQD, dout_FQD = q_BHCD.view(folded), steps.gather(dout_THD, index).view(folded)
+                scores_FQN, dp_FQN = torch.bmm(q_FQD, k_FMD[:, :seen].mT), torch.bmm(dout_FQD, v_FMD[:, :seen].mT)
+                shape = (*q_BHCD.shape[:3], seen)
+                p_BHCN, ds_BHCN = steps.softmax(scores_FQN.view(shape), start, dp_FQN.view(shape))
+                p_FQN, ds_FQN = p_BHCN.view(scores_FQN.shape), ds_BHCN.view(scores_FQN.shape)
+                dv_FMD[:, :seen] += torch.bmm(p_FQN.mT, dout_FQD)
+                dk_FMD[:, :seen] += torch.bmm(ds_FQN.mT, q_FQD)
+                steps.scatter(torch.bmm(ds_FQN, k_FMD[:, :seen]).view(q_BHCD.shape), dq_THD, start)
+            for total, grad in ((dk_TKD, dk_FMD), (dv_TKD, dv_FMD)):
                 steps.scatter_add(grad.unflatten(0, (bucket.size, -1)), total)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        return dq_THD, dk_TKD.to(k_TKD.dtype), dv_TKD.to(v_TKD.dtype), None, None, None
 
 
 class _Steps:
-    """What stands between the matrix products of a bucket: compiled where that can be, else in torch."""
+    """The steps between the matrix products of a bucket: compiled where possible, else in torch."""
 
     def __init__(self, bucket: Bucket, scale: float, window: int, like: Tensor) -> None:
         self.bucket, self.scale, self.window = bucket, scale, window
         self.kernels = None if like.shape[-1] % VECTOR else layer_kernels(like.dtype, like.device)
 
-    def gather(self, x: Tensor, index: Tensor) -> Tensor:
-        """`[T, H, D]` at `[B, L]` -> `[B, H, L, D]`, zeros where the index is -1."""
+    def gather(self, x_THD: Tensor, index: Tensor) -> Tensor:
+        """The heads `[B, H, L, D]` at the index `[B, L]`, zeros where it is -1."""
         if self.kernels is not None:
-            return self.kernels.gather(x, index.contiguous())
-        rows = x[index.clamp(min=0)].masked_fill_((index < 0)[..., None, None], 0)
+            return self.kernels.gather(x_THD, index.contiguous())
+        rows = x_THD[index.clamp(min=0)].masked_fill_((index < 0)[..., None, None], 0)
         return rows.transpose(1, 2).contiguous()
 
-    def scatter(self, rows: Tensor, out: Tensor, start: int) -> None:
+    def scatter(self, x_BHCD: Tensor, out_THD: Tensor, start: int) -> None:
         """The inverse, for the bucket's queries from `start`."""
         if self.kernels is not None:
-            self.kernels.scatter(rows, self.bucket.queries, out, start)
+            self.kernels.scatter(x_BHCD, self.bucket.queries, out_THD, start)
             return
-        index = self.bucket.queries[:, start : start + rows.shape[2]]
-        out.index_copy_(0, index[index >= 0], rows.transpose(1, 2)[index >= 0])
+        index = self.bucket.queries[:, start : start + x_BHCD.shape[2]]
+        out_THD.index_copy_(0, index[index >= 0], x_BHCD.transpose(1, 2)[index >= 0])
 
-    def scatter_add(self, rows: Tensor, total: Tensor) -> None:
-        """Add what the bucket's keys got, `[B, K, M, D]`, to `[T, K, D]`; both fp32 or fp64."""
-        if self.kernels is not None and (compiled := layer_kernels(rows.dtype, rows.device)) is not None:
-            compiled.scatter_add(rows, self.bucket.keys, total)
+    def scatter_add(self, x_BKMD: Tensor, total_TKD: Tensor) -> None:
+        """Add the gradients of the bucket's keys to the flat row's; both fp32 or fp64."""
+        if self.kernels is not None and (compiled := layer_kernels(x_BKMD.dtype, x_BKMD.device)) is not None:
+            compiled.scatter_add(x_BKMD, self.bucket.keys, total_TKD)
             return
         real = self.bucket.keys >= 0
-        add_rows(total, self.bucket.keys[real], rows.transpose(1, 2)[real])
+        add_rows(total_TKD, self.bucket.keys[real], x_BKMD.transpose(1, 2)[real])
 
-    def softmax(self, scores: Tensor, start: int, grad: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Probabilities of scores `[B, H, C, M]` of the queries from `start`, in their place if need be; and, given the
-        gradient of the probabilities, that of the scores."""
+    def softmax(self, scores_BHCN: Tensor, start: int, dp_BHCN: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Probabilities of the queries from `start`, in place with kernels; and the gradient of the scores, given the
+        gradient of the probabilities."""
         bucket = self.bucket
         if self.kernels is not None:
             sizes = (bucket.before, bucket.longest_prefix, start, self.window)
-            self.kernels.softmax(scores, *sizes, self.scale, grad)
-            return scores, grad
-        exact = scores if scores.dtype == torch.float64 else scores.float()
-        mask = bucket.mask(self.window)[:, None, start : start + scores.shape[2], : scores.shape[3]]
-        p = torch.softmax((exact * self.scale).masked_fill_(~mask, float("-inf")), -1)
-        if grad is not None:
-            grad = torch._softmax_backward_data(grad.to(p.dtype), p, -1, p.dtype).mul_(self.scale).to(scores.dtype)
-        return p.to(scores.dtype), grad
+            self.kernels.softmax(scores_BHCN, *sizes, self.scale, dp_BHCN)
+            return scores_BHCN, dp_BHCN
+        exact = scores_BHCN if scores_BHCN.dtype == torch.float64 else scores_BHCN.float()
+        mask = bucket.mask(self.window)[:, None, start : start + exact.shape[2], : exact.shape[3]]
+        p_BHCN = torch.softmax((exact * self.scale).masked_fill_(~mask, float("-inf")), -1)
+        if dp_BHCN is not None:
+            ds_BHCN = torch._softmax_backward_data(dp_BHCN.to(p_BHCN.dtype), p_BHCN, -1, p_BHCN.dtype)
+            dp_BHCN = ds_BHCN.mul_(self.scale).to(scores_BHCN.dtype)
+        return p_BHCN.to(scores_BHCN.dtype), dp_BHCN

@@ -1,11 +1,11 @@
 """Causal attention over a flat row of tokens by one call a layer of torch's flash attention for sequences of
 different lengths (`torch.nn.attention.varlen.varlen_attn`), or of flash-attn's.
 
-The queries of the call are the flat row as it stands. Its keys are gathered: before its own keys each row has those of
-its prefix, so nothing is padded and there is no mask. In the backward the gradients of a prefix's copies are added in
-the order of its rows, in fp32 at least: the same sum bit for bit each time, which atomic additions would not give.
+The queries of the call are the flat row itself. Its keys are gathered: each row has its prefix's keys before its own,
+so nothing is padded and there is no mask. In the backward the gradients of a prefix's copies are added in the order of
+its rows, in fp32 at least: the same sum bit for bit each time, which atomic additions would not give.
 
-Shapes: T flat tokens, N rows, U gathered keys, P tokens of prefixes, H query heads, K key/value heads, D head size.
+Legend: T flat tokens, N rows, U gathered keys, P tokens of prefixes, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _HOST = torch.device("cpu")
 
 
-class Ragged:
-    """Where the keys of each row lie in the flat row.
+class VarlenKeys:
+    """Where the keys of each row of a packed (varlen) batch lie in the flat row.
 
     Args:
         rows: in the order of the flat row, which they cover.
@@ -64,53 +64,45 @@ class Ragged:
         self._shared = ints(shared)
         self._rounds = [ints([copy for copy in copies_of if copy is not None]) for copies_of in rounds]
 
-    def gather(self, x: Tensor) -> Tensor:
-        """`[T, K, D]` -> `[U, K, D]`."""
-        return x if self.keys is None else _Gather.apply(x, self)  # type: ignore[no-untyped-call]
+    def gather(self, x_TKD: Tensor) -> Tensor:
+        """The keys or values `[U, K, D]` of each row."""
+        return x_TKD if self.keys is None else _Gather.apply(x_TKD, self)  # type: ignore[no-untyped-call]
 
-    def add_copies(self, grad: Tensor) -> Tensor:
-        """The gradient of `[T, K, D]`, given that of its copies `[U, K, D]`."""
-        total = grad.index_select(0, self._own)
-        exact = torch.promote_types(grad.dtype, torch.float32)
-        added = total.index_select(0, self._shared).to(exact)
+    def add_copies(self, grad_UKD: Tensor) -> Tensor:
+        """The gradient `[T, K, D]` of the gathered tensor, given the gradient of its copies."""
+        total_TKD = grad_UKD.index_select(0, self._own)
+        exact = torch.promote_types(grad_UKD.dtype, torch.float32)
+        shared = total_TKD.index_select(0, self._shared).to(exact)
         for copies in self._rounds:
-            added[: len(copies)] += grad.index_select(0, copies)
-        return total.index_copy_(0, self._shared, added.to(grad.dtype))
+            shared[: len(copies)] += grad_UKD.index_select(0, copies)
+        return total_TKD.index_copy_(0, self._shared, shared.to(grad_UKD.dtype))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ragged: Ragged) -> Tensor:
-        ctx.ragged = ragged
-        return x.index_select(0, ragged.keys)  # type: ignore[arg-type]
+    def forward(ctx: Any, x_TKD: Tensor, varlen: VarlenKeys) -> Tensor:
+        ctx.varlen = varlen
+        return x_TKD.index_select(0, varlen.keys)  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.ragged.add_copies(grads[0]), None
+        return ctx.varlen.add_copies(grads[0]), None
 
 
 def varlen_attend(
     kernel: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ragged: Ragged,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    varlen: VarlenKeys,
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """query `[T, H, D]`, key and value `[T, K, D]` -> `[T, H, D]`. `window`: tokens that each sees, itself included."""
+    """The attention output `[T, H, D]`. `window`: tokens that each sees, itself included."""
     # Under autocast, rotary embeddings leave query and key in fp32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    return kernel(
-        query,
-        ragged.gather(key),
-        ragged.gather(value),
-        ragged.cu_seq_q,
-        ragged.cu_seq_k,
-        ragged.max_q,
-        ragged.max_k,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    q_THD, k_TKD = q_THD.to(v_TKD.dtype), k_TKD.to(v_TKD.dtype)
+    lists = (varlen.cu_seq_q, varlen.cu_seq_k, varlen.max_q, varlen.max_k)
+    window_size = (-1 if window is None else window - 1, 0)
+    options = {"scale": scale, "window_size": window_size, "enable_gqa": q_THD.shape[1] != k_TKD.shape[1]}
+    return kernel(q_THD, varlen.gather(k_TKD), varlen.gather(v_TKD), *lists, **options)

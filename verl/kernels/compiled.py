@@ -1,4 +1,4 @@
-"""The compiled CPU kernels as methods on tensors. The C++ beside this file has the formulas.
+"""The compiled CPU kernels as methods on tensors. The formulas are in the C++ files of this folder.
 
 For any other device than the CPU they are neither built nor loaded.
 """
@@ -91,7 +91,7 @@ class Kernels:
         self._run("silu_mul", gate, up, out, gate.numel())
 
     def silu_mul_backward(self, gate: Tensor, up: Tensor, grad: Tensor, to_gate: Tensor, to_up: Tensor) -> None:
-        """For the gradient `grad` of the output: those of `gate` and `up`; `grad` becomes the output again."""
+        """For the gradient `grad` of the output: the gradients of `gate` and `up`; `grad` becomes the output again."""
         self._run("silu_mul_backward", gate, up, grad, to_gate, to_up, gate.numel())
 
     def softmax_rows(
@@ -110,7 +110,7 @@ class Kernels:
         to_log_probs: Tensor,
         to_entropies: Tensor | None,
     ) -> None:
-        """`logits` become their gradient, given those of log-probs and entropies `[N]`."""
+        """`logits` become their gradient, given the gradients of log-probs and entropies `[N]`."""
         gradients = (norms, entropies, to_log_probs, to_entropies)
         self._run("softmax_rows_backward", logits, targets, *logits.shape, alpha, *gradients)
 
@@ -122,7 +122,7 @@ class Kernels:
         return out
 
     def scatter(self, x: Tensor, index: Tensor, out: Tensor, start: int) -> None:
-        """`out` `[T, H, D]` at `index[:, start : start + L]` becomes `x` `[B, H, L, D]`; no index stands twice."""
+        """`out` `[T, H, D]` at `index[:, start : start + L]` becomes `x` `[B, H, L, D]`; indices are unique."""
         rows, heads, length, size = x.shape
         self._run("scatter", x, index[:, start:], out, rows, length, index.shape[1], heads, size)
 
@@ -141,7 +141,7 @@ class Kernels:
         scale: float,
         gradients: Tensor | None,
     ) -> None:
-        """`scores` `[B, H, L, M]` become probabilities, and `gradients` of probabilities, if given, those of scores.
+        """`scores` `[B, H, L, M]` become probabilities, and `gradients`, if given, gradients of the scores.
 
         Query i, the `first + i`-th of its row b, sees the keys up to `before[b]` and those from `own_start` up to
         itself; of these the last `window`.
@@ -200,8 +200,8 @@ class Kernels:
 
 @lru_cache(maxsize=8)
 def kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The kernels for tensors of this dtype and device (bf16, fp32 and fp64 on CPU), or None where there are none, or
-    they cannot be built."""
+    """The kernels for tensors of this dtype and device (bf16, fp32 and fp64 on CPU), or None for others, or if they
+    cannot be built."""
     if device.type != "cpu" or dtype not in _SUFFIXES:
         return None
     from verl.kernels.build import library
@@ -211,7 +211,7 @@ def kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
 
 
 def layer_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The kernels for what stands between the matrix products of layers and head, in bf16 and fp32; or None."""
+    """The kernels for the steps between the matrix products of layers and head, in bf16 and fp32; or None."""
     return None if dtype == torch.float64 else kernels(dtype, device)
 
 

@@ -8,7 +8,7 @@ from verl._host import device
 
 
 class HeadSizes(NamedTuple):
-    """Elements. They are of a kind of device, not of what is free there: sums must come in the same order again.
+    """Elements. They depend on the kind of device, not on its free memory: sums must come in the same order again.
 
     Attributes:
         chunk: logits that are there at once.
@@ -22,7 +22,7 @@ class HeadSizes(NamedTuple):
 
     @classmethod
     def of(cls, memory: float | None) -> HeadSizes:
-        """Of an accelerator with `memory` bytes in all; None: of a CPU."""
+        """For an accelerator with `memory` bytes in all; None: for a CPU."""
         if memory is None:
             return CPU
         # Each operation is a kernel over the whole chunk. With two fp32 copies it takes a fiftieth of the memory.
@@ -31,11 +31,11 @@ class HeadSizes(NamedTuple):
 
     @classmethod
     def on(cls, where: object) -> HeadSizes:
-        """Of a device here ("cuda:0" or a `torch.device`)."""
+        """For a device of this machine ("cuda:0" or a `torch.device`)."""
         return cls.of(device.total_memory(str(where))) if device.is_accelerator(str(where)) else CPU
 
     def work_bytes(self, logits: float, weight: float, itemsize: int) -> int:
-        """Most bytes of a forward and backward pass beside its inputs and results.
+        """Peak bytes of a forward and backward pass, without its inputs and results.
 
         Args:
             logits: of the pass, tokens x vocabulary.

@@ -32,8 +32,8 @@ class ValueModel(nn.Module):
     """A backbone and a linear head: a value a position, or a score a sequence (the number at its last token).
 
     The head is fp64 over an fp64 backbone, else fp32. A new head is zero:
-    the first values are 0 and nothing random is drawn. Weight names are those of a transformers token
-    classifier with one label (`model.layers...`, `score.weight`, `score.bias`), so what is saved loads
+    the first values are 0 and nothing random is drawn. Weights are named as in a transformers token
+    classifier with one label (`model.layers...`, `score.weight`, `score.bias`), so checkpoints load
     there too, but for classes that call their head otherwise (GPT-2, GPT-NeoX, Falcon: `classifier`).
 
     Args:
@@ -104,7 +104,7 @@ def as_classifier(model: ValueModel) -> Any:
     """The sequence classifier of transformers over the same weights.
 
     Raises:
-        ValueError: there is none of its architecture.
+        ValueError: transformers has no classifier of its architecture.
     """
     config = copy.deepcopy(model.config)
     config.num_labels = 1
@@ -116,7 +116,7 @@ def as_classifier(model: ValueModel) -> Any:
 
 
 def share_head(model: ValueModel, classifier: Any) -> None:
-    """Have the head of a classifier be that of a model over its backbone, trained or frozen as it was."""
+    """Let a classifier use the head of a model over its backbone, trained or frozen as before."""
     shared = _Column(model.score.in_features, 1, bias=model.score.bias is not None, device="meta")
     shared.weight, shared.bias = model.score.weight, model.score.bias
     name = next(name for name in HEADS[:2] if hasattr(classifier, name))
@@ -129,7 +129,7 @@ def share_head(model: ValueModel, classifier: Any) -> None:
 
 
 def _trained_head(head: Any) -> Any:
-    """The one that peft trains in the place of a head, if it does."""
+    """The copy of a head that peft trains, if it does, else the head."""
     copies = getattr(head, "modules_to_save", None)
     return head if copies is None else copies[head.active_adapter]
 
@@ -195,7 +195,7 @@ def weight_files(name: str) -> dict[str, Stored]:
     index may be of other files.
 
     Raises:
-        OSError: there are none, or one of them is not there.
+        OSError: there are no weights, or a file is missing.
         SafetensorError: one is damaged.
     """
     files = [cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False)]

@@ -76,7 +76,7 @@ class Int4Linear(nn.Linear):
 
 
 class _Int4Matmul(torch.autograd.Function):
-    """Dequantises its weight again in the backward pass: keeping those of all layers would take too much memory."""
+    """Dequantises its weight again in the backward pass: to keep all layers' weights would take too much memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Int4Linear) -> Tensor:

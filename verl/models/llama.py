@@ -2,13 +2,13 @@
 
 In bf16 on CPU the norms, rotations and activations of a layer cost as much as its matrix products when each is a chain
 of torch operations, and autograd keeps the result of every link. Here a layer is two functions around its attention.
-What they keep for the backward is, in numbers a token, 2 d (the layer's two residual states), the heads of query,
-key, value and attention output, and 2 I (gate and up projection); norms and the gated product are computed again.
+For the backward they keep 2 d numbers a token (the layer's two residual states), the heads of query, key, value and
+attention output, and 2 I (gate and up projection); norms and the gated product are recomputed.
 
 A model is taken for Llama-shaped by its modules' names and sizes, and only if each layer of this forward then agrees
 with its own, at positions up to its longest.
 
-Shapes: T flat tokens, d hidden size, I intermediate size, H query heads, K key/value heads, D head size.
+Legend: T flat tokens, d hidden size, I intermediate size, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class FusedLayers:
     """
 
     def __init__(self, packed: PackedModel, compiled: Kernels, calls: dict[int, tuple[float, int | None]]) -> None:
-        self._packed = packed
-        self._kernels = compiled
-        self._calls = calls
+        self._packed, self._kernels, self._calls = packed, compiled, calls
 
     @classmethod
     @torch.no_grad()
@@ -67,27 +65,22 @@ class FusedLayers:
         flat: Packed,
         expected: Tensor,
     ) -> FusedLayers | None:
-        """The fused forward of this model, or None if it has another shape, device or dtype, or if `tokens` `[T]` in
-        the places of those of `flat` do not give the `expected` hidden states."""
+        """The fused forward of this model, or None if it has another shape, device or dtype, or if `tokens` `[T]`, laid
+        out as `flat`, do not give the `expected` hidden states."""
         compiled = layer_kernels(packed.dtype, packed.device)
         if compiled is None or not has_llama_shape(packed.backbone, packed.head_dim):
             return None
         fused = cls(packed, compiled, calls)
-        if not fused.agrees(tokens, flat.context):
+        if not fused._agrees(tokens, flat.context):
             return None
         both = (forward(tokens, flat.positions, flat.context) for forward in (fused.hidden, fused.with_gradient))
         return fused if all(is_close(hidden, expected) for hidden in both) else None
 
-    def is_valid(self) -> bool:
-        """Whether the model still has this shape: adapters, sharding and offloading change its modules or hook them."""
-        return has_llama_shape(self._packed.backbone, self._packed.head_dim)
-
-    @torch.no_grad()
-    def agrees(self, tokens: Tensor, context: AttentionContext) -> bool:
+    def _agrees(self, tokens: Tensor, context: AttentionContext) -> bool:
         """Whether each layer gives the same result as the model's own code for `tokens` `[T]`.
 
-        Layers are compared one by one, so that rounding does not accumulate. Inputs are scaled down: otherwise the
-        residual would hide an error in what a layer adds to it.
+        Layers are compared one by one, so that rounding does not accumulate. Inputs are scaled down: a large residual
+        would hide an error of a layer.
         """
         backbone: Any = self._packed.backbone
         # Up to the model's last position: some behaviour starts beyond some length.
@@ -105,13 +98,14 @@ class FusedLayers:
             output = backbone.layers[index](x[None], **{**options, "packed": theirs})
             want = output[0] if isinstance(output, Tensor) else output[0][0]
             got = self._layer(index, backbone.layers[index], x, cos, sin, ours)
-            if not _agree([*ours.inputs, got], [*theirs.inputs, want]):
+            pairs = zip([*ours.inputs, got], [*theirs.inputs, want], strict=True)
+            if not all(is_close(a, b, _TOLERANCE[b.dtype]) for a, b in pairs):
                 return False
         return True
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`. Does not check the model's shape: see
-        `is_valid`.
+        `has_llama_shape`.
 
         Without a gradient there are fewer calls between the products, and every result is in memory that is used again.
         """
@@ -126,13 +120,13 @@ class FusedLayers:
             attention, mlp = layer.self_attn, layer.mlp
             norm = layer.input_layernorm
             compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
-            q, k, v = (
+            q_THD, k_TKD, v_TKD = (
                 linear(normed, m.weight, m.bias).view(tokens.shape[0], -1, packed.head_dim)
                 for m in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            compiled.rotate(q, cos, sin)
-            compiled.rotate(k, cos, sin)
-            mixed = context.attend(index, q, k, v, *self._calls[index]).view(tokens.shape[0], -1)
+            compiled.rotate(q_THD, cos, sin)
+            compiled.rotate(k_TKD, cos, sin)
+            mixed = context.attend(index, q_THD, k_TKD, v_TKD, *self._calls[index]).view(tokens.shape[0], -1)
             delta, norm = linear(mixed, attention.o_proj.weight, attention.o_proj.bias), layer.post_attention_layernorm
             compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
             gate, up = (linear(normed, m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj))
@@ -159,7 +153,7 @@ class FusedLayers:
 
     def _layer(self, index: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
-        q, k, v = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
+        q_THD, k_TKD, v_TKD = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
             self._kernels,
             (norm.variance_epsilon, self._packed.head_dim),
             x,
@@ -168,7 +162,7 @@ class FusedLayers:
             norm.weight,
             *_weights(attention.q_proj, attention.k_proj, attention.v_proj),
         )
-        mixed = context.attend(index, q, k, v, *self._calls[index]).flatten(1)
+        mixed = context.attend(index, q_THD, k_TKD, v_TKD, *self._calls[index]).flatten(1)
         norm = layer.post_attention_layernorm
         return _AfterAttention.apply(  # type: ignore[no-untyped-call, no-any-return]
             self._kernels,
@@ -195,11 +189,13 @@ class AttentionRecorder:
         self.layers: list[int] = []
         self.inputs: list[Tensor] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         self.calls[layer] = (scale, window)
         self.layers.append(layer)
-        self.inputs += [query, key, value]
-        return self.context.attend(layer, query, key, value, scale, window)
+        self.inputs += [q_THD, k_TKD, v_TKD]
+        return self.context.attend(layer, q_THD, k_TKD, v_TKD, scale, window)
 
 
 def _layer_calls(
@@ -219,17 +215,11 @@ def _layer_calls(
     return calls
 
 
-def is_close(a: Tensor, b: Tensor, at_least: float = 0.0) -> bool:
-    """Equal up to the rounding of the dtype, accumulated over layers, or up to `at_least`."""
-    tolerance = max(at_least, {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1))
+def is_close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
+    """Equal up to a relative tolerance; None: the rounding of the dtype, accumulated over layers."""
+    if tolerance is None:
+        tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(b.dtype, 0.1)
     return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())
-
-
-def _agree(got: list[Tensor], want: list[Tensor]) -> bool:
-    """Whether these are equal up to the rounding of a few operations."""
-    tolerance = _TOLERANCE[want[0].dtype]
-    pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True)]
-    return all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
 
 
 class _Norm(torch.autograd.Function):
@@ -266,25 +256,25 @@ class _BeforeAttention(torch.autograd.Function):
         eps, head_dim = sizes
         normed = torch.empty_like(x)
         compiled.rms_norm(x, None, norm, eps, normed)
-        q, k, v = (
+        q_THD, k_TKD, v_TKD = (
             linear(normed, weight, bias).unflatten(1, (-1, head_dim))  # type: ignore[arg-type]
             for weight, bias in zip(projections[::2], projections[1::2], strict=True)
         )
-        compiled.rotate(q, cos, sin)
-        compiled.rotate(k, cos, sin)
+        compiled.rotate(q_THD, cos, sin)
+        compiled.rotate(k_TKD, cos, sin)
         ctx.save_for_backward(x, cos, sin, norm, *projections)
         ctx.kernels, ctx.eps = compiled, eps
-        return q, k, v
+        return q_THD, k_TKD, v_TKD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin, norm, *projections = ctx.saved_tensors
         # The transpose of a rotation is the rotation back.
-        to_q, to_k = (grad.clone(memory_format=torch.contiguous_format) for grad in grads[:2])
-        ctx.kernels.rotate(to_q, cos, -sin)
-        ctx.kernels.rotate(to_k, cos, -sin)
-        flat = [grad.flatten(1) for grad in (to_q, to_k, grads[2])]
+        dq_THD, dk_TKD = (grad.clone(memory_format=torch.contiguous_format) for grad in grads[:2])
+        ctx.kernels.rotate(dq_THD, cos, -sin)
+        ctx.kernels.rotate(dk_TKD, cos, -sin)
+        flat = [grad.flatten(1) for grad in (dq_THD, dk_TKD, grads[2])]
         to_normed = flat[0] @ projections[0]
         for grad, weight in zip(flat[1:], projections[2::2], strict=True):
             to_normed.addmm_(grad, weight)
@@ -349,7 +339,7 @@ def _norm_backward(
 def _weight_gradients(
     projections: list[Tensor | None], grads: list[Tensor], inputs: list[Tensor], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """The gradients of each projection's weight and bias, given that of its output, and its input."""
+    """The gradients of each projection's weight and bias, given its output's gradient and its input."""
     gradients: list[Tensor | None] = []
     for index, (grad, x) in enumerate(zip(grads, inputs, strict=True)):
         weight, bias = projections[2 * index : 2 * index + 2]
@@ -366,16 +356,15 @@ def has_llama_shape(backbone: Any, head_dim: int) -> bool:
     """Pre-norm layers of plain linear maps with SiLU gates and RMS norms, sizes as the kernels need them."""
     if not all(hasattr(backbone, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         return False
-    if type(backbone.embed_tokens) is not nn.Embedding:
+    if type(backbone.embed_tokens) is not nn.Embedding or not hasattr(backbone.norm, "variance_epsilon"):
         return False
     sizes = [backbone.embed_tokens.weight.shape[1], head_dim // 2]
     for layer in backbone.layers:
-        for part, name in _LINEARS:
-            # Adapters, quantised and sharded layers are other classes.
-            if type(getattr(getattr(layer, part, None), name, None)) is not nn.Linear:
-                return False
+        # Adapters, quantised and sharded layers are other classes.
+        linears = [getattr(getattr(layer, part, None), name, None) for part, name in _LINEARS]
         norms = [getattr(layer, name, None) for name in _NORMS]
-        if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+        is_plain = all(type(module) is nn.Linear for module in linears)
+        if not is_plain or not all(hasattr(norm, "variance_epsilon") for norm in norms):
             return False
         if any(name not in _PARAMETERS for name, _ in layer.named_parameters()):
             return False
@@ -385,4 +374,4 @@ def has_llama_shape(backbone: Any, head_dim: int) -> bool:
     # Not those of the embedding: gradient checkpointing hooks it only to make its output require a gradient.
     plain = [backbone, backbone.norm, *backbone.layers.modules()]
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in plain)
-    return not hooked and all(size % VECTOR == 0 for size in sizes) and hasattr(backbone.norm, "variance_epsilon")
+    return not hooked and all(size % VECTOR == 0 for size in sizes)

@@ -9,7 +9,7 @@ the same interface. The number and size of heads are read from the layers' calls
 Rotary embeddings whose frequencies depend on the longest position of the call ("dynamic", "longrope") see the
 longest row of the micro-batch, as in a padded batch.
 
-Shapes: T flat tokens, d hidden size, V vocabulary, H query heads, K key/value heads, D head size.
+Legend: T flat tokens, d hidden size, V vocabulary, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl._base.autograd import take_rows
 from verl._host.device import limit_library_memory
 from verl.attention.segments import pack_rows
 from verl.errors import ModelError
-from verl.models.llama import AttentionRecorder, FusedLayers, is_close
+from verl.models.llama import AttentionRecorder, FusedLayers, has_llama_shape, is_close
 from verl.models.log_probs import token_log_probs
 from verl.weights.layout import count_of
 from verl.weights.meta import sample, stacks_of
@@ -60,8 +60,10 @@ _HARMLESS = frozenset(
 class AttentionContext(Protocol):
     """Knows, for one forward, what each flat token attends to."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """query `[T, H, D]`, key and value `[T, K, D]` of this forward's flat tokens; returns `[T, H, D]`.
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """The attention output `[T, H, D]` of this forward's flat tokens.
 
         `window`: a token sees itself and the `window - 1` before it; None: all before it.
         """
@@ -77,10 +79,10 @@ class PackedModel:
     The model stays usable as before: outside a packed call its attention is SDPA. Nothing is copied.
 
     Args:
-        fused_kernels: run the layers by fused kernels where there are some; a name asks for those of that library, in
-            whose place others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
-        device: where it computes; None: where its weights are. A model may have none yet (`verl.weights.meta`), or
-            keep them in host memory.
+        fused_kernels: run the layers by fused kernels where they are available; a name asks for the kernels of that
+            library, and others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
+        device: where it computes; None: where its weights are. Weights may come later (`verl.weights.meta`), or stay in
+            host memory.
 
     Raises:
         ModelError: it is no transformers model with a text configuration, its head is not a linear map (with the
@@ -146,12 +148,12 @@ class PackedModel:
         return self.choose_forward()(tokens, positions, context)
 
     def choose_forward(self) -> Callable[[Tensor, Tensor, AttentionContext], Tensor]:
-        """What `hidden` is now: fused layers while they stand for the model's modules, else the model's own code. It
-        may be kept as long as the modules stay what they are: their weights may change and move."""
+        """The forward of `hidden` for the modules as they are: fused layers, or the model's own code. It may be kept as
+        long as the modules are not replaced or hooked: their weights may change and move."""
         # Not settled once for all: a user may add adapters, FSDP its hooks, autocast another dtype. Fused layers read
-        # weights by name, and would compute past whatever was put around them.
-        fused = self._fused if self.ready is None else None
-        if fused is not None and not torch.is_autocast_enabled(self.device.type) and fused.is_valid():
+        # weights by name, and would skip whatever was put around them.
+        fused = self._fused if self.ready is None and not torch.is_autocast_enabled(self.device.type) else None
+        if fused is not None and has_llama_shape(self.backbone, self.head_dim):
             return fused.hidden
         return self.packed_hidden if self.supports_packed else lambda tokens, _, rows: self.padded_hidden(tokens, rows)
 
@@ -168,8 +170,8 @@ class PackedModel:
         return cast("torch.nn.Module | None", self.model.get_output_embeddings())
 
     def compile_layers(self) -> None:
-        """Compile the layers of the model's own code, in place; they take the place of fused ones. Layers of one kind
-        share their graphs. Attention is left out: it is a kernel already, and depends on the context."""
+        """Compile the layers of the model's own code, in place, instead of fused ones. Layers of one kind share their
+        graphs. Attention is left out: it is a kernel already, and depends on the context."""
         AttentionInterface.register(_IMPLEMENTATION, torch.compiler.disable(_attention))
         self.use_own_code()
         for stack in stacks_of(self.backbone, self.num_layers)[:1]:
@@ -182,8 +184,8 @@ class PackedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
-        weight, bias = head_of(self.model)
-        if hasattr(weight, "placements"):  # ranks have rows of it: the module puts their logits together
+        weight, bias = self.head()
+        if hasattr(weight, "placements"):  # ranks have rows of it: the module gathers their logits
             logits: Tensor = self.model.get_output_embeddings()(hidden)
         else:
             logits = torch.nn.functional.linear(hidden, weight, bias)
@@ -194,7 +196,7 @@ class PackedModel:
 
     def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         """`token_log_probs(**options)` of `targets` `[N]` under this model's head, given hidden states `[N, d]`."""
-        weight, bias = head_of(self.model)
+        weight, bias = self.head()
         options |= {"bias": bias, "scale": self._scale, "softcap": self._softcap}
         return token_log_probs(hidden, weight, targets, **options)
 
@@ -203,13 +205,8 @@ class PackedModel:
         # Model code leaves a 4-D mask as it is, so none of its own is built.
         no_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
         with nullcontext() if self.ready is None else self._weights_arriving(self.ready):
-            output = self.backbone(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                attention_mask=no_mask,
-                use_cache=False,
-                packed=context,
-            )
+            rows = {"input_ids": tokens[None], "position_ids": positions[None], "attention_mask": no_mask}
+            output = self.backbone(**rows, use_cache=False, packed=context)
         return cast(Tensor, output[0][0])
 
     @contextmanager
@@ -276,7 +273,8 @@ class PackedModel:
                 self.model.set_attn_implementation(previous)
             hidden = self.padded_hidden(tokens, flat.context)
             # Parts of an fp64 model may compute in fp32 (a softmax, a rotation); what looks ahead differs by far more.
-            if not is_close(hidden[rows.source][rows.mask], reference, at_least=1e-5):
+            hidden = hidden[rows.source][rows.mask]
+            if not is_close(hidden, reference) and not is_close(hidden, reference, 1e-5):
                 raise ModelError(
                     f"{type(self.model).__name__} is not causal: hidden states depend on later tokens or on other "
                     "rows, so no log-prob or value of a token is defined"
@@ -303,7 +301,7 @@ class PackedModel:
         self._take_shape(probe)
 
     def _take_shape(self, probe: AttentionRecorder) -> None:
-        """Heads and their size as the layers have them: latent attention has others than its configuration says."""
+        """Number and size of heads as the layers have them: latent attention differs from its configuration."""
         shapes = {(q.shape[1], *k.shape[1:]) for q, k in zip(probe.inputs[::3], probe.inputs[1::3], strict=True)}
         if len(shapes) == 1:
             ((self.num_heads, self.num_kv_heads, self.head_dim),) = shapes
@@ -386,8 +384,8 @@ def _attention(
             "set its dropout to 0, or wrap the model in PackedModel again after changing it"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed.attend(int(cast(int, module.layer_idx)), q, k, v, scale, sliding_window)[None], None
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed.attend(int(cast(int, module.layer_idx)), q_THD, k_TKD, v_TKD, scale, sliding_window)[None], None
 
 
 class _PositionTable(TorchFunctionMode):
@@ -398,10 +396,10 @@ class _PositionTable(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.embedding and len(args) > 1 and args[0].numel() == self.length:
-            places, table = args[0].flatten().tolist(), args[1]
+            rows, table = args[0].flatten().tolist(), args[1]
             # Some begin their table with rows for padding.
-            if self.length > 1 and places == list(range(places[0], places[0] + self.length)):
-                self.size = int(table.shape[0]) - places[0]
+            if self.length > 1 and rows == list(range(rows[0], rows[0] + self.length)):
+                self.size = int(table.shape[0]) - rows[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -421,7 +419,7 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
-    """A backbone as the parts that are called one after the other: its layers, and what stands beside them."""
+    """The modules of a backbone that are called one after the other: its layers, the embedding, the last norm."""
     for child in module.children():
         stacks = stacks_of(child, layers)
         if child in stacks:

@@ -1,4 +1,4 @@
-"""What is written is opened again and compared with the model that it was written from."""
+"""An exported model is opened again and compared with the live one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HALF = 0.2
 
 def check_export(model: Any, path: Path, *, adapter: bool = False) -> None:
     """Compare a directory that was written with the live model: log-probs (or values) on a probe where a second model
-    fits into memory, else tensor by tensor. What is not compared, and what an export loses, is logged.
+    fits into memory, else tensor by tensor. Whatever cannot be compared, or gets lost, is logged.
 
     Args:
         model: whole, with the weights that were written.
@@ -112,7 +112,7 @@ def _gap(model: Any, again: Any) -> Tensor:
 
 
 def _check_tensors(model: Any, path: Path) -> None:
-    """Raises ModelError: a tensor of the directory is not that of the merged model."""
+    """Raises ModelError: a tensor of the directory differs from the merged model's."""
     stored = ModelFiles(str(path), **_form(model)).stream()
     for live, there in zip_longest(merged_shards(model), stored):
         if live is None or there is None or live.name != there.name or not torch.equal(live.tensor.cpu(), there.tensor):

@@ -13,7 +13,7 @@ _POSITION_DEPENDENT = (*_BATCH_DEPENDENT, "yarn")
 
 
 def original_length(config: Any) -> int | None:
-    """The longest row whose embeddings do not depend on how long it, or a row beside it, is; None: no row's do."""
+    """The longest row whose embeddings do not depend on the longest row of the batch; None: no row's do."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", rope.get("type")) not in _BATCH_DEPENDENT:
         return None
@@ -23,8 +23,8 @@ def original_length(config: Any) -> int | None:
 
 @contextmanager
 def own_positions(config: Any) -> Iterator[None]:
-    """Inside, the configuration of a model that was loaded with other positions has those of its files, for what others
-    read; unless the model's outputs depend on them."""
+    """Inside, the configuration of a model that was loaded with other positions has the positions of its files, for
+    other readers; unless the model's outputs depend on them."""
     stored = vars(config).pop("stored_max_position_embeddings", None)
     if stored is None:
         yield

@@ -1,6 +1,6 @@
-"""What a rollout engine is: requests in, samples out as they finish.
+"""The interface of rollout engines: requests in, samples out as they finish.
 
-Log-probs are those of the temperature-scaled logits over the whole vocabulary, before top-k, top-p,
+Log-probs are of the temperature-scaled logits over the whole vocabulary, before top-k, top-p,
 min-p and `min_new_tokens` (greedy decoding: at temperature 1): what the trainer computes for the same
 tokens. The uniform number behind token t of a sample is a hash of (run seed, sample id, t).
 """
@@ -91,9 +91,10 @@ class Request:
     logits, one after the other. A `grammar` allows only tokens that conform to it: `finish="stop"` then means that the
     grammar is complete, and a response that a stop string or a guard ends earlier has `finish="length"`. A grammar and
     a `guard` need an engine with a tokenizer. `on_token` is called with each token, in the thread that steps the
-    engine, by the engines embedded and hf; others tell no tokens before the sample. Of a request that `is_turn` of an
-    episode, later prompts may begin with its prompt and response, so an engine may keep their keys and values. With
-    each token come the log-probs of the `top_log_probs` likeliest ones, by engines that `tells_top`; others refuse it.
+    engine, by the engines embedded and hf; others tell no tokens before the sample. A request that `is_turn` of an
+    episode may be continued: later prompts begin with its prompt and response, so an engine may keep their keys and
+    values. With each token come the log-probs of the `top_log_probs` likeliest ones, by engines that `tells_top`;
+    others refuse it.
 
     Raises:
         RolloutError: the prompt is not a sequence of whole numbers.
@@ -129,9 +130,9 @@ class Sample:
     """A finished response.
 
     `tokens` include the end-of-sequence token, stop token or stop string that ended it; `log_probs` are aligned with
-    them. `policy_version` is that of the weights that sampled the first token. `text` is set for requests with stop
-    strings or a guard: the response as rewards read it, up to the stop string that ended it. `temperature` is that of
-    the request, for episodes. `top_log_probs` are, at each token, those that the request asked for: tokens of the same
+    them. `policy_version`: of the weights that sampled the first token. `text` is set for requests with stop
+    strings or a guard: the response as rewards read it, up to the stop string that ended it. `temperature`: of the
+    request, for episodes. `top_log_probs` are, at each token, those that the request asked for: tokens of the same
     distribution and their log-probs, the likeliest first.
     """
 

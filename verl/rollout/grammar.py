@@ -1,8 +1,8 @@
 """Grammars for responses, token by token: a token that violates the grammar is never sampled. Uses xgrammar (extra
 `constrained`); vLLM applies grammars itself.
 
-Samples come from the model's distribution, masked and renormalised. Their log-probs are, as with top-k, those of the
-model without the mask, which the trainer computes, too. The gradient is biased by the probability that the mask
+Samples come from the model's distribution, masked and renormalised. As with top-k, their log-probs are of the model
+without the mask: the trainer computes the same. The gradient is biased by the probability that the mask
 removes, which shrinks as the policy learns the grammar.
 """
 
@@ -31,7 +31,7 @@ _CACHE = 256 << 20
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a whole response must match: a regular expression, a JSON schema, or an EBNF grammar (GBNF syntax).
+    """A grammar of whole responses: a regular expression, a JSON schema, or an EBNF grammar (GBNF syntax).
 
     Make one by `regex`, `json_schema` or `ebnf`.
 

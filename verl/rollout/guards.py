@@ -53,7 +53,7 @@ def make_guard(name: str, **options: Any) -> Any:
     """A registered guard.
 
     Raises:
-        ConfigError: there is none of that name, or it does not take these options.
+        ConfigError: the name is unknown, or the guard does not take these options.
     """
     check_known("no guard is called", [name], _GUARDS, hint="; or give FILE.py:NAME")
     try:
@@ -69,7 +69,7 @@ class GuardModel:
     with one label.
 
     The first is given the conversation through its own chat template (without one, `template`) and decodes greedily;
-    its verdict is bad if its first words are those of an entry of `refuses`, whatever their case and the marks around
+    its verdict is bad if it begins with the words of an entry of `refuses`, whatever their case and the marks around
     them. It is loaded where responses are sampled, when the first of them is finished.
 
     Args:
@@ -158,8 +158,8 @@ class GuardModel:
         return device.put(model, self.device), tokenizer, is_classifier
 
     def _question(self, tokenizer: Any, prompt: str, response: str, closed: bool) -> list[int]:
-        """Tokens of what is asked; `closed`: before those that the tokenizer puts behind every text (EOS), behind which
-        nothing is written."""
+        """Tokens of the question; `closed`: with the EOS that the tokenizer appends to every text, after which nothing
+        can be written."""
         chat = ChatTokenizer(tokenizer)
         if self.template is None and getattr(tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]

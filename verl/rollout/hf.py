@@ -1,7 +1,7 @@
 """The reference engine: transformers' own forward and cache over a left-padded batch. Slow and simple.
 
-A batch runs until its last response is finished; then the next one begins. Sampling and randomness are those of the
-embedded engine, so both sample the same tokens up to rounding.
+A batch runs until its last response is finished; then the next one begins. It samples as the embedded engine, with the
+same random numbers, so both give the same tokens up to rounding.
 
 Some models do not keep their state in such a cache (state-space models), or count positions through padding. So a few
 tokens are first compared with a plain forward; if they differ, each step recomputes whole rows, padded on the right,
@@ -59,7 +59,7 @@ class HFEngine:
 
     Raises:
         ConfigError: `max_batch` is not positive.
-        ModelError: a row of the model's logits depends on the rows beside it or on tokens after it.
+        ModelError: a row of the model's logits depends on other rows of the batch or on tokens after it.
     """
 
     is_live = tells_top = True
@@ -294,7 +294,7 @@ class HFEngine:
 
 
 class StartingEngine(HFEngine):
-    """The weights that training began with, beside the engine of the policy, whose thread it is stepped in.
+    """The weights that training began with; stepped in the thread of the policy's engine.
 
     Args:
         model: a copy of these weights; or the model that is trained, if only adapters of it are.

@@ -1,4 +1,4 @@
-"""What a caller may have a say with in a response that is being generated: processors of logits, and guards."""
+"""Callbacks on a response while it is generated: logits processors and guards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class LogitsProcessor(Protocol):
 
         Returns:
             The logits `[V]` to sample from, minus infinity for excluded tokens (NaN and plus infinity are refused). If
-            every token is excluded, the response ends with `finish="reject"`. Log-probs stay those of the unchanged
+            every token is excluded, the response ends with `finish="reject"`. Log-probs are of the unchanged
             logits.
         """
 
 
 class Guard(Protocol):
-    """Checks the text of responses while they are generated, those of all requests that share it in one call.
+    """Checks the text of responses while they are generated; requests that share a guard are checked in one call.
 
     Attributes:
         every: tokens between two checks of a response; it is also checked when it ends.

@@ -113,7 +113,7 @@ class RolloutOptions(Record):
             raise wrong("min_new_tokens", f"must be at most max_new_tokens ({self.max_new_tokens})")
 
     def asked(self) -> dict[str, str]:
-        """What the settings are, as `verl._base.combinations` names it."""
+        """The settings by the names of `verl._base.combinations`."""
         engine = self.name if self.name in _NAMES else "other engine"
         return named({
             engine: f"'{self.name}'",
@@ -136,7 +136,7 @@ class RolloutOptions(Record):
 
 
 class SamplerOptions(RolloutOptions):
-    """What a rollout engine is made of: `RolloutOptions`, with what only Python can say."""
+    """All that makes a rollout engine: `RolloutOptions`, and options that only Python has."""
 
     name: Any = cost("auto", 'a name, "FILE.py:NAME" of an `EngineFactory`, or such a factory')
     episode: Any = result(

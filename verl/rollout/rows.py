@@ -16,9 +16,9 @@ from verl.rollout.turns import Outcome, Turns, response_columns
 def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_double: bool = False) -> Batch:
     """The rows of finished episodes: one a trajectory, and of an episode that failed one without tokens.
 
-    A row has its prompt's columns and those of its response, and of its episode
+    A row has the columns of its prompt and its response, and of its episode
 
-        episode           the id of its prompt's row; that of the first trajectory is the same
+        episode           the id of its prompt's row, which the first trajectory has, too
         episode_error     why it has no response, or null; left_out: the same in a word
         episode_reward    what the episode itself says, or null
         truncated         whether it was cut short

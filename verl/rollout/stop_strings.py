@@ -52,7 +52,7 @@ class StopWatch:
         return self.text
 
     def saw_stop(self, tokens: Sequence[int], final: bool = False) -> bool:
-        """Whether a stop string ends in what is new of `tokens`; `text` is then cut before the first one. One that has
+        """Whether a stop string ends in the new `tokens`; `text` is then cut before the first one. One that has
         ended before there are `min_tokens` does not count."""
         text = self.read(tokens, final)
         counting = self._stops if len(tokens) >= self._min_tokens else ()

@@ -31,7 +31,7 @@ class Decoder:
     """Runs decode steps.
 
     Args:
-        last_sampled: `[max_batch]` int64, the tokens of the step before, which those of each step replace.
+        last_sampled: `[max_batch]` int64, the tokens of the step before; each step overwrites them.
         max_length: of prompt and response together.
     """
 

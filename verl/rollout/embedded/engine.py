@@ -48,8 +48,8 @@ class EmbeddedEngine:
             free memory at most. Without the CPU's kernels one more block is allocated, which padding is written to.
         max_length: prompt and response together; None: what the model allows.
         step_tokens: prompt tokens computed in one step, besides one token of each running response.
-        batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same beside any
-            other responses and after any preemption, at the price of speed; prompts do not share what was computed for
+        batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same in any
+            batch and after any preemption, at the price of speed; prompts do not share what was computed for
             responses.
         compiled: on CPU use the compiled kernels where they can be built.
         look_ahead: launch a step before the tokens of the one before are read, decode steps from fixed buffers; None:

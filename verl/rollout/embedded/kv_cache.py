@@ -161,7 +161,7 @@ class KVCache:
         return [self._take_one() for _ in range(count)]
 
     def take_prompt(self, tokens: Sequence[int]) -> list[int] | None:
-        """Blocks for a prompt, those of a common prefix shared; None if there are too few, then nothing is taken."""
+        """Blocks for a prompt, which shares those of a known prefix; None, and nothing taken, if too few are free."""
         hashes = prefix_digests(tokens, self.block)[1:]
         shared: list[int] = []
         for digest in hashes:

@@ -1,4 +1,4 @@
-"""What each step of generation computes: `Scheduler.schedule` makes a `ScheduledBatch`, `ModelRunner.run` computes it.
+"""The schedule of generation: `Scheduler.schedule` makes the `ScheduledBatch` of a step, `ModelRunner.run` computes it.
 
         add                         waiting  <-----------------------.
                                        | _admit: blocks are taken    | _preempt: the cache is full, or
@@ -14,15 +14,14 @@
           |                            v
           '--- unfinished --- PendingTokens.take --- ended --> end: blocks are freed, or stay as a cached prefix
 
-A response's first token is sampled from the hidden state of its prompt's last token, each later one from that of the
-token before it. Weights change between steps alone, after `preempt_all` (`EmbeddedEngine.load_shards`).
+A response's first token is sampled from the hidden state of its prompt's last token, each later one from the hidden
+state of the token before it. Weights change between steps alone, after `preempt_all` (`EmbeddedEngine.load_shards`).
 
 **Tokens in flight** are sampled and not yet read by the host. `PendingTokens` counts them in `Response.in_flight`: up
 when they are sampled, down when the host reads them. Where the engine looks ahead, a step is scheduled before the
-tokens of the step before are read, so one token a response is in flight then. Its id is not known:
-`ScheduledBatch.tokens` has 0 in its place, and `sampled_rows` its row in `ModelRunner.last_sampled`, where the device
-finds it. A response that is preempted keeps such a token (it is read later); `preempt_all` forgets it, and it is
-sampled again.
+tokens of the step before are read, so one token a response is in flight then. Its id is not known: it is 0 in
+`ScheduledBatch.tokens`, and `sampled_rows` says where in `ModelRunner.last_sampled` the device finds it. A response
+that is preempted keeps such a token (it is read later); `preempt_all` forgets it, and it is sampled again.
 
 **Blocks** of the cache are taken in `_admit`, and one more in `_make_room` when a response's next token needs it. They
 are freed in `_leave`: a response has ended or was aborted (`end`), or is preempted. A prompt's blocks are freed with
@@ -59,7 +58,7 @@ class EngineStats:
 
 @dataclass
 class ScheduledBatch:
-    """What a step computes: the new tokens of some sequences, one sequence after the other, and who samples then.
+    """The work of a step: the new tokens of some sequences, one sequence after the other, and who samples then.
 
     Attributes:
         block: tokens of a block.
@@ -115,7 +114,7 @@ class ScheduledBatch:
         return bool(self.samples) and [index for _, index in self.samples] == [*range(len(self.tokens))]
 
     def to_json(self) -> bytes:
-        """What is computed, for other ranks, which do not know for whom."""
+        """The batch without requests, for the workers of tensor parallelism."""
         return json.dumps(vars(self) | {"completed": [], "samples": []}).encode()
 
     def split(self, size: int) -> list[ScheduledBatch]:
@@ -136,14 +135,14 @@ class ScheduledBatch:
 class Scheduler:
     """Continuous batching: decides which responses run, and what of them and of their prompts a step computes.
 
-    Responses with equal prompts share one computation of it and one copy of its keys and values; prompts share those of
-    a common prefix. When the cache is full, the newest response is preempted, and recomputed later.
+    Responses with equal prompts share one computation of it and one copy of its keys and values; a common prefix of
+    different prompts is shared too. When the cache is full, the newest response is preempted, and recomputed later.
 
     Args:
         max_batch: responses that run at a time.
         step_tokens: prompt tokens computed in one step, besides one token of each running response.
-        cache_responses: whether prompts may begin with what was computed for a response, which differs by rounding from
-            what is computed for a prompt.
+        cache_responses: whether keys and values of a response are reused for prompts that begin with it: they differ by
+            rounding from those computed in a prefill.
 
     Attributes:
         waiting: in the order of arrival.
@@ -185,8 +184,8 @@ class Scheduler:
         self._leave(response)
 
     def preempt_all(self) -> None:
-        """Let all running responses wait again, in the order in which they run; tokens in flight are forgotten, those
-        of preempted responses too, and sampled again."""
+        """Let all running responses wait again, in the order in which they run; tokens in flight are forgotten, for
+        responses preempted earlier too, and sampled again."""
         for response in reversed(self.running.copy()):
             self._preempt(response)
         for response in self.waiting:
@@ -288,7 +287,7 @@ class Scheduler:
 
     def _plan_responses(self, batch: ScheduledBatch) -> None:
         """Plan the tokens of responses whose prompts are computed: the last token, or after a preemption a chunk of
-        what is computed again."""
+        its tokens."""
         budget, size = max(0, self.step_tokens - len(batch.tokens)), self.cache.block
         computed = [each for each in self.prompts.values() if each.computed == len(each.tokens)]
         for prompt, response in [(each, response) for each in computed for response in each.running]:
@@ -316,7 +315,7 @@ class Scheduler:
                 batch.samples.append((response, index))
 
     def _leave(self, response: Response) -> None:
-        """Remove a running response and free its blocks; those of its prompt too, if it was the last one."""
+        """Remove a running response and free its blocks; with the last one of a prompt, the prompt's too."""
         prompt = response.prompt_state
         assert prompt is not None
         self.running.remove(response)

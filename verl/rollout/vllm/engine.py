@@ -47,8 +47,8 @@ class VLLMEngine:
             1,024 tokens, at most a quarter of the free memory.
         tensor_parallel_size: ranks that share the model; more than one run in vLLM's own processes.
         max_length: prompt and response together; None: what the model and the KV cache allow.
-        device: where the model is, or will be; None: where it is now. The free memory is that of the device on which
-            this build of vLLM computes: this one, if it is of that kind.
+        device: where the model is, or will be; None: where it is now. Free memory is measured on the
+            device on which this build of vLLM computes: this one, if vLLM supports its kind.
         **options: further arguments of `vllm.LLM`.
 
     Raises:

@@ -54,7 +54,7 @@ def sampled(log_probs: Any) -> list[float]:
 
 
 def check_temperature(request: Request, is_scaled: bool) -> None:
-    """Raises RolloutError where vLLM's log-probs are not those of the temperature (`WorkerExtension.verl_prepare`)."""
+    """Raises RolloutError where vLLM has no log-probs at this temperature (`WorkerExtension.verl_prepare`)."""
     if request.params.temperature not in (0, 1) and not is_scaled:
         raise RolloutError(
             f"request '{request.id}': this vLLM has no log-probs at temperature {request.params.temperature:g}, only "

@@ -1,7 +1,7 @@
 """How vLLM is started: with which model runner, on which device, in how much memory, on which cores.
 
-With one rank vLLM runs without subprocesses. What it changes in this process (random number generators, of the devices
-too, the number of threads) is restored.
+With one rank vLLM runs without subprocesses. It changes random number generators, also of devices, and the number of
+threads of this process: these are restored.
 """
 
 from __future__ import annotations

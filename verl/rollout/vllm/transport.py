@@ -1,7 +1,7 @@
 """How weights reach vLLM's workers: as live tensors in this process, in a file, or in the memory of a device.
 
 For other processes shards become a message of plain data that says where they are. It travels over vLLM's own channel,
-and nothing in it is unpickled. What is shared stays until the workers have answered.
+and nothing in it is unpickled. The file or memory stays until the workers have answered.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def _slices(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[i
 
 
 def device_checksum(buffer: Tensor) -> str:
-    """Of a buffer `[bytes]` (a multiple of 8), computed on its device: two sums modulo 2^64, one of them weighted by
-    odd multipliers, so that swapped words are seen. It finds damage, and is no defence."""
+    """Two sums of a buffer `[bytes]` (a multiple of 8) modulo 2^64, computed on its device. One is weighted by odd
+    multipliers, so that swapped words are seen. It finds damage, and is no defence."""
     words = buffer.view(torch.int64)
     odd = torch.arange(words.numel(), device=buffer.device).mul_(0x1E3779B97F4A7C15).bitwise_or_(1)
     sums = torch.stack([words.sum(), odd.mul_(words).sum()]).tolist()

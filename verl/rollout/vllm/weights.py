@@ -142,7 +142,7 @@ class WeightSink:
 
 
 class _Tensors:
-    """The tensors of a model as loaders fill them, by their memory: most have none yet."""
+    """The tensors of a model as loaders fill them, by their storage: most are not allocated yet."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owner = {
@@ -243,7 +243,7 @@ def _check_head(model: nn.Module, sent: Tensor) -> None:
     a tied one on CPU) might otherwise keep old weights unnoticed.
 
     Args:
-        sent: those of `_columns`, as they came.
+        sent: the columns `_columns`, as they came.
     """
     head: Any = getattr(model, "lm_head", None)
     method: Any = getattr(head, "quant_method", None)

@@ -68,7 +68,7 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         """Read and check some shards, and put them in place.
 
         Raises:
-            ValueError: there are none, or not those that were sent.
+            ValueError: no shards came, or others than were sent.
         """
         shards = received(update_info.weights, self.parallel_config.rank, self.device)
         if self._version is None:
@@ -94,7 +94,7 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
 
 
 class ScaledSampler(Sampler):
-    """Applies the temperature first, so that vLLM's raw log-probs are those of temperature-scaled logits."""
+    """Applies the temperature first, so that vLLM's raw log-probs are of temperature-scaled logits."""
 
     def forward(self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any) -> Any:
         temperature = sampling_metadata.temperature
