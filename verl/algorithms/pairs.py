@@ -115,20 +115,14 @@ def sequence_tokens(x: LossInput) -> Tensor:
 class PreferenceAlgorithm(BaseAlgorithm):
     """Base of the pair losses of language models. `beta` scales the implicit reward."""
 
+    roles = frozenset({"actor", "reference"})
+    loss_columns: ClassVar[tuple[str, ...]] = ("group", "label", "ref_log_probs")
     unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True
     samples_per_prompt: ClassVar[int] = 2
 
     beta: Positive = 0.1
-
-    @property
-    def roles(self) -> frozenset[str]:
-        return frozenset({"actor", "reference"})
-
-    @property
-    def loss_columns(self) -> tuple[str, ...]:
-        return ("group", "label", "ref_log_probs") if "reference" in self.roles else ("group", "label")
 
     @abstractmethod
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -210,7 +204,7 @@ class DPO(PreferenceAlgorithm):
         return self.loss_type == "aot"
 
     @property
-    def loss_columns(self) -> tuple[str, ...]:
+    def loss_columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return (*super().loss_columns, *(("aot_shift",) if self.loss_type == "aot" else ()))
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -263,6 +257,7 @@ class WithoutReference(PreferenceAlgorithm):
     """Base of those that compare log-probs per token instead."""
 
     roles = frozenset({"actor"})
+    loss_columns: ClassVar[tuple[str, ...]] = ("group", "label")
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
         return sequence_log_probs(x, log_probs) / sequence_tokens(x)

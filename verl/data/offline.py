@@ -342,23 +342,22 @@ def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
     """
     if not columns or not isinstance(row, Mapping):
         return row
-    parts = {ours: _part(row, name) for ours, name in columns.items()}
-    if missing := next((columns[ours] for ours, value in parts.items() if value is _MISSING), None):
-        raise DataError(f"{where}: there is no column '{missing}' (data.columns): it has {sorted(map(str, row))}")
-    others = {name: value for name, value in row.items() if name not in columns.values()}
-    return others | parts
+    renamed = {name: value for name, value in row.items() if name not in columns.values()}
+    for ours, name in columns.items():
+        try:
+            renamed[ours] = _part(row, name)
+        except KeyError:
+            columns_there = sorted(map(str, row))
+            raise DataError(f"{where}: there is no column '{name}' (data.columns): it has {columns_there}") from None
+    return renamed
 
 
-_MISSING = object()
-
-
-def _part(row: Mapping[str, Any], name: str) -> Any:
-    """A column, or, by its path, a part of one that holds mappings."""
-    if name in row:
-        return row[name]
+def _part(row: Any, name: str) -> Any:
+    """A column, or, by its path, a part of one that holds mappings. Raises KeyError."""
+    if not isinstance(row, Mapping):
+        raise KeyError(name)
     first, dot, rest = name.partition(".")
-    inner = row.get(first)
-    return _part(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
+    return _part(row[first], rest) if dot and name not in row else row[name]
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:

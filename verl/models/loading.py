@@ -82,7 +82,7 @@ def load_model(
     if dtype not in _DTYPES:
         raise ModelError(f"dtype '{dtype}' is not one that a model can be loaded in: {nearest(dtype, _DTYPES)}")
     name = _located(path_or_name, "model")
-    with _explained(name, "model"), _quiet() as logged:
+    with _loading(name, "model") as logged:
         config = _config(name, kind, trust_remote_code, positions)
         model, report = _read(name, config, kind, trust_remote_code, _DTYPES[dtype], logged)
         _check_files(name, model, kind, report)
@@ -112,7 +112,7 @@ def meta_model(
         ModelError: nothing is there, or it is no model.
     """
     name = _located(path_or_name, "model")
-    with _explained(name, "model"), _quiet():
+    with _loading(name, "model"):
         config = _config(name, kind, trust_remote_code, positions)
         model = _from_config(name, config, kind, trust_remote_code, _DTYPES[dtype], device)
         _check_files(name, model, kind)
@@ -135,7 +135,7 @@ def configured_model(
         ModelError: nothing is there, or it is no model.
     """
     name = _located(path_or_name, "configuration")
-    with _explained(name, "model"), _quiet():
+    with _loading(name, "model"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
         for size in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"):
@@ -156,7 +156,7 @@ def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: b
     if dtype != "auto":
         return dtype
     name = _located(path_or_name, "model")
-    with _explained(name, "model"), _quiet():
+    with _loading(name, "model"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     stored = getattr(config.get_text_config(), "dtype", None)
     if stored in _HALF and slow_in_half_precision():
@@ -271,7 +271,7 @@ def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False)
     name = _located(path_or_name, "tokenizer")
     if os.path.isdir(name) and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
         raise ModelError(f"{name} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): pass tokenizer=")
-    with _explained(name, "tokenizer"), _quiet():
+    with _loading(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -354,9 +354,18 @@ def _check_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
+def _loading(name: str, what: str) -> Iterator[list[logging.LogRecord]]:
+    """Errors of transformers say what could not be loaded. Its reports are not shown, since what they say is checked
+    here; yields what it logs, for its errors that refer to that."""
+    library = transformers_logging.get_logger("transformers")
+    handlers, level, spreads = library.handlers, library.level, library.propagate
+    bars = transformers_logging.is_progress_bar_enabled()
+    kept = BufferingHandler(1 << 16)
+    library.handlers, library.propagate = [kept], False
+    library.setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
     try:
-        yield
+        yield kept.buffer
     except ModelError:
         raise
     except Exception as error:  # transformers raises whatever a bad name, file or value leads it to
@@ -368,21 +377,6 @@ def _explained(name: str, what: str) -> Iterator[None]:
         raise ModelError(
             f"{what} '{name}' is neither a directory here nor loadable from the hub or its cache ({state}): {reason}"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[list[logging.LogRecord]]:
-    """Without the reports of transformers, since what they say is checked here; yields what it logs, for its errors
-    that refer to that."""
-    library = transformers_logging.get_logger("transformers")
-    handlers, level, spreads = library.handlers, library.level, library.propagate
-    bars = transformers_logging.is_progress_bar_enabled()
-    kept = BufferingHandler(1 << 16)
-    library.handlers, library.propagate = [kept], False
-    library.setLevel(logging.WARNING)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield kept.buffer
     finally:
         library.handlers, library.propagate = handlers, spreads
         library.setLevel(level)

@@ -321,20 +321,14 @@ def _merged(module: nn.Module) -> nn.Module:
     return layer.get_base_layer()  # type: ignore[no-any-return]
 
 
-def _base(module: nn.Module) -> nn.Module:
-    if _is_int4(module):
-        return module.dense()
-    layer: Any = getattr(module, "original_module", None) or module
-    layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-    return layer.dense() if _is_int4(layer) else layer
-
-
 def without_adapters(model: nn.Module) -> Any:
     """A copy of a transformers model, not trained yet, as it was before it got them."""
     plain = copy.deepcopy(_inner(model))
     adapted = _adapted(plain)
     for name in _outer(adapted):
-        plain.set_submodule(name, _base(adapted[name]))
+        layer: Any = getattr(adapted[name], "original_module", None) or adapted[name]
+        layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+        plain.set_submodule(name, layer.dense() if _is_int4(layer) else layer)
     del plain.peft_config
     plain._hf_peft_config_loaded = False
     return plain
