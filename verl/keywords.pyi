@@ -1,4 +1,4 @@
-"""Keywords of public constructors, for type checkers: made by `python scripts/keywords.py`."""
+"""Keywords of public constructors, for type checkers: made by `python scripts/stubs.py`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

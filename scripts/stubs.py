@@ -1,8 +1,10 @@
-"""Write `verl/keywords.pyi`: what public constructors take as keywords, for type checkers and editors.
+"""Write what type checkers and editors cannot see in the source: `verl/__init__.pyi`, the public names, which are
+imported when they are first used; and `verl/keywords.pyi`, the keywords of public constructors, which are fields of
+records.
 
-    python scripts/keywords.py [--check]
+    python scripts/stubs.py [--check]
 
-The records and signatures are read, so that a setting is declared in one place. Nothing imports the stub at run time.
+Nothing imports the stubs at run time.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from verl.rollout.options import RolloutOptions
 from verl.trainer.options import OTHERS, RECORDS
 from verl.training.options import OptimConfig, TrainOptions
 
-FILE = Path(verl.__file__).with_name("keywords.pyi")
-_HEAD = '''"""Keywords of public constructors, for type checkers: made by `python scripts/keywords.py`."""
+FOLDER = Path(verl.__file__).parent
+_HEAD = '''"""Keywords of public constructors, for type checkers: made by `python scripts/stubs.py`."""
 
 '''
 
@@ -112,7 +114,18 @@ def handle(*records: type[BaseModel]) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name not in OF_FILES}
 
 
-def stub() -> str:
+def public_names() -> str:
+    """A re-export of each name: of a plain import type checkers say that the package does not export it."""
+    lines = [
+        f"from {module} import {', '.join(f'{n} as {n}' for n in names.split())}"
+        for module, names in verl._NAMES.items()
+    ]
+    return '"""The public names, for type checkers: made by `python scripts/stubs.py`."""\n\n' + "\n".join(
+        [*sorted(lines), "", "__version__: str", ""]
+    )
+
+
+def keywords() -> str:
     made = Stub()
     options: dict[str, list[Any]] = {}
     for kind in (type(make_algorithm(name)) for name in algorithm_names()):
@@ -137,10 +150,12 @@ def stub() -> str:
 
 
 def main() -> None:
-    if "--check" not in sys.argv[1:]:
-        FILE.write_text(stub(), encoding="utf-8")
-    elif FILE.read_text(encoding="utf-8") != stub():
-        sys.exit(f"{FILE} is not what the records say: run python scripts/keywords.py")
+    for name, stub in (("__init__.pyi", public_names()), ("keywords.pyi", keywords())):
+        file = FOLDER / name
+        if "--check" not in sys.argv[1:]:
+            file.write_text(stub, encoding="utf-8")
+        elif file.read_text(encoding="utf-8") != stub:
+            sys.exit(f"{file} is not what the package says: run python scripts/stubs.py")
 
 
 if __name__ == "__main__":
