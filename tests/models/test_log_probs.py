@@ -189,5 +189,5 @@ def test_an_accelerator_works_on_whole_chunks_of_a_size_that_its_memory_gives(
 
 
 def _block_shapes(product: Tensor) -> list[tuple[int, ...]]:
-    blocks = log_probs._logits(product, torch.float64, log_probs._Formula(1.0, None, 1.0))
+    blocks = log_probs._logits(product, torch.float64, log_probs._Options(1.0, None, 1.0, False, 1, None))
     return [tuple(logits.shape) for _, logits, _ in blocks]

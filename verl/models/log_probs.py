@@ -64,10 +64,9 @@ def token_log_probs(
         hidden, weight = shared(hidden, cut.group), _local(weight)
         bias = None if bias is None else local_part(bias)
     chunk = chunk or max(1, HeadSizes.on(weight.device).chunk // weight.shape[0])
-    formula = _Formula(scale, softcap, temperature)
-    log_probs, entropies = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, formula, entropy, chunk, cut, statistics
-    )
+    options = _Options(scale, softcap, temperature, entropy, chunk, cut)
+    inputs = hidden, weight, bias, targets
+    log_probs, entropies = _TokenLogProbs.apply(*inputs, options, statistics)  # type: ignore[no-untyped-call]
     return log_probs, entropies if entropy else None
 
 
@@ -126,41 +125,40 @@ def _local(weight: Tensor) -> Tensor:
     return local
 
 
-class _Formula(NamedTuple):
-    """The operations between the head's matmul and the softmax; see `token_log_probs`."""
+class _Options(NamedTuple):
+    """See `token_log_probs`; `cut`: None where all rows of the head are here."""
 
     scale: float
     softcap: float | None
     temperature: float
+    entropy: bool
+    chunk: int
+    cut: _Cut | None
+
+    @property
+    def factor(self) -> float:
+        """The logits of a head without soft cap are its products times this."""
+        return self.scale / self.temperature
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        formula: _Formula,
-        entropy: bool,
-        chunk: int,
-        cut: _Cut | None,
-        statistics: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        hidden, weight, bias, targets, options, statistics = inputs
+        cut, entropy = options.cut, options.entropy
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs, norms, entropies = hidden.new_zeros((3, hidden.shape[0]), dtype=exact)
         _, rows = (None, targets) if cut is None else cut.find(targets)
-        for part, product in _products(hidden, weight, bias, chunk):
+        for part, product in _products(hidden, weight, bias, options.chunk):
             compiled = layer_kernels(product.dtype, product.device)
             with_entropy = entropy or statistics is not None
             results = log_probs[part], norms[part], entropies[part] if with_entropy else None
             if statistics is not None:
-                _look(product, rows[part], formula, statistics[:, part])
-            if compiled is not None and formula.softcap is None:
-                compiled.softmax_rows(product, rows[part], formula.scale / formula.temperature, *results)
+                _look(product, rows[part], options, statistics[:, part])
+            if compiled is not None and options.softcap is None:
+                compiled.softmax_rows(product, rows[part], options.factor, *results)
             else:
-                _softmax_rows(product, rows[part], formula, *results)
+                _softmax_rows(product, rows[part], options, *results)
         if cut is not None:
             if statistics is not None:
                 cut.combine_statistics(targets, statistics)
@@ -168,7 +166,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if statistics is not None:
             statistics[0] = entropies
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies if entropy else None)
-        ctx.formula, ctx.chunk, ctx.cut = formula, chunk, cut
+        ctx.options = options
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
@@ -182,13 +180,13 @@ class _TokenLogProbs(torch.autograd.Function):
         if ctx.needs_input_grad[1] and (grad_weight := grad_sum(weight)) is None:
             grad_weight = torch.zeros_like(weight, dtype=norms.dtype)
         grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if ctx.needs_input_grad[2] else None
-        formula: _Formula = ctx.formula
+        options: _Options = ctx.options
         to_log_probs, to_entropies = (grad.contiguous() for grad in grads)
-        cut, rows, to_targets = ctx.cut, targets, to_log_probs
+        cut, rows, to_targets = options.cut, targets, to_log_probs
         if cut is not None:
             is_here, rows = cut.find(targets)
             to_targets = torch.where(is_here, to_log_probs, 0.0)
-        for part, product in _products(hidden, weight, bias, ctx.chunk):
+        for part, product in _products(hidden, weight, bias, options.chunk):
             compiled = layer_kernels(product.dtype, product.device)
             of_part = (
                 norms[part],
@@ -196,10 +194,10 @@ class _TokenLogProbs(torch.autograd.Function):
                 to_log_probs[part],
                 None if entropies is None else to_entropies[part],
             )
-            if compiled is not None and formula.softcap is None and cut is None:
-                compiled.softmax_rows_backward(product, rows[part], formula.scale / formula.temperature, *of_part)
+            if compiled is not None and options.softcap is None and cut is None:
+                compiled.softmax_rows_backward(product, rows[part], options.factor, *of_part)
             else:
-                _softmax_rows_backward(product, rows[part], to_targets[part], formula, *of_part)
+                _softmax_rows_backward(product, rows[part], to_targets[part], options, *of_part)
             # From here on `product` is the gradient of the products.
             if grad_bias is not None:
                 grad_bias += product.sum(0, dtype=norms.dtype)
@@ -211,20 +209,20 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             grad_weight.to(weight.dtype) if isinstance(grad_weight, Tensor) else None,
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 6,
+            *[None] * 3,
         )
 
 
 def _softmax_rows(
     product: Tensor,
     targets: Tensor,
-    formula: _Formula,
+    options: _Options,
     log_probs: Tensor,
     norms: Tensor,
     entropies: Tensor | None,
 ) -> None:
     """Fill log-probs of `targets` `[N]`, logs of the softmax's sums, and entropies, given products `[N, V]`."""
-    for block, logits, _ in _logits(product, norms.dtype, formula):
+    for block, logits, _ in _logits(product, norms.dtype, options):
         picked = logits.gather(1, targets[block, None])[:, 0]
         highest = logits.amax(1, keepdim=True)
         shifted = logits.sub_(highest)
@@ -238,10 +236,10 @@ def _softmax_rows(
         log_probs[block] = picked - norms[block]
 
 
-def _look(product: Tensor, targets: Tensor, formula: _Formula, statistics: Tensor) -> None:
+def _look(product: Tensor, targets: Tensor, options: _Options, statistics: Tensor) -> None:
     """Fill `[3, N]`, given products `[N, V]`: the highest logit, the mean of the logits, and 1 where the target's logit
     is the highest."""
-    for block, logits, _ in _logits(product, statistics.dtype, formula):
+    for block, logits, _ in _logits(product, statistics.dtype, options):
         highest = logits.amax(1)
         tops = logits.gather(1, targets[block, None])[:, 0] >= highest
         statistics[:, block] = torch.stack([highest, logits.mean(1), tops.to(highest.dtype)])
@@ -251,7 +249,7 @@ def _softmax_rows_backward(
     product: Tensor,
     targets: Tensor,
     to_targets: Tensor,
-    formula: _Formula,
+    options: _Options,
     norms: Tensor,
     entropies: Tensor | None,
     to_log_probs: Tensor,
@@ -259,7 +257,7 @@ def _softmax_rows_backward(
 ) -> None:
     """Overwrite the products with their gradient, given the gradients of log-probs and entropies `[N]`; `to_targets`:
     of log-probs, through the target's own logit alone."""
-    for block, logits, tanh in _logits(product, norms.dtype, formula):
+    for block, logits, tanh in _logits(product, norms.dtype, options):
         log_p = logits.sub_(norms[block, None])
         by_log_prob = to_log_probs[block, None]
         if entropies is None or to_entropies is None:
@@ -272,8 +270,8 @@ def _softmax_rows_backward(
         grad.scatter_add_(1, targets[block, None], to_targets[block, None])
         if tanh is not None:
             grad.mul_(tanh.square_().neg_().add_(1.0))
-        if formula.scale != formula.temperature:
-            grad.mul_(formula.scale / formula.temperature)
+        if options.factor != 1:
+            grad.mul_(options.factor)
         product[block] = grad
 
 
@@ -289,19 +287,18 @@ def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -
         yield part, out
 
 
-def _logits(product: Tensor, dtype: torch.dtype, formula: _Formula) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def _logits(product: Tensor, dtype: torch.dtype, options: _Options) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Logits in full precision, of as many rows of products at a time as the device is given, and with a soft cap the
     tanh that their gradient needs."""
-    scale, softcap, temperature = formula
     rows = max(1, HeadSizes.on(product.device).block // product.shape[1])
     for start in range(0, product.shape[0], rows):
         block = slice(start, start + rows)
         logits, tanh = product[block].to(dtype, copy=True), None
-        if softcap is not None:
-            tanh = logits.mul_(scale / softcap).tanh_().clone()
-            logits.mul_(softcap / temperature)
-        elif scale != temperature:
-            logits.mul_(scale / temperature)
+        if options.softcap is not None:
+            tanh = logits.mul_(options.scale / options.softcap).tanh_().clone()
+            logits.mul_(options.softcap / options.temperature)
+        elif options.factor != 1:
+            logits.mul_(options.factor)
         yield block, logits, tanh
 
 

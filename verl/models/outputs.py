@@ -15,8 +15,8 @@ LENGTH = 32
 
 @torch.no_grad()
 def outputs(model: Any, tokens: Tensor | None = None) -> Tensor:
-    """Log-probs `[2, LENGTH, vocabulary]` on two rows of tokens, or scores `[2]`, or values `[2 * LENGTH]`, in fp32, or
-    fp64 of an fp64 model.
+    """Log-probs `[R, T, V]` of R = 2 rows of T = `LENGTH` tokens over a vocabulary V, or scores `[R]`, or values
+    `[R * T]`, in fp32, or fp64 of an fp64 model.
 
     Args:
         tokens: None: `probe_tokens`.
@@ -25,7 +25,8 @@ def outputs(model: Any, tokens: Tensor | None = None) -> Tensor:
     compute_experts(getattr(model, "backbone", model))
     with evaluating(model):
         if hasattr(model, "backbone"):
-            result = model.predict(model.backbone(input_ids=ids, use_cache=False)[0].flatten(0, 1))
+            hidden_RTD = model.backbone(input_ids=ids, use_cache=False)[0]
+            result = model.predict(hidden_RTD.flatten(0, 1))
         else:
             result = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     result = result if result.dtype == torch.float64 else result.float()
