@@ -1,5 +1,5 @@
-"""Write what type checkers and editors cannot see in the source: `verl/__init__.pyi`, the public names, which are
-imported when they are first used; and `verl/keywords.pyi`, the keywords of public constructors, which are fields of
+"""Write what type checkers and editors cannot see in the source: an `__init__.pyi` of the public names that
+are imported when they are first used; and `verl/keywords.pyi`, the keywords of public constructors, which are fields of
 records.
 
     python scripts/stubs.py [--check]
@@ -17,6 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import reduce
+from importlib import import_module
 from operator import or_
 from pathlib import Path
 from types import NoneType, UnionType
@@ -34,9 +35,9 @@ from verl.trainer.options import OTHERS, RECORDS
 from verl.training.options import OptimConfig, TrainOptions
 
 FOLDER = Path(verl.__file__).parent
-_HEAD = '''"""Keywords of public constructors, for type checkers: made by `python scripts/stubs.py`."""
-
-'''
+#: Packages whose names are imported when they are first used.
+PACKAGES = ("verl", "verl.data", "verl.dataflow", "verl.models", "verl.trainer", "verl.utils")
+_HEAD = '"""{}, for type checkers: made by `python scripts/stubs.py`."""\n'
 
 
 class Stub:
@@ -85,7 +86,14 @@ class Stub:
 
     def __str__(self) -> str:
         imports = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(self.imports.items())]
-        return _HEAD + "\n".join(imports) + "\n\n" + "\n\n".join(self.classes) + "\n"
+        return (
+            _HEAD.format("Keywords of public constructors")
+            + "\n"
+            + "\n".join(imports)
+            + "\n\n"
+            + "\n\n".join(self.classes)
+            + "\n"
+        )
 
 
 def signature(call: Callable[..., Any], *but: str) -> dict[str, Any]:
@@ -114,15 +122,14 @@ def handle(*records: type[BaseModel]) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name not in OF_FILES}
 
 
-def public_names() -> str:
+def public_names(package: str) -> str:
     """A re-export of each name: of a plain import type checkers say that the package does not export it."""
-    lines = [
-        f"from {module} import {', '.join(f'{n} as {n}' for n in names.split())}"
-        for module, names in verl._NAMES.items()
-    ]
-    return '"""The public names, for type checkers: made by `python scripts/stubs.py`."""\n\n' + "\n".join(
-        [*sorted(lines), "", "__version__: str", ""]
-    )
+    modules: dict[str, list[str]] = {}
+    for name, module in import_module(package).HOMES.items():
+        modules.setdefault(module, []).append(f"{name} as {name}")
+    lines = [f"from {module} import {', '.join(names)}" for module, names in sorted(modules.items())]
+    version = ["", "__version__: str"] if package == "verl" else []
+    return "\n".join([_HEAD.format(f"The public names of `{package}`"), *lines, *version, ""])
 
 
 def keywords() -> str:
@@ -150,8 +157,10 @@ def keywords() -> str:
 
 
 def main() -> None:
-    for name, stub in (("__init__.pyi", public_names()), ("keywords.pyi", keywords())):
-        file = FOLDER / name
+    stubs = {FOLDER / "keywords.pyi": keywords()}
+    for package in PACKAGES:
+        stubs[FOLDER.joinpath(*package.split(".")[1:], "__init__.pyi")] = public_names(package)
+    for file, stub in stubs.items():
         if "--check" not in sys.argv[1:]:
             file.write_text(stub, encoding="utf-8")
         elif file.read_text(encoding="utf-8") != stub:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import os
 import warnings
 from importlib import import_module
-from typing import Any
 
 from verl._base import keywords
+from verl._base.later import later
 
 __version__ = "0.1.0"
 
-#: Module -> the public names that it defines. Type checkers read them from `__init__.pyi`: see `scripts/stubs.py`.
+#: Module -> the public names that it defines.
 _NAMES = {
     "verl.algorithms": "BaseAlgorithm register_algorithm",
     "verl.batch": "Batch",
@@ -54,17 +54,12 @@ _NAMES = {
     "verl.trainer.trainer": "Trainer",
     "verl.algorithms.loss_terms": "Loss LossInput",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = ["__version__", *sorted(HOMES)]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'verl' has no attribute '{name}'")
+__getattr__ = later(__name__, HOMES)
 
 
 def __dir__() -> list[str]:

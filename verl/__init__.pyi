@@ -1,4 +1,4 @@
-"""The public names, for type checkers: made by `python scripts/stubs.py`."""
+"""The public names of `verl`, for type checkers: made by `python scripts/stubs.py`."""
 
 from verl.algorithms import BaseAlgorithm as BaseAlgorithm, register_algorithm as register_algorithm
 from verl.algorithms.loss_terms import Loss as Loss, LossInput as LossInput

@@ -1,5 +1,5 @@
 """Records, checks, names, files: the code that every other package builds on.
 
 Reading order: `record`, `checked`, `keywords`, `names`, `combinations`, `schemas`, `durable`, `exact`, `secrets`,
-`syntax`, `visible`, `extras`, `installed`, `autograd`.
+`syntax`, `visible`, `extras`, `installed`, `later`, `autograd`.
 """

@@ -4,19 +4,9 @@ Reading order: `prompts`, `cursor`, `prefetch`, `loader`, `pools`, `files`, `for
 `tasks`, `offline`, `buffers`, `task_loader`, `alignment`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from verl.data.task_loader import get_dataloader
+from verl._base.later import later
 
 __all__ = ["get_dataloader"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "get_dataloader":  # pyarrow is imported when it is used
-        from verl.data.task_loader import get_dataloader
-
-        return get_dataloader
-    raise AttributeError(f"module 'verl.data' has no attribute '{name}'")
+#: It imports pyarrow.
+HOMES = {"get_dataloader": "verl.data.task_loader"}
+__getattr__ = later(__name__, HOMES)

@@ -4,19 +4,9 @@ Reading order: `graph`, `nodes`, `executor`, `calls`, `loop`, `scores`, `stages`
 `schedule`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from verl.dataflow.symbols import advantages, experience, prompts, responses, updates
+from verl._base.later import later
 
 __all__ = ["advantages", "experience", "prompts", "responses", "updates"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'verl.dataflow' has no attribute '{name}'")
-    from verl.dataflow import symbols  # what only an expression of a step needs
-
-    return getattr(symbols, name)
+#: An expression of a step alone needs them.
+HOMES = dict.fromkeys(__all__, "verl.dataflow.symbols")
+__getattr__ = later(__name__, HOMES)

@@ -5,15 +5,9 @@ Reading order: `loading`, `source`, `fit`, `heads`, `packed`, `log_probs`, `outp
 `probe`, `check`.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import Any
+from verl._base.later import later
 
 __all__ = ["get_actor_critic"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "get_actor_critic":  # of the handles, which stand above: by name, for scripts that import it from here
-        return import_module("verl.roles.backends").get_actor_critic
-    raise AttributeError(f"module 'verl.models' has no attribute '{name}'")
+#: A name of the handles, which import this package, for scripts that import it from here.
+HOMES = {"get_actor_critic": "verl.roles.backends"}
+__getattr__ = later(__name__, HOMES)

@@ -5,19 +5,9 @@ Reading order: `step`, `trainer`, `task`, `tasks`, `runner`, `options`, `loop`, 
 `records`, `checks`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from verl.trainer.guard import Alert, SafetyGuard
+from verl._base.later import later
 
 __all__ = ["Alert", "SafetyGuard"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:  # a run without a guard loads none
-        from verl.trainer import guard
-
-        return getattr(guard, name)
-    raise AttributeError(f"module 'verl.trainer' has no attribute '{name}'")
+#: A run without a guard loads none.
+HOMES = dict.fromkeys(__all__, "verl.trainer.guard")
+__getattr__ = later(__name__, HOMES)

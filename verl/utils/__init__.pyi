@@ -1,0 +1,4 @@
+"""The public names of `verl.utils`, for type checkers: made by `python scripts/stubs.py`."""
+
+from verl.tasks.weights import DynamicTaskWeightScheduler as DynamicTaskWeightScheduler
+from verl.utils.device_mesh import init_device_mesh as init_device_mesh
