@@ -13,7 +13,7 @@ from verl.algorithms import algorithm_names, make_algorithm
 OTHER_MEANING = {
     ("config/tasks.py", "reward_model"),
     ("data/tasks.py", "reward_model"),
-    ("rewards/forms.py", "reward_model"),
+    ("rewards/signatures.py", "reward_model"),
     ("rewards/maths.py", "reward_model"),
     ("rewards/model.py", "reward_model"),
     ("report/completions.py", "reward_model"),

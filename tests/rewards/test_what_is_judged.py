@@ -150,7 +150,7 @@ def test_a_judge_and_a_service_read_what_the_policy_wrote(
 
 def test_in_workers_the_last_turn_is_judged_too(chat: PreTrainedTokenizerBase) -> None:
     code = make_reward("code", workers=lambda function, name: _Here(function))
-    assert code.form.judges == "last_turn" and "last_turn?" in code.columns  # type: ignore[attr-defined]
+    assert code.signature.judges == "last_turn" and "last_turn?" in code.columns  # type: ignore[attr-defined]
 
 
 class _Here:

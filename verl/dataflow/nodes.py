@@ -17,9 +17,9 @@ from verl.batch import COMPUTED, EPISODE, SCHEMA, Batch
 from verl.dataflow.graph import ANY, OPTIONAL, Node
 from verl.dataflow.scores import one_row_per_episode
 from verl.errors import ConfigError, shown
-from verl.rewards.forms import trajectories_of
 from verl.rewards.scores import rounded
-from verl.rewards.source import RewardResult, columns_read, say_failures
+from verl.rewards.signatures import trajectories_of
+from verl.rewards.source import RewardResult, columns_read, log_failures
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
@@ -157,7 +157,7 @@ class RewardNode:
             inputs=("finish?", "episode_error?", "episode?", "episode_reward?", *inputs),
             outputs=(column, *reason, f"{column}/{ANY}"),
             groups=None if self.reward.whole_batch else 1,
-            at_end=partial(say_failures, self.reward.source),
+            at_end=partial(log_failures, self.reward.source),
         )
 
     async def _scores(self, samples: Batch) -> tuple[Batch, dict[str, float]]:

@@ -13,14 +13,14 @@ from verl._host.user_code import describe, show_once, traceback_of
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, RewardError, shown
 from verl.rewards.failures import Failures
-from verl.rewards.forms import TEXTS, recognise
 from verl.rewards.functions import FunctionReward
+from verl.rewards.signatures import TEXTS, recognise
 from verl.rewards.source import run_reward
 
 logger = logging.getLogger(__name__)
 
 #: From scored samples to one number a row (None: none), or to one number for all of them; or a function in a form of
-#: rewards (`verl.rewards.forms`), which gives one number a row.
+#: rewards (`verl.rewards.signatures`), which gives one number a row.
 MetricFn = Callable[..., Any]
 #: The share of the latest samples that a metric may fail on, as of a reward.
 _MOST_FAILURES = 0.5

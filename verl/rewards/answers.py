@@ -107,7 +107,7 @@ def plain(text: str) -> str:
 
 
 def answer_in(text: str) -> str:
-    """What a text says as its answer, in one spelling; "": it says nothing. That is, behind the thoughts: the last
+    """The answer in a text, in one spelling; "": there is no answer. It is, after the thoughts: the last
     `<answer>`; in it the last `\\boxed{}`, with those that it is joined to ("x = \\boxed{1} and y = \\boxed{2}"); or
     what follows `####`; or what follows "the answer is"; or the last line."""
     text = behind_thoughts(text)
@@ -132,7 +132,7 @@ def answer_in(text: str) -> str:
 
 
 def boxes(text: str) -> list[str]:
-    """The contents of each `\\boxed{}`, with their braces balanced; one that is not closed has none."""
+    """The contents of each `\\boxed{}`, with their braces balanced, without those that are not closed."""
     return [text[text.index("{", begin) + 1 : end] for begin, end in _spans(text)]
 
 

@@ -1,4 +1,4 @@
-"""The scores that volcengine/verl chooses by a row's `data_source`: those of GSM8K and of MATH."""
+"""The scores that volcengine/verl chooses by a row's `data_source`: GSM8K's and MATH's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs as responses: blocks of code between fences, as Markdown has them, judged by what they do in a sandbox."""
+"""Programs as responses: fenced blocks of Markdown, run and tested in a sandbox."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ class CodeReward(FunctionReward):
     cannot run themselves is a failure, and left out with the reason, whatever its program. Whatever a program raises
     or lacks is a failed test.
 
-    Tests run where the program is not, and compare there. Arguments and results travel between the two as plain values,
-    of exactly a type of Python's or its library's, and what a function changes in place changes for the tests, too;
-    other objects stay where they are, and can be called and read from the other side. What tests expect never reaches
-    the program.
+    Tests run and compare in another process than the program. Arguments and results are copied as values of Python's
+    own types, and changes in place come back to the tests. Other objects stay in their process; the other side can call
+    and read them. Expected values never reach the program.
 
     Args:
         timeout: seconds for all tests of a sample; tests that have not passed by then have failed.

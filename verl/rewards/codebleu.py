@@ -5,8 +5,8 @@ read, never run.
 
 Deviations from the paper's script:
 
-- Words are Python's own tokens, not what stands between blanks; text that is no Python is cut by a pattern.
-- Syntax and flow of data are those of Python's `ast`, not of tree-sitter; a program that does not parse has neither.
+- Words are Python's own tokens, not text between blanks; text that is not Python is cut by a pattern.
+- Syntax and data flow come from Python's `ast`, not from tree-sitter; a program that does not parse has neither.
 - A pair of variables counts as one edge of the flow however often it occurs; names stand for their order of appearance.
 - Where the reference has no flow of data, the other three parts share its weight.
 """
@@ -36,7 +36,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 _ORDER = 4
 #: Weight of a word that is no keyword, where a keyword has 1.
 _OTHER = 0.2
-#: What stands for no match at all of some length (smoothing of Chen and Cherry, 2014, method 1).
+#: Counts as the matches of a length without any (smoothing of Chen and Cherry, 2014, method 1).
 _EPSILON = 0.1
 
 
@@ -106,7 +106,7 @@ def _words(program: str) -> list[str]:
 
 
 def _bleu(words: Sequence[str], wanted: Sequence[str], weights: dict[str, float]) -> float:
-    """BLEU up to four words (Papineni et al., 2002); with weights, those of single words count by them."""
+    """BLEU up to four words (Papineni et al., 2002); with weights, single words count by theirs."""
     if not words or not wanted:
         return 0.0
     logs = []
@@ -165,5 +165,5 @@ def _flow(tree: ast.AST | None) -> Counter[tuple[int, int]]:
 
 
 def _share(wanted: Counter[Any], present: Counter[Any]) -> float | None:
-    """How much of what is wanted is found; None where nothing is wanted."""
+    """The share of the wanted items that are present; None: nothing is wanted."""
     return sum((wanted & present).values()) / sum(wanted.values()) if wanted else None

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -47,17 +48,21 @@ class CompositeReward:
         name: str = "sum",
         **options: Any,
     ) -> None:
-        named = dict(parts) if isinstance(parts, Mapping) else {str(i): part for i, part in enumerate(parts)}
-        if not named:
+        if not parts:
             raise ConfigError("a composition needs at least one reward")
-        weighted = {key: _part(part, make, options) for key, part in named.items()}
-        if not isinstance(parts, Mapping):
-            weighted = _name_parts(list(weighted.values()))
         self.name, self.partial = name, partial
-        self.parts: dict[str, RewardSource] = {key: source for key, (source, _) in weighted.items()}
-        self.weights = {key: weight for key, (_, weight) in weighted.items()}
-        if weights is not None:
-            self._set_weights(weights)
+        self.parts: dict[str, RewardSource] = {}
+        self.weights: dict[str, float] = {}
+        for key, part in parts.items() if isinstance(parts, Mapping) else ((None, part) for part in parts):
+            source, weight = _part(part, make, options)
+            key = _free_name(source.name, self.parts) if key is None else key
+            self.parts[key], self.weights[key] = source, weight
+        if weights is not None and not isinstance(weights, Mapping):
+            if len(weights) != len(self.parts):
+                raise ConfigError(f"{len(weights)} weights for {len(self.parts)} rewards")
+            weights = dict(zip(self.parts, weights, strict=True))
+        check_known("weights: there is no reward", weights or (), self.parts)
+        self.weights |= weights or {}
         for key, weight in self.weights.items():
             validated(f"reward '{key}'", {"weight": float}, {"weight": weight})
         self.whole_batch = any(source.whole_batch for source in self.parts.values())
@@ -88,14 +93,6 @@ class CompositeReward:
         largest = max(map(abs, terms))
         return rounded(math.fsum(terms), largest) if math.isfinite(largest) else sum(terms)
 
-    def _set_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
-        if not isinstance(weights, Mapping):
-            if len(weights) != len(self.parts):
-                raise ConfigError(f"{len(weights)} weights for {len(self.parts)} rewards")
-            weights = dict(zip(self.parts, weights, strict=True))
-        check_known("weights: there is no reward", weights, self.parts)
-        self.weights.update(weights)
-
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
 
@@ -103,7 +100,7 @@ class CompositeReward:
         """Restores `state_dict()`.
 
         Raises:
-            CheckpointError: the state is that of other parts.
+            CheckpointError: the state was saved by other parts.
         """
         ours = self.state_dict().keys()
         if ours != state.keys():
@@ -176,11 +173,6 @@ def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any])
     return make(part, **({} if is_source else options)), weight
 
 
-def _name_parts(parts: list[tuple[RewardSource, float]]) -> dict[str, tuple[RewardSource, float]]:
-    named: dict[str, tuple[RewardSource, float]] = {}
-    for source, weight in parts:
-        name, number = source.name, 2
-        while name in named:
-            name, number = f"{source.name}_{number}", number + 1
-        named[name] = (source, weight)
-    return named
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    numbered = (name if number == 1 else f"{name}_{number}" for number in count(1))
+    return next(one for one in numbered if one not in taken)

@@ -1,20 +1,18 @@
-"""What environments and agents say of their episodes, as rewards beside those of the trainer, or in their place."""
+"""Rewards that environments and agents give their own episodes, with or without the trainer's rewards."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl._host.user_calls import is_async
 from verl.batch import Batch
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError
 from verl.rewards.calls import ThreadCaller
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import FunctionReward
 from verl.rewards.make import make_reward
 from verl.rewards.processes import ProcessCaller
-from verl.rewards.scores import read_score
+from verl.rewards.scores import Call, Score, failure, read_score
 from verl.rewards.source import RewardResult, leaves
 
 #: What the parameter of a reward function is called that gets the environments of its samples.
@@ -27,7 +25,7 @@ class EnvironmentReward:
     Args:
         name: of the class.
         chosen_by: values of the column `environment` that stand for it; None: there is no other class.
-        missing: why a sample abstains whose episode says nothing; None: it is another class's.
+        missing: why a sample without a reward of its episode abstains; None: it belongs to another class.
     """
 
     whole_batch = False
@@ -51,9 +49,9 @@ class EnvironmentReward:
 
 
 class EnvironmentSum(CompositeReward):
-    """The rewards of a trainer and of its environments, TRL's way: the sum of those that there are for a sample.
+    """The rewards of a trainer and of its environments, summed as TRL sums them: a missing one is left out.
 
-    Functions with a parameter `environments` get those of their samples, as they are behind the episodes.
+    Functions with a parameter `environments` get the environments of their samples, in their state after the episodes.
 
     Args:
         reward: of the trainer: anything that `make_reward` takes; None: the environments' alone.
@@ -78,8 +76,20 @@ class EnvironmentSum(CompositeReward):
         super().__init__(parts, make_reward, partial=True)
         self._episode = episode
         for source in leaves(self):
-            if isinstance(source, FunctionReward) and PARAMETER in source.form.named:
-                _bind(source, episode)
+            if isinstance(source, FunctionReward) and PARAMETER in source.signature.named:
+                self._bind(source)
+
+    def _bind(self, source: FunctionReward) -> None:
+        """Have a function called in this process, with environments."""
+        if not isinstance(source.group, ProcessCaller | ThreadCaller):
+            raise ConfigError(
+                f"reward '{source.name}' reads environments, which are in this process: leave workers out"
+            )
+        source.group.close()
+        # Until there are samples no data have this column.
+        source.signature = source.signature._replace(required=source.signature.required - {PARAMETER})
+        source.group = _EnvironmentCaller(source.function, source.name, self._episode)
+        self._episode.is_read = True
 
     def check_values(self, where: str, batch: Batch) -> None:
         """Raises DataError if a row chooses an environment that there is not."""
@@ -95,7 +105,7 @@ class EnvironmentSum(CompositeReward):
 
 
 def with_episodes(reward: Any, episode: Any) -> Any:
-    """The reward of a trainer, which may be None, with what its episodes say of themselves.
+    """The reward of a trainer, which may be None, with the rewards of its episodes.
 
     Raises:
         ConfigError: as of `EnvironmentSum`.
@@ -106,31 +116,17 @@ def with_episodes(reward: Any, episode: Any) -> Any:
     return EnvironmentReward("episode", missing=missing) if reward is None else reward
 
 
-def _bind(source: FunctionReward, episode: Any) -> None:
-    """Have a function called in this process, on environments in the place of the ids of their rows."""
-    if not isinstance(source.group, ProcessCaller | ThreadCaller):
-        raise ConfigError(f"reward '{source.name}' reads environments, which are in this process: leave workers out")
-    source.group.close()
-    source.function = _with_environments(source.function, episode)
-    # Until there are samples no data have this column.
-    source.form = source.form._replace(required=source.form.required - {PARAMETER})
-    source.group = ThreadCaller(source.function, source.name)
-    episode.is_read = True
+class _EnvironmentCaller(ThreadCaller):
+    """Calls a function in this process, with environments in place of the ids of their rows."""
 
+    def __init__(self, function: Callable[..., Any], name: str, episode: Any) -> None:
+        super().__init__(function, name)
+        self._episode = episode
 
-def _with_environments(function: Callable[..., Any], episode: Any) -> Callable[..., Any]:
-    def instead(columns: Mapping[str, Any]) -> dict[str, Any]:
-        instances = [episode.of_row(row_id) for row_id in columns[PARAMETER]]
+    async def call(self, call: Call, timeout: float) -> list[Score] | None:
+        instances = [self._episode.of_row(row_id) for row_id in call.kwargs[PARAMETER]]
         if any(instance is None for instance in instances):
-            raise RewardError(
-                "environments are in the processes that generate: rewards read them where that is this one"
-            )
-        return {**columns, PARAMETER: instances}
-
-    def call(*args: Any, **columns: Any) -> Any:
-        return function(*args, **instead(columns))
-
-    async def call_async(*args: Any, **columns: Any) -> Any:
-        return await function(*args, **instead(columns))
-
-    return functools.update_wrapper(call_async if is_async(function) else call, function)
+            return [
+                failure("environments are in the processes that generate: rewards read them where that is this one")
+            ]
+        return await super().call(call._replace(kwargs={**call.kwargs, PARAMETER: instances}), timeout)

@@ -1,5 +1,5 @@
-"""Whether two answers are one, as mathematics: math-verify compares their expressions, and what it rounds or takes for
-equal by one side is compared here."""
+"""Whether two answers are mathematically equal. math-verify compares expressions; cases that it rounds, or calls equal
+after a look at one side, are compared here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OTHERS = frozenset(("dollar", "euro", "sterling", "degC", "degF"))
 
 
 class UnsureError(Exception):
-    """Two answers may be one, or may not: that depends on what was asked."""
+    """Two answers may be equal or not, depending on the question."""
 
 
 def is_same(gold: Value, answer: Value, unevaluated: bool = False) -> bool:
@@ -34,7 +34,7 @@ def is_same(gold: Value, answer: Value, unevaluated: bool = False) -> bool:
         unevaluated: an answer need not be worked out: `123*456` is 56088.
 
     Raises:
-        UnsureError: that depends on what was asked.
+        UnsureError: that depends on the question.
     """
     kinds = {gold.kind, answer.kind}
     if "choice" in kinds:

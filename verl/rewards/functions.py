@@ -25,10 +25,10 @@ from verl.batch import WRITTEN, Batch
 from verl.errors import ConfigError, RewardError, nearest
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
-from verl.rewards.forms import has_value, name_of, recognise, user_columns
 from verl.rewards.generators import seed_of
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Call, Score, failure
+from verl.rewards.signatures import has_value, name_of, recognise, user_columns
 from verl.rewards.source import RewardResult
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,16 @@ class FunctionReward:
     Args:
         source: the function, plain or async, or "FILE.py:FUNCTION".
         name: for messages and columns; the function's own if not given.
-        timeout: seconds for one call. One that is late is ended with its process, and left behind in its thread where
-            there is none. After three late calls in one `score` the remaining samples abstain.
+        timeout: seconds for one call. A late call ends with its process; one in a thread is left behind. After three
+            late calls in one `score` the remaining samples abstain.
         retries: further calls after one that raised or was late.
         default_reward: the reward of a sample whose scoring failed; None: it abstains. (If the function returns None
             for a sample, that is no failure: the sample abstains in any case.)
         max_failure_rate: if more of the latest 256 samples failed, the run ends; not checked below 64 samples.
-        batch_size: samples in one call; None: those of one group (a prompt), or one in workers and with verl's
-            signature. Samples without a column `group` are one group.
-        whole_batch: one call gets all samples of a step, once the last is there: for scores that depend on those of
-            other prompts. None: as the function's attribute `whole_batch` says, if it has one.
+        batch_size: samples in one call; None: one group (the samples of a prompt), or one sample in workers and with
+            verl's signature. Samples without a column `group` are one group.
+        whole_batch: one call gets all samples of a step, once the last is there: for scores that depend on other
+            prompts. None: as the function's attribute `whole_batch` says, if it has one.
         workers: makes a `Caller` with worker processes from (source, name); None: see `process`.
         process: call the function in one process of its own, for the whole run. It is forked at the first call: what it
             changes in objects of the script is not seen there. False (as an attribute of the function may say), or for
@@ -76,7 +76,7 @@ class FunctionReward:
     one_of: ClassVar[tuple[str, ...]] = ()
     #: Whether a function that gets all samples in one call is called on fewer, too, where that call fails.
     calls_on_fewer: ClassVar[bool] = False
-    #: See `Form.judges`; a function may have it as an attribute.
+    #: See `Signature.judges`; a function may have it as an attribute.
     judges: ClassVar[str | None] = None
     #: Seconds that a call may take in addition to `timeout`.
     grace: ClassVar[float] = 0.0
@@ -102,19 +102,19 @@ class FunctionReward:
         spec = None if callable(source) else str(source)
         function = source if callable(source) else load_function(str(source))
         self.function = function
-        self.form = recognise(function)._replace(judges=getattr(function, "judges", self.judges))
+        self.signature = recognise(function)._replace(judges=getattr(function, "judges", self.judges))
         self.name = name or (split_spec(spec)[1] if spec else name_of(function))
-        if batch_size is not None and self.form.by_row:
+        if batch_size is not None and self.signature.by_row:
             raise ConfigError(f"reward '{self.name}': with batch_size its signature must take several samples")
         self.whole_batch = getattr(function, "whole_batch", False) if whole_batch is None else whole_batch
-        if self.whole_batch and (self.form.by_row or batch_size is not None or workers):
+        if self.whole_batch and (self.signature.by_row or batch_size is not None or workers):
             raise ConfigError(
                 f"reward '{self.name}': whole_batch is one call on all samples: its signature must take several, and "
                 "batch_size and workers be left out"
             )
         self.timeout, self.retries = timeout, retries
         self.default_reward, self.failures = default_reward, Failures(max_failure_rate)
-        self._rows = 1 if self.form.by_row or (workers and batch_size is None) else batch_size
+        self._rows = 1 if self.signature.by_row or (workers and batch_size is None) else batch_size
         self._is_by_group = self._rows is None and not self.whole_batch
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
         if workers:
@@ -138,16 +138,16 @@ class FunctionReward:
     @property
     def columns(self) -> tuple[str, ...]:
         """See `verl.rewards.source.columns_read`."""
-        return (*self.form.columns, *(["group?"] if self._is_by_group else []))
+        return (*self.signature.columns, *(["group?"] if self._is_by_group else []))
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Look at the first rows of the data before anything is sampled.
 
         Raises:
-            RewardError: a column that the function needs is missing, or all of those of which it needs one.
+            RewardError: a column that the function needs is missing, or all columns of `one_of`.
         """
         label = f"{self.what} '{self.name}'"
-        self.form.check(label, {**dict.fromkeys(WRITTEN), **rows[0], "response": ""})
+        self.signature.check(label, {**dict.fromkeys(WRITTEN), **rows[0], "response": ""})
         if self.one_of and not any(has_value(dict(row), name) for row in rows for name in self.one_of):
             raise RewardError(
                 f"{label} reads the column {' or '.join(self.one_of)}, and the data have none: "
@@ -163,7 +163,7 @@ class FunctionReward:
         rows = list(batch.rows())
         if not rows:
             return RewardResult([])
-        self.form.check(f"{self.what} '{self.name}'", rows[0])
+        self.signature.check(f"{self.what} '{self.name}'", rows[0])
         cuts = self._cuts(batch)
         scores: list[list[Score]] = [[] for _ in cuts]
         calls = iter(enumerate([rows[row] for row in cut] for cut in cuts))
@@ -227,7 +227,7 @@ class FunctionReward:
         return await isolate(call, len(rows), failed)
 
     async def _call(self, rows: Sequence[dict[str, Any]], seconds: float) -> list[Score] | None:
-        args, kwargs = self.form.arguments(rows)
+        args, kwargs = self.signature.arguments(rows)
         seed = seed_of(self.seed, [row["id"] for row in rows]) if "id" in rows[0] else None
         answer = await self.group.call(call := Call(args, kwargs, len(rows), seed), seconds)
         if not answer or not _FROM_A_FORK.search(answer[0].reason or ""):
@@ -242,7 +242,7 @@ class FunctionReward:
     def _late(self) -> Score:
         return failure(f"gave no answer within {self.timeout:g} s")
 
-    def say_failures(self) -> None:
+    def log_failures(self) -> None:
         """Log, in one line, how many samples have failed since this was called last, and why."""
         with self._lock:
             unsaid, scored = self._unsaid, self._scored
@@ -285,7 +285,7 @@ class FunctionReward:
 async def isolate(call: Callable[[Sequence[int]], Awaitable[list[Score]]], count: int, failed: Score) -> list[Score]:
     """The scores of `count` samples whose call failed for all of them, since some of them make it fail.
 
-    The first sample that makes it fail is found by calls on halves, until it stands alone. Then the others are called
+    Calls on halves find the first sample that makes it fail. Then the others are called
     together, so that scores which depend on the samples of a call still belong together; and so on, until that call
     gives scores. For each such sample these are at most 2 log2(count) calls.
 

@@ -49,7 +49,7 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
         **options: of the source, or of each of several. `smoothing` (`Smoothed`) is for all kinds.
 
     Raises:
-        ConfigError: it is none of these, or has no such option.
+        ConfigError: no reward can be made of it, or it has no such option.
     """
     if isinstance(source, Mapping) and "source" in source:
         return make_reward(**{**options, **source})
@@ -92,7 +92,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
 
 def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
     """A registered function as it is, or an object of a registered class, made with its own options, which are taken
-    out of `options`. What is called `name` is called so in messages, too."""
+    out of `options`. Messages use its `name`, too."""
     if inspect.isclass(reward):
         chosen = {option: options.pop(option) for option in inspect.signature(reward).parameters if option in options}
         try:

@@ -41,7 +41,7 @@ _JUDGED = 200
 class MathReward(FunctionReward):
     """1 if the answer in the response is the row's, else 0; expressions are compared by math-verify.
 
-    The row's answer is its column `ground_truth` (verl's, which may stand within `reward_model`), or else `answer`. One
+    The row's answer is its column `ground_truth` (verl's, also within `reward_model`), or else `answer`. One
     reader reads both sides (see `answer_in` and `read`). A sample abstains, with the reason, if its row's answer cannot
     be read or is a mapping, or if the two cannot be compared without the question. Before a run the first 200 answers
     are given back as responses, and those that are not right then are named.

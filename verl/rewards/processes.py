@@ -61,7 +61,7 @@ class _Process:
         theirs.close()
         threading.Thread(target=self._read, daemon=True).start()
 
-    async def ask(self, seconds: float, number: int, request: Call | int) -> asyncio.Future[list[Score] | None]:
+    async def query(self, seconds: float, number: int, request: Call | int) -> asyncio.Future[list[Score] | None]:
         """The answer to a `Call`, or to the number of a call to cancel; cancelled if it does not come in time."""
         answer = asyncio.wrap_future(self._answers.setdefault(number, Future()))
         try:
@@ -105,8 +105,8 @@ class _Process:
 
 
 class ProcessCaller(FunctionCaller):
-    """Calls in one process. What the function keeps stays until a call is late or ends the process, which is killed
-    then; the next begins anew."""
+    """Calls in one process. The function's state lives until a call is late or ends the process, which is then killed;
+    the next call starts a new one."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function, name)
@@ -120,10 +120,10 @@ class ProcessCaller(FunctionCaller):
             with self._starting:
                 process = self._process = self._process or self._start()
             await asyncio.wait({asyncio.wrap_future(process.ready)}, timeout=_START_SECONDS)
-            answer = await process.ask(timeout, number := next(self._numbers), call)
+            answer = await process.query(timeout, number := next(self._numbers), call)
             if answer.cancelled():
                 # A process that still runs its event loop cancels the call, and says so.
-                if not self.is_async or (await process.ask(_PULSE_SECONDS, next(self._numbers), number)).cancelled():
+                if not self.is_async or (await process.query(_PULSE_SECONDS, next(self._numbers), number)).cancelled():
                     self._end(process)
                 return None
             if (scores := answer.result()) is not None:
@@ -181,7 +181,7 @@ def _settle(parent: int) -> None:
 
 
 def _serve(function: Callable[..., Any], is_awaited: bool, pipe: Connection) -> None:
-    """What the process does: make calls until there are no more requests. Plain functions are called one after the
+    """Make calls until there are no more requests. Plain functions are called one after the
     other in this thread, and no event loop runs meanwhile; calls of async ones are under way together."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -226,8 +226,8 @@ def _answer(pipe: Connection, number: int, scores: list[Score]) -> None:
 
 
 def can_travel(function: Callable[..., Any]) -> bool:
-    """Whether a function may run in a forked process: not where there is no fork to rely on, nor if it reaches a model
-    or a tensor, whose memory is trained here, or is a device's."""
+    """Whether a function may run in a forked process: on Linux, and if it reaches no model or tensor, whose memory is
+    trained here or on a device."""
     return sys.platform == "linux" and not any(hasattr(value, "untyped_storage") or hasattr(value, "named_parameters")
                                                for value in _reached(function, 3))  # fmt: skip
 

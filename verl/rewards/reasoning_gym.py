@@ -12,8 +12,8 @@ from verl._base.record import Retries, Seconds
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import RewardError
 from verl.rewards.calls import Caller
-from verl.rewards.forms import has_value
 from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.signatures import has_value
 
 Answer = Literal["last_number", "whole", "tag"]
 # A minus belongs to the number unless it stands between two operands.
@@ -33,7 +33,7 @@ class TaskReward(FunctionReward):
         **options: see `FunctionReward`.
 
     Raises:
-        ConfigError: `answer` is none of these.
+        ConfigError: `answer` is unknown.
     """
 
     @checked

@@ -12,12 +12,12 @@ import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
+from itertools import chain, starmap
 from typing import Annotated, Any, Unpack
 
 from verl._base.checked import checked
 from verl._base.record import AsTuple, Count, NotNegative, Retries, Seconds
-from verl._base.secrets import key_of
 from verl._host.http_servers import ServerPool, check_model_path
 from verl._host.user_calls import UserCode
 from verl._host.user_code import describe, traceback_of
@@ -25,9 +25,9 @@ from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RewardError, RolloutError, nearest
 from verl.rewards.calls import Slots
-from verl.rewards.forms import user_columns
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.scores import Score, failure, read_score, read_scores
+from verl.rewards.signatures import user_columns
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +72,11 @@ class _ServedReward(FunctionReward):
         api_key: str | None,
         **options: Any,
     ) -> None:
-        key_of(api_key, f"reward '{options['name']}'")
-        self._servers = (servers, timeout, retries, api_key)
+        kind = f"'{options['name']}' server"
+        self.pool = ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key, kind=kind)
         self._at_once = Slots(_AT_ONCE)
         super().__init__(function, **{**options, "process": False})
         self.timeout = math.inf  # each call has its own deadline
-
-    @cached_property
-    def pool(self) -> ServerPool:
-        """The servers."""
-        servers, timeout, retries, api_key = self._servers
-        return ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key, kind=f"'{self.name}' server")
 
     async def _gather(self, calls: Sequence[tuple[int, Coroutine[Any, Any, list[Score]]]]) -> list[Score]:
         """The scores of all calls, given with their numbers of samples; a call that fails fails for its samples."""
@@ -95,9 +89,9 @@ class _ServedReward(FunctionReward):
                     return [failure(str(error))] * rows
 
         async def every() -> list[list[Score]]:
-            return await asyncio.gather(*(one(rows, call) for rows, call in calls))
+            return await asyncio.gather(*starmap(one, calls))
 
-        return [score for part in await asyncio.wrap_future(self.pool.submit(every())) for score in part]
+        return list(chain.from_iterable(await asyncio.wrap_future(self.pool.submit(every()))))
 
 
 class RemoteReward(_ServedReward):
@@ -191,7 +185,11 @@ class JudgeReward(_ServedReward):
     ) -> None:
         if "{response}" not in template:
             raise ConfigError(f"reward '{name}': the judge's template must contain {{response}}")
-        if isinstance(parse, str) and _groups(parse) < 1:
+        try:
+            is_parser = callable(parse) or re.compile(parse).groups > 0
+        except re.error:
+            is_parser = False
+        if not is_parser:
             raise ConfigError(
                 f"reward '{name}': '{parse}' has to be a regular expression with a group (...) around the number"
             )
@@ -235,7 +233,7 @@ class JudgeReward(_ServedReward):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
-            return [self._within(await self._code.call(self._servers[1], self._parsed, said), said)]
+            return [self._within(await self._code.call(self.pool.timeout, self._parsed, said), said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
             return [
                 failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))
@@ -261,13 +259,6 @@ class JudgeReward(_ServedReward):
         return failure(f"the judge's score {score.value:g} is not on the scale {low:g} to {high:g}: {said[-200:]!r}")
 
 
-def _groups(expression: str) -> int:
-    try:
-        return re.compile(expression).groups
-    except re.error:
-        return 0
-
-
 def _results(rows: int, answer: Any) -> list[Score]:
     results = answer
     if isinstance(answer, dict):
@@ -281,7 +272,7 @@ def _said(prompt: str, answer: Any) -> str:
     """A judge's reply, in either protocol.
 
     Raises:
-        LookupError, TypeError: there is none.
+        LookupError, TypeError: the answer has no reply.
     """
     said = answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"]
     if isinstance(said, list):

@@ -26,8 +26,8 @@ _LARGEST = 3.4028234663852886e38
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A number, or the reason why there is none. `failed` is False for a function that returned None; `traceback` is of
-    one that raised; `note` says why its scores are not the same in every run, of the first score of a call."""
+    """A number, or the reason for its absence. `failed` is False if the function returned None. `traceback`: if it
+    raised. `note`, on the first score of a call: why scores differ between equal runs."""
 
     value: float | None
     reason: str | None = None
@@ -38,7 +38,7 @@ class Score:
 
 
 class Call(NamedTuple):
-    """What a function is called with, of how many samples. `seed` is for the global random generators."""
+    """The arguments of a call, and the number of its samples. `seed` is for the global random generators."""
 
     args: list[Any]
     kwargs: dict[str, Any]
@@ -56,7 +56,7 @@ def raised(error: BaseException) -> Score:
 
 
 def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractEventLoop) -> list[Score]:
-    """Call a function. What it may return: see `read_result`. If it raises, or does not return an
+    """Call a function; `read_result` reads its result. If it raises, or does not return an
     entry for each sample, the answer is one score, which says so.
 
     No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result. The global
@@ -89,8 +89,8 @@ def _noted(scores: list[Score], notes: list[str]) -> list[Score]:
 
 
 def read_result(result: Any, call: Call) -> list[Score]:
-    """The scores in what a function returned: of one that gets a single `solution_str` its entry (`read_score`), else
-    one for each row (`read_scores`)."""
+    """The scores in a function's result: one entry if it gets a single `solution_str` (`read_score`), else one for each
+    row (`read_scores`)."""
     return [read_score(result)] if "solution_str" in call.kwargs else read_scores(result, call.rows)
 
 
@@ -140,7 +140,7 @@ def read_score(entry: Any) -> Score:
 
 
 def _renamed(result: Any) -> Any:
-    """OpenRLHF's mapping with `reward` in the place of `rewards`, and its `extra_logs` as columns."""
+    """OpenRLHF's mapping with `rewards` renamed `reward`, and its `extra_logs` as columns."""
     if not isinstance(result, Mapping) or "rewards" not in result:
         return result
     rest = {**(result.get("extra_logs") or {}), **{k: v for k, v in result.items() if k not in _OPENRLHF}}
@@ -149,7 +149,7 @@ def _renamed(result: Any) -> Any:
 
 def rounded(number: float, largest: float | None = None) -> float:
     """The decimal of nine digits that a number is but for binary rounding; any other number as it is. So 0.1 + 0.2 is
-    0.3, and 0.7 + 0.2 + 0.1 reaches a bound of 1. Digits are those of the `largest` term of a sum, if it is one."""
+    0.3, and 0.7 + 0.2 + 0.1 reaches a bound of 1. Digits of a sum are counted from its `largest` term."""
     size = abs(number) if largest is None else largest
     if not size or not math.isfinite(size):
         return number
@@ -164,7 +164,7 @@ def is_usable(number: float) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """A number of Python's, NumPy's or torch's, alone or the only entry of a list; None: it is none."""
+    """A number of Python's, NumPy's or torch's, alone or the only entry of a list; None: it is not a number."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list) and len(value) == 1:

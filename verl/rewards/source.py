@@ -1,4 +1,4 @@
-"""What a reward is: samples in, one optional number per sample out, with a deadline on every wait.
+"""The interface of a reward: samples in, one optional number per sample out, with a deadline on every wait.
 
 A reward that cannot be computed is null, with a reason: the sample abstains. It never becomes 0 or delays others.
 """
@@ -109,12 +109,12 @@ def run_reward(source: RewardSource, batch: Batch) -> RewardResult:
         # In this context: the call of a user's function that this may be inside of is known there, too.
         result: RewardResult = beside(copy_context().run, asyncio.run, score_finished(source, batch)).result()
     finally:
-        say_failures(source)
+        log_failures(source)
     return result
 
 
-def say_failures(source: RewardSource) -> None:
+def log_failures(source: RewardSource) -> None:
     """Log how many samples have failed since this was called last, in one line for each part of a source."""
     for leaf in leaves(source):
-        if hasattr(leaf, "say_failures"):
-            leaf.say_failures()
+        if hasattr(leaf, "log_failures"):
+            leaf.log_failures()

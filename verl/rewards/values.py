@@ -66,7 +66,7 @@ class Value(NamedTuple):
     kind: "number" (a `Fraction`), "expression" (of sympy), "region" (a set of sympy; the unit is its variable),
     "relation" (of sympy, in several variables), "equation" (its sides' difference), "named" (a name and a value),
     "sequence" (values; the unit is their brackets), "compound" (a quantity in several units), "choice" (a letter),
-    "words"; and of what has digits and is no number: "date" (those that it may be), "clock", "base", "groups".
+    "words"; and, with digits but not a number, "date" (all that it may be), "clock", "base", "groups".
     """
 
     kind: str
@@ -316,7 +316,7 @@ def _expression(text: str) -> Value | None:
 
 
 def parse(text: str) -> Any:
-    """A whole LaTeX text as sympy's, by math-verify's parser; None: it is none. Decimals are exact, and i is the
+    """A whole LaTeX text as sympy's, by math-verify's parser; None: it does not parse. Decimals are exact, and i is the
     imaginary unit where no other letter is."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from latex2sympy2_extended.math_normalization import NormalizationConfig

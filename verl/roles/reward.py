@@ -22,7 +22,7 @@ from verl.models.portable import PortableModel
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.model import RewardModel
-from verl.rewards.source import RewardSource, leaves, run_reward, say_failures, score_finished
+from verl.rewards.source import RewardSource, leaves, log_failures, run_reward, score_finished
 from verl.roles.columns import as_responses
 from verl.roles.reward_pool import RewardPool
 from verl.roles.settings import as_name
@@ -151,7 +151,7 @@ class Reward:
         try:
             return (await self.score_and_count(sequences))[0]
         finally:
-            say_failures(self.source)
+            log_failures(self.source)
 
     async def score_and_count(self, sequences: Batch) -> tuple[Batch, dict[str, float]]:
         """`score`, and metrics of failures, retries and workers."""

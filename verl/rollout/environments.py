@@ -45,7 +45,7 @@ from verl.data.chat import template_inputs
 from verl.data.prompts import USER_PREFIX
 from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, RolloutError, shown
-from verl.rewards.forms import user_columns
+from verl.rewards.signatures import user_columns
 from verl.rollout.base import Sample
 from verl.rollout.episode import Client
 from verl.rollout.gateway.messages import Message, ToolCall

@@ -19,9 +19,9 @@ from verl.data.task_loader import by_task
 from verl.errors import ConfigError
 from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
-from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward, misspelt
 from verl.rewards.registry import REWARDS
+from verl.rewards.signatures import recognise
 from verl.rewards.source import RewardResult, RewardSource
 from verl.run.data import ReadData, is_offline, read_data, step_rows
 from verl.tasks.file import MAIN, algorithm_of, check_heads, check_sampling, samples_of

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ class Tests:
     """Tests of one program.
 
     Attributes:
-        cases: tests in Python: `text`, and the name of what it checks (`entry`); or `call`, its arguments and all
-            results that are right.
+        cases: tests in Python: `text`, and the name of the tested function (`entry`); or `call`, its arguments and
+            every right result.
         outputs: code that is put behind the program, its input, and the output that is expected.
-        names: what the tests read, the names that they check among it.
+        names: names that the tests read, the tested functions among them.
     """
 
     cases: list[dict[str, Any]] = field(default_factory=list)
@@ -79,7 +80,7 @@ class Tests:
         """Add tests in any form, of the function `entry` unless they say of which, each behind `setup`.
 
         Raises:
-            RewardError: they have none of the known forms.
+            RewardError: their form is unknown.
         """
         if isinstance(tests, str):
             if tests.lstrip()[:1] in ("[", "{"):
@@ -160,7 +161,7 @@ def parse(tests: Any, entry: str | None = None) -> Tests:
         entry: the function that they are of, where they do not say so.
 
     Raises:
-        RewardError: there are none, or they have another form.
+        RewardError: there are no tests, or their form is unknown.
     """
     parsed = Tests()
     try:
@@ -265,8 +266,8 @@ def judge(
         return passed
     texts = {name: (_HERE / f"{name}.py").read_text() for name in ("pytest_stub", *_SENT)}
     modules = {f"verl.sandbox.{name}": texts[name] for name in _SENT}
-    asked, ask = os.pipe()
-    answered, reply = os.pipe()
+    queries, to_program = os.pipe()
+    answers, to_tests = os.pipe()
 
     def side(name: str, incoming: int, outgoing: int, **inputs: Any) -> Run:
         inputs |= {"side": name, "incoming": incoming, "outgoing": outgoing, "modules": modules}
@@ -274,11 +275,15 @@ def judge(
 
     with ThreadPoolExecutor(1) as thread:
         # The program ends when its tests do, as its pipe is closed.
-        serving = thread.submit(side, "program", asked, reply, program=program)
-        every = _verdicts(
-            side("tests", answered, ask, cases=tests.cases, live=live, pytest=texts["pytest_stub"]), len(tests.cases)
-        )
+        serving = thread.submit(side, "program", queries, to_tests, program=program)
+        tested = side("tests", answers, to_program, cases=tests.cases, live=live, pytest=texts["pytest_stub"])
         serving.result()
+    of_cases: list[list[dict[str, Any]]] = [[FAILED] for _ in tests.cases]  # a case that was not finished has failed
+    for line in tested.stdout.split("\n"):
+        if line.startswith("["):
+            number, verdicts = json.loads(line)
+            of_cases[number] = verdicts
+    every = list(chain.from_iterable(of_cases))
     # Where others ask, what asks nothing is no test.
     for verdict in [verdict for verdict in every if verdict["fault"] != ASKS_NOTHING] or every:
         if verdict["fault"]:
@@ -287,16 +292,6 @@ def judge(
             raise RewardError(f"the tests {verdict['needs']}")
         passed.append((verdict["passed"], verdict["live"]))
     return passed
-
-
-def _verdicts(run: Run, count: int) -> list[dict[str, Any]]:
-    """The verdicts of all cases, of which each is a line; a case that was not finished has failed."""
-    of_cases = [[FAILED] for _ in range(count)]
-    for line in run.stdout.split("\n"):
-        if line.startswith("["):
-            number, verdicts = json.loads(line)
-            of_cases[number] = verdicts
-    return [verdict for verdicts in of_cases for verdict in verdicts]
 
 
 def _prints(run: Run, wanted: str) -> bool:

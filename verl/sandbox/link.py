@@ -4,9 +4,8 @@ Values cross as JSON (`encode`, `decode`). Any other object stays where it is, a
 whose calls, attributes and operators are asked for over the pipes. While a side waits for an answer it answers itself,
 so that a program may call functions that its tests give it.
 
-What the tests compare is compared by them: a `Remote` is equal to no value. Where tests compare objects of the program
-with the program's own operators, its word is taken, and only with `live`: then what it says is checked, with operands
-that differ.
+Comparisons run on the tests' side, where a `Remote` equals no value. If tests compare objects of the program by the
+program's own operators, its answer counts, with `live` alone, and after control questions with operands that differ.
 """
 
 from __future__ import annotations
@@ -99,22 +98,22 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         link = self._held.link
         if self is not link.program or (name.startswith("__") and name != "__dict__"):
-            return link.ask("getattr", self, name)
+            return link.query("getattr", self, name)
         is_defined, value = link.lookup(name)
         if not is_defined:
             raise AttributeError(f"the program does not define {name}")
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._held.link.ask("call", self, list(args), kwargs)
+        result = self._held.link.query("call", self, list(args), kwargs)
         return mark(result, self, args, kwargs) if self._held.is_named else result
 
     async def __anext__(self) -> Any:
-        return self._held.link.ask("anext", self)
+        return self._held.link.query("anext", self)
 
     def __instancecheck__(self, value: Any) -> Any:
         if type(value) is Remote:
-            return self._held.link.ask("isinstance", value, self)
+            return self._held.link.query("isinstance", value, self)
         return hasattr(value, "_fields") and type(value).__name__ == self.__name__
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> Any:  # a class of the tests derives from it
@@ -129,7 +128,7 @@ def mark(value: Any, *recipe: Any) -> Any:
 
 
 def forwarded(name: str) -> Callable[..., Any]:
-    return lambda remote, *rest: remote._held.link.ask(name, remote, *rest)
+    return lambda remote, *rest: remote._held.link.query(name, remote, *rest)
 
 
 def compared(name: str) -> Callable[..., Any]:
@@ -139,9 +138,9 @@ def compared(name: str) -> Callable[..., Any]:
 def computed(name: str, is_swapped: bool = False) -> Callable[..., Any]:
     def compute(remote: Any, other: Any) -> Any:
         link = remote._held.link
-        if link.asks_freely or remote._held.is_named or (type(other) is Remote and link.classes_named):
+        if link.is_program or remote._held.is_named or (type(other) is Remote and link.classes_named):
             operands = (other, remote) if is_swapped else (remote, other)
-            return mark(link.ask(name, *operands), functools.partial(link.ask, name), operands, {})
+            return mark(link.query(name, *operands), functools.partial(link.query, name), operands, {})
         return NotImplemented  # a value was expected of the program, and its operators would learn which
 
     return compute
@@ -158,7 +157,7 @@ class Link:
     """One side of the pipes.
 
     Attributes:
-        asks_freely: this is the program's side, from which nothing is kept secret.
+        is_program: this is the program's side, from which nothing is kept secret.
         is_live: the program's word is taken where its objects are compared.
         answered: how much the program had an answer for.
         needs: what the tests need that they do not have; `used`: whether the program's word was taken.
@@ -172,22 +171,18 @@ class Link:
     program: Any = None
     printed: Callable[[], str] = staticmethod(str)
 
-    def __init__(self, incoming: int, outgoing: int, *, asks_freely: bool = False, is_live: bool = False) -> None:
+    def __init__(self, incoming: int, outgoing: int, *, is_program: bool = False, is_live: bool = False) -> None:
         self.lines, self.out = os.fdopen(incoming), os.fdopen(outgoing, "w")
-        self.asks_freely, self.is_live = asks_freely, is_live
+        self.is_program, self.is_live = is_program, is_live
         self.operations = dict(OPERATIONS)
         self.kept: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.remotes: dict[int, Remote] = {}
-        self.errors: dict[tuple[str, ...], type] = {}
         self.lock = _thread.RLock()
-
-    def begin(self) -> None:
-        self.answered, self.needs, self.used = 0, None, False
 
     def lookup(self, name: str) -> Any:
         """(whether the program defines this name, its value)."""
-        is_defined, is_class, value = self.ask("name", name)
+        is_defined, is_class, value = self.query("name", name)
         self.answered += is_defined
         self.classes_named |= is_class and name != "Solution"
         return is_defined, mark(value) if is_class and name != "Solution" else value
@@ -195,15 +190,15 @@ class Link:
     def module(self) -> Any:
         """The program, for tests that import it."""
         with contextlib.suppress(Over):
-            self.program = self.program or self.ask("module")
+            self.program = self.program or self.query("module")
         return self.program or types.ModuleType("solution")
 
-    def ask(self, operation: str, *request: Any) -> Any:
-        """What the other side answers; meanwhile it is answered."""
+    def query(self, operation: str, *request: Any) -> Any:
+        """Query the other side; while waiting, answer its queries."""
         with self.lock:
             if self.over is None:
-                self.send("ask", operation, [encode(item, self.number) for item in request])
-                while (message := self.receive())[0] == "ask":
+                self.send("query", operation, [encode(item, self.number) for item in request])
+                while (message := self.receive())[0] == "query":
                     self.send(*self.answer(*message[1:]))
             if self.over is not None:
                 raise Over(self.over)
@@ -231,7 +226,7 @@ class Link:
     def answer(self, operation: str, content: list[Any]) -> tuple[str, Any, Any]:
         try:
             request = [decode(item, self.object) for item in content]
-            if not self.asks_freely:
+            if not self.is_program:
                 refuse(operation, content, request)
             result = encode(self.operations[operation](*request), self.number)
             changed = [encode(item, self.number) for item in request[1:]]
@@ -258,25 +253,15 @@ class Link:
         if kind == "yours":
             return self.kept[inner]
         if kind == "error":
-            return self.error_class(tuple(inner))
+            return error_class(*inner)
         if kind == "builtin":
             value = getattr(builtins, inner)
-            if self.asks_freely or isinstance(value, type):
+            if self.is_program or isinstance(value, type):
                 return value
         if kind in ("object", "awaitable"):
             remote = self.remotes.setdefault(int(inner), Remote(self, int(inner)))
             return awaited(remote) if kind == "awaitable" else remote
         raise ValueError(f"the program answered with {inner}")
-
-    def error_class(self, line: tuple[str, ...]) -> Any:
-        """A class of errors on this side, by the names of its line."""
-        kind = getattr(builtins, line[0], None)
-        if isinstance(kind, type) and issubclass(kind, BaseException):
-            return kind
-        if line not in self.errors:
-            members = {"__module__": "remote", "__str__": text_of}
-            self.errors[line] = type(line[0], (self.error_class(line[1:]),), members)
-        return self.errors[line]
 
     def error(self, operation: str, kind: Any, args: Any, attributes: Any, text: str) -> BaseException:
         """The other side's error; not one that ends a loop of this side."""
@@ -290,9 +275,9 @@ class Link:
         return error
 
     def compare(self, name: str, one: Any, other: Any) -> Any:
-        """What the program says of two of its objects, or of one whose class the tests name, and a value."""
-        if self.asks_freely:
-            return self.ask(name, one, other)
+        """Compare two objects of the program, or a value and an object of a class that tests name, by its operators."""
+        if self.is_program:
+            return self.query(name, one, other)
         if one is other:
             return name in ("eq", "le", "ge")
         if other is None or not (one._held.is_named or (type(other) is Remote and self.classes_named)):
@@ -301,16 +286,16 @@ class Link:
             self.needs = OWN_OPERATORS
             raise NeedsLive
         self.used = True
-        if not self.ask(name, one, other):
+        if not self.query(name, one, other):
             return False
         if name in ("lt", "gt", "le", "ge"):
-            converse = self.says(name, other, one)
+            converse = self.affirms(name, other, one)
             return not converse or (name in ("le", "ge") and self.compare("eq", one, other))
-        return not any(self.says(name, *pair) for pair in controls(name, one, other))
+        return not any(self.affirms(name, *pair) for pair in controls(name, one, other))
 
-    def says(self, name: str, one: Any, other: Any) -> bool:
+    def affirms(self, name: str, one: Any, other: Any) -> bool:
         try:
-            return bool(self.ask(name, one, other))
+            return bool(self.query(name, one, other))
         except Exception:  # its operators need not take every operand
             return False
 
@@ -329,7 +314,7 @@ def altered(value: Any) -> Any:
     """A value near this one; of an object that the tests made, one that is made with such arguments.
 
     Raises:
-        ValueError: there is none.
+        ValueError: nothing is near it.
     """
     kind = type(value)
     if kind in (list, tuple):
@@ -347,8 +332,17 @@ def altered(value: Any) -> Any:
     raise ValueError("nothing is near this")
 
 
-def text_of(error: BaseException) -> str:
-    return str(vars(error).get("__text__", ", ".join(map(str, error.args))))
+@functools.cache
+def error_class(name: str, *bases: str) -> Any:
+    """An exception class of the other side, by the names of its MRO; Python's own if the first name is built in."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        return kind
+
+    def text(error: BaseException) -> str:
+        return str(vars(error).get("__text__", ", ".join(map(str, error.args))))
+
+    return type(name, (error_class(*bases),), {"__module__": "remote", "__str__": text})
 
 
 def refuse(operation: str, content: list[Any], request: list[Any]) -> None:
@@ -361,7 +355,7 @@ def refuse(operation: str, content: list[Any], request: list[Any]) -> None:
 
 
 async def awaited(remote: Remote) -> Any:
-    return remote._held.link.ask("await", remote)
+    return remote._held.link.query("await", remote)
 
 
 def take_back(request: tuple[Any, ...], changed: Any) -> None:

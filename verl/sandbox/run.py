@@ -41,7 +41,7 @@ Status = Literal["ok", "error", "time", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use.
+    """Resources that a program may use.
 
     Attributes:
         seconds: of wall-clock time, and of CPU time of each process.
@@ -177,11 +177,15 @@ def run_python(
     folders = [str(Path(path).resolve()) for path in packages]
     job = {**asdict(limits), "code": code, "inputs": dict(inputs or {}), "fds": list(fds), "packages": folders}
     job["paths"], pipe = [*_library_paths(), *folders], subprocess.PIPE
-    with jailed(job, fds) as jail:
-        process = subprocess.Popen(jail.command, stdin=pipe, stdout=pipe, stderr=pipe, **jail.options)
+    with jailed(job, fds) as jail, tempfile.NamedTemporaryFile() as file:
+        file.write(stdin.encode())
+        file.flush()
+        # Opened for reading alone: the program gets no descriptor that can write to a file of the host.
+        with open(file.name, "rb") as text:
+            process = subprocess.Popen(jail.command, stdin=text, stdout=pipe, stderr=pipe, **jail.options)
         jail.started()
         try:
-            stopped, stdout, stderr = _converse(process, stdin.encode(), limits)
+            stopped, stdout, stderr = _read(process, limits)
         finally:
             _end(process)
         ended = jail.exit_code(is_stopped=stopped is not None, stderr=stderr)
@@ -193,8 +197,8 @@ def run_python(
 def command_job(
     words: Sequence[str], env: Mapping[str, str], limits: Limits, readable: Sequence[str], network: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `jailed` takes for a command, which may read the system's programs, its own one (of a Python, all that is
-    installed beside it), files that it names, and no others. It works in `/tmp`.
+    """The job of a command for `jailed`. It may read programs of the system, its own (a Python with its packages),
+    files that it names, and no others. It works in `/tmp`.
 
     Args:
         env: its environment, besides PATH, HOME and LANG.
@@ -251,26 +255,18 @@ def outermost(paths: Iterable[str | Path]) -> tuple[str, ...]:
     return tuple(path for path in known if not any(path.startswith(other + "/") for other in known))
 
 
-def _converse(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> tuple[Status | None, str, str]:
-    """Write stdin and read the outputs until they are closed, or a limit is reached, which is returned as a status."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    deadline = time.monotonic() + limits.seconds + _GRACE
-    outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
-    room, stopped = limits.output, None
+def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[Status | None, str, str]:
+    """Read the outputs until they are closed or a limit is reached, which is returned as a status."""
+    deadline, room = time.monotonic() + limits.seconds + _GRACE, limits.output
+    outputs: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    stopped: Status | None = None
     with selectors.DefaultSelector() as selector:
         for pipe in outputs:
             selector.register(pipe, selectors.EVENT_READ)
-        os.set_blocking(process.stdin.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        while stopped is None and any(pipe in selector.get_map() for pipe in outputs):
+        while stopped is None and selector.get_map():
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                if key.fileobj is process.stdin:
-                    stdin = _feed(process.stdin, stdin, selector)
-                    continue
                 piece = os.read(key.fd, min(room + 1, 1 << 16))
-                outputs[key.fileobj] += piece[:room]  # type: ignore[index]
+                outputs[key.fileobj] += piece[:room]
                 if len(piece) > room:
                     stopped = "output"
                     break
@@ -280,17 +276,7 @@ def _converse(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) ->
             if time.monotonic() >= deadline:
                 stopped = stopped or "time"
     stdout, stderr = (bytes(read).decode(errors="replace") for read in outputs.values())
-    return stopped, stdout, stderr  # type: ignore[return-value]
-
-
-def _feed(pipe: Any, data: bytes, selector: selectors.BaseSelector) -> bytes:
-    sent = 0
-    with suppress(BrokenPipeError):
-        sent = os.write(pipe.fileno(), data[: 1 << 16]) if data else 0
-    if sent == 0 or sent == len(data):
-        selector.unregister(pipe)
-        pipe.close()
-    return data[sent:]
+    return stopped, stdout, stderr
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -304,7 +290,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 return
         raise SandboxError(f"process {process.pid} of a sandbox cannot be killed")
     finally:
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()

@@ -1,4 +1,4 @@
-"""Runs in a sandbox: a program, or its tests. `code_tests.py` sends its text and that of `link.py`.
+"""Runs in a sandbox: a program, or its tests. `code_tests.py` sends the text of this file and of `link.py`.
 
 Settings of `main`: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), `live`, and the file
 descriptors `incoming` and `outgoing`. The tests ask the program over a `Link`, and judge what it answers. Verdicts are
@@ -46,19 +46,19 @@ ASKS_NOTHING = "they ask nothing of the program"
 PATIENCE = 10_000
 #: Errors that are the tests' own where no program is asked.
 FAULTS = (NameError, ImportError, SyntaxError)
-FAILED = {"passed": False, "fault": None, "needs": None, "live": False, "reason": None}
+FAILED = {"passed": False, "fault": None, "needs": None, "live": False}
 
 
 class FaultError(BaseException):
-    """What is wrong with the tests themselves."""
+    """The tests themselves are at fault."""
 
 
 def serve(program: str, link: Link) -> None:
-    """Answer for a program. What it prints goes with the answers, and what it reads is asked for."""
+    """Answer queries to a program. Answers carry its prints; `input` queries the tests."""
     written = io.BytesIO()
     sys.stdout = io.TextIOWrapper(written, write_through=True)
     module, broken = run_program(program)
-    vars(module)["__builtins__"]["input"] = lambda prompt="": link.ask("input", str(prompt))
+    vars(module)["__builtins__"]["input"] = lambda prompt="": link.query("input", str(prompt))
     link.operations.update(module=lambda: module, name=functools.partial(named, vars(module)))
 
     def printed() -> str:
@@ -69,7 +69,7 @@ def serve(program: str, link: Link) -> None:
 
     printed()
     link.printed = printed
-    while (message := link.receive())[0] == "ask":
+    while (message := link.receive())[0] == "query":
         link.send(*(("over", broken, None) if broken else link.answer(*message[1:])))
 
 
@@ -101,16 +101,12 @@ def run_program(program: str) -> tuple[types.ModuleType, str | None]:
 
 
 class Dummy:
-    """In the place of a program: every name is a function, or an object with such methods, that gives `value`: itself,
-    which is true and equal to anything, or false and equal to nothing, or a constant. What passes with all of these
-    asks nothing; what fails with the first two by an error of its own is at fault."""
-
-    answered, used, over, needs = 1, False, None, None
+    """Stands in for a program: every name is a function, or an object with such methods, that returns `value`: itself,
+    which is true and equal to anything, or false and equal to nothing, or a constant. Tests that pass with all of these
+    check nothing; tests that fail with the first two by an error of their own are at fault."""
 
     def __init__(self, value: Any = None, truth: bool | None = None) -> None:
         self._value, self._truth, self._calls = value if truth is None else self, truth, 0
-
-    def begin(self) -> None: ...
 
     def lookup(self, name: str) -> Any:
         return True, functools.partial(self)
@@ -137,8 +133,8 @@ class Dummy:
     def __hash__(self) -> int:
         return 0
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __bool__(self) -> bool:
+        return self._truth is not False
 
 
 def defined(name: str) -> Callable[..., Any]:
@@ -150,11 +146,10 @@ for _name in f"{COMPARED} {COMPUTED} abs neg getitem".split():
     setattr(Dummy, f"__{_name}__", defined(_name))
 for _name in COMPUTED.split():
     setattr(Dummy, f"__r{_name}__", defined(_name))
-setattr(Dummy, "__bool__", lambda dummy: dummy._truth is not False)  # noqa: B010  the class is read as any source is
 
 
 class Names(dict[str, object]):
-    """The globals of a test. What it does not define is Python's or a library's, by its usual name, else the
+    """The globals of a test. A name that it does not define is Python's or a library's, by its usual name, else the
     program's. Only where a test has no other name of the program, a name of Python's is the program's (a task was to
     write `sum`); a module never is."""
 
@@ -197,8 +192,8 @@ def module_of(name: str, tree: ast.AST) -> Any:
 
 
 def fault_of(tree: ast.Module) -> str | None:
-    """What is wrong with tests of any program: they import what is not there, or compare with a name that is nowhere,
-    while others are called."""
+    """The fault of tests that no program can pass: they import a missing module, or compare with a name that nobody
+    defines, while other names are called."""
     caught = {inner for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -336,47 +331,51 @@ def ignores(handler: ast.ExceptHandler) -> bool:
     return not ends and (handler.type is None or ast.unparse(handler.type) in caught)
 
 
-def outcome(unit: Callable[[], Any], source: Link | Dummy) -> dict[str, Any]:
-    """The verdict of one part: whether it passed, or what is wrong with the tests themselves."""
-    source.begin()
-    reason, fault = None, None
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            unit()
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
-        is_fault = isinstance(error, FaultError) or (isinstance(source, Dummy) and isinstance(error, FAULTS))
-        fault = reason if is_fault else None
-    passed = reason is None and source.over is None and source.answered > 0
-    return {"passed": passed, "fault": fault, "needs": source.needs, "live": source.used, "reason": reason}
-
-
-def verdicts_of(case: dict[str, Any], source: Link | Dummy) -> list[dict[str, Any]]:
+def errors_of(case: dict[str, Any], source: Link | Dummy) -> Iterator[BaseException | None]:
+    """The error of each part of a case; None: it passes."""
     sys.modules.update(dict.fromkeys(PROGRAM, source.module()))
-    return [outcome(unit, source) for unit in units(case, source)]
+    for unit in units(case, source):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                unit()
+        except BaseException as error:
+            yield error
+        else:
+            yield None
+
+
+def try_dummies(case: dict[str, Any]) -> tuple[str | None, list[bool]]:
+    """The fault that tests have with any program, and whether every dummy passes, for each part."""
+    trials = [list(errors_of(case, dummy)) for dummy in (Dummy(truth=True), Dummy(truth=False))]
+    idle = [errors == (None, None) for errors in zip(*trials, strict=False)]
+    for value in (None, True, False) if any(idle) else ():
+        idle = [was and error is None for was, error in zip(idle, errors_of(case, Dummy(value)), strict=False)]
+    faults = [{text_of(error) for error in errors if isinstance(error, (FaultError, *FAULTS))} for errors in trials]
+    return next(iter(faults[0] & faults[1]), ASKS_NOTHING if all(idle) else None), idle
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def judged(case: dict[str, Any], link: Link) -> list[dict[str, Any]]:
-    """The verdicts of a case. What is wrong with the tests is known before the program is asked, and without it."""
-    if "call" in case:
-        return verdicts_of(case, link)
-    tree = ast.parse(case["text"])
-    if compares_objects(tree) and not link.is_live:
-        return [{**FAILED, "needs": OWN_OPERATORS}]
-    if fault := fault_of(tree):
-        return [{**FAILED, "fault": fault}]
-    dummies = [Dummy(truth=True), Dummy(truth=False), Dummy(None), Dummy(True), Dummy(False)]
-    trials = [verdicts_of(case, dummy) for dummy in dummies[:2]]
-    idle = [all(verdict["reason"] is None for verdict in unit) for unit in zip(*trials, strict=False)]
-    for dummy in dummies[2:] if any(idle) else ():
-        passed = [verdict["reason"] is None for verdict in verdicts_of(case, dummy)]
-        idle = [all(both) for both in zip(idle, passed, strict=False)]
-    faults = [{verdict["fault"] for verdict in trial} - {None} for trial in trials]
-    if fault := next(iter(faults[0] & faults[1]), ASKS_NOTHING if all(idle) else None):
-        return [{**FAILED, "fault": fault}]
-    verdicts = verdicts_of(case, link)
-    for verdict, is_idle in zip(verdicts, idle, strict=False):
-        verdict["fault"] = ASKS_NOTHING if is_idle and verdict["reason"] is None else None
+    """The verdicts of a case. Faults of the tests are found before the program is queried, and without it."""
+    idle = list[bool]()
+    if "call" not in case:
+        tree = ast.parse(case["text"])
+        if compares_objects(tree) and not link.is_live:
+            return [{**FAILED, "needs": OWN_OPERATORS}]
+        fault = fault_of(tree)
+        if fault is None:
+            fault, idle = try_dummies(case)
+        if fault is not None:
+            return [{**FAILED, "fault": fault}]
+    verdicts = []
+    for error, is_idle in zip(errors_of(case, link), itertools.chain(idle, itertools.repeat(False)), strict=False):
+        passed = error is None and link.over is None and link.answered > 0
+        fault = ASKS_NOTHING if is_idle and error is None else text_of(error) if isinstance(error, FaultError) else None
+        verdicts.append({"passed": passed, "fault": fault, "needs": link.needs, "live": link.used})
+        link.answered, link.needs, link.used = 0, None, False  # before the next part runs
     return verdicts
 
 
@@ -384,7 +383,7 @@ def main(settings: dict[str, Any]) -> None:
     """One side: the program, or its tests, which print their verdicts, a line of JSON for each case."""
     fds = settings["incoming"], settings["outgoing"]
     if settings["side"] == "program":
-        return serve(settings["program"], Link(*fds, asks_freely=True))
+        return serve(settings["program"], Link(*fds, is_program=True))
     out, link = sys.stdout, Link(*fds, is_live=settings["live"])
     sys.stdout = io.StringIO()  # what a program prints is no verdict
     sys.modules["pytest"] = types.ModuleType("pytest")

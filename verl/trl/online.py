@@ -16,7 +16,7 @@ from verl.data.prefetch import Prefetch
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import tokenize_prompts
 from verl.errors import ConfigError
-from verl.rewards.forms import OF_TRL
+from verl.rewards.signatures import OF_TRL
 from verl.roles.reward import Reward
 from verl.rollout.environments import EnvironmentEpisode
 from verl.trainer.evaluation import Evaluation, HeldOut

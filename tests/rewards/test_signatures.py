@@ -15,8 +15,8 @@ import torch
 from verl.batch import Batch
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError, RewardError
-from verl.rewards.forms import recognise
 from verl.rewards.make import make_reward
+from verl.rewards.signatures import recognise
 from verl.rewards.source import run_reward
 from verl.roles.reward import Reward
 

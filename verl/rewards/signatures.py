@@ -48,7 +48,7 @@ _OWN = {
 }
 
 
-class Form(NamedTuple):
+class Signature(NamedTuple):
     """How to call a function.
 
     Attributes:
@@ -57,9 +57,8 @@ class Form(NamedTuple):
         named: parameters that are passed by name.
         required: those without a default.
         rest: whether `**columns` takes the remaining columns.
-        judges: the column with the text that the function gets as the response, and in the place of an episode's
-            conversation, which has the results of tools in it: what the policy wrote, all its turns (`response`) or the
-            last (`last_turn`). None: the response, and the conversation.
+        judges: the column whose text replaces both the response and the conversation of an episode, which includes tool
+            results: the policy's turns (`response`) or its last turn (`last_turn`). None: nothing is replaced.
     """
 
     kind: Literal["texts", "pairs", "trl", "openrlhf", "verl"]
@@ -76,7 +75,7 @@ class Form(NamedTuple):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What it reads, see `verl.rewards.source.columns_read`. Columns of the data are known once they are there."""
+        """See `verl.rewards.source.columns_read`. Columns of the data are known once rows arrive."""
         read = ("response", *(("prompt?", "messages?") if self.kind in ("pairs", "trl", "openrlhf") else ()))
         read = (*read, *(("response_tokens?", "conversation?") if self.kind == "trl" else ()))
         read = (*read, *([f"{self.judges}?"] if self.judges else []))
@@ -95,8 +94,9 @@ class Form(NamedTuple):
 
     def arguments(self, rows: Sequence[Row]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of a call on these samples."""
-        if self.judges:
-            rows = [_judged(row, self.judges) for row in rows]
+        if self.judges:  # of an episode what the policy wrote, not its conversation with the results of tools
+            texts = [row["response"] if (text := row.get(self.judges)) is None else text for row in rows]
+            rows = [{**row, "response": text, "conversation": None} for row, text in zip(rows, texts, strict=True)]
         if self.by_row:
             row = rows[0]
             known = {"solution_str": row["response"] or "", "extra_info": _value(row, "extra_info") or {}}
@@ -109,43 +109,21 @@ class Form(NamedTuple):
         return [values[role] for role in self.positional], columns
 
 
-def recognise(function: Callable[..., Any]) -> Form:
+def recognise(function: Callable[..., Any]) -> Signature:
     """The signature of a function.
 
     Raises:
-        ConfigError: it has none of these.
+        ConfigError: its signature is unknown, or names one sample where it would get lists of several.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # compiled code may have no signature
-        return Form("texts", ("texts",))
+        return Signature("texts", ("texts",))
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     listed = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     names = [p.name for p in listed]
     named = tuple(p.name for p in listed if p.kind is not p.POSITIONAL_ONLY)
     needed = frozenset(p.name for p in listed if p.default is p.empty)
-    _check_plural(function, names, needed)
-    if OF_TRL & {*names}:
-        return Form("trl", (), named, needed, rest)
-    if "queries" in names:
-        return Form("openrlhf", (), named, needed)
-    if "solution_str" in names:
-        return Form("verl", (), named, needed)
-    first = next((name for name in names if name in needed and name != "prompts"), None)
-    if first is not None and "prompts" in names and set(names[:2]) == {first, "prompts"}:
-        roles = tuple("prompts" if name == "prompts" else "responses" for name in names[:2])
-        return Form("pairs", roles, tuple(n for n in named if n not in names[:2]), needed - set(names[:2]))
-    if first is not None and first == names[0]:
-        return Form("texts", ("texts",), tuple(n for n in named if n != first), needed - {first})
-    raise ConfigError(
-        f"the reward function {name_of(function)}({', '.join(names)}) has none of the known signatures: f(texts); "
-        "f(responses, prompts); f(prompts, completions, **columns); f(queries, prompts, labels); "
-        "f(data_source, solution_str, ground_truth, extra_info)"
-    )
-
-
-def _check_plural(function: Callable[..., Any], names: list[str], needed: frozenset[str]) -> None:
-    """Raises ConfigError for parameters that name one sample, as lists of several would be passed to them."""
     singular = [name for name in names if name in needed and name in _PLURALS]
     if "solution_str" not in names and (len(singular) > 1 or names[:1] in (["prompt"], ["query"])):
         renamed = ", ".join(_PLURALS.get(name, name) for name in names)
@@ -154,6 +132,23 @@ def _check_plural(function: Callable[..., Any], names: list[str], needed: frozen
             f"several: did you mean {name_of(function)}({renamed}), which returns a list? Only "
             "f(data_source, solution_str, ground_truth, extra_info) is called on each sample by itself"
         )
+    if OF_TRL & {*names}:
+        return Signature("trl", (), named, needed, rest)
+    if "queries" in names:
+        return Signature("openrlhf", (), named, needed)
+    if "solution_str" in names:
+        return Signature("verl", (), named, needed)
+    first = next((name for name in names if name in needed and name != "prompts"), None)
+    if first is not None and "prompts" in names and set(names[:2]) == {first, "prompts"}:
+        roles = tuple("prompts" if name == "prompts" else "responses" for name in names[:2])
+        return Signature("pairs", roles, tuple(n for n in named if n not in names[:2]), needed - set(names[:2]))
+    if first is not None and first == names[0]:
+        return Signature("texts", ("texts",), tuple(n for n in named if n != first), needed - {first})
+    raise ConfigError(
+        f"the reward function {name_of(function)}({', '.join(names)}) has none of the known signatures: f(texts); "
+        "f(responses, prompts); f(prompts, completions, **columns); f(queries, prompts, labels); "
+        "f(data_source, solution_str, ground_truth, extra_info)"
+    )
 
 
 def user_columns(row: Row) -> list[str]:
@@ -192,28 +187,19 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
         queries = [prompt + text for prompt, text in zip(before, texts, strict=True)]
         labels = [next((_value(row, name) for name in _LABELS if _has(row, name)), None) for row in rows]
         return {"queries": queries, "prompts": before, "labels": labels}
-    completions = [
-        _completion(row, chat) or (text if chat is None else [{"role": "assistant", "content": text}])
-        for chat, text, row in zip(chats, texts, rows, strict=True)
-    ]
+    completions: list[Any] = []
+    for chat, text, row in zip(chats, texts, rows, strict=True):
+        # Of an episode the messages behind its prompt, those of the tools too; a text was the user's message.
+        turns = [] if row.get("conversation") is None else _conversation(row)[len(chat or "?") :]
+        completions.append(turns or (text if chat is None else [{"role": "assistant", "content": text}]))
     ids = [row.get("response_tokens") for row in rows]
     return {"prompts": prompts, "completions": completions, "completion_ids": ids}
-
-
-def _judged(row: Row, column: str) -> Row:
-    text = row.get(column)
-    return {**row, "response": row["response"] if text is None else text, "conversation": None}
 
 
 def _text(prompt: Any) -> str:
     if not isinstance(prompt, list):
         return str(prompt or "")
     return "".join(f"{content_text(message)}\n" for message in prompt)
-
-
-def _completion(row: Row, chat: Sequence[Any] | None) -> list[Any]:
-    """The messages of an episode behind its row's, those of the tools too; of a text, behind the user's."""
-    return [] if row.get("conversation") is None else _conversation(row)[len(chat or "?") :]
 
 
 def _trajectory(row: Row) -> dict[str, Any]:
