@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from importlib import import_module
 
-from verl._base import keywords
 from verl._base.later import later
 
 __version__ = "0.1.0"
@@ -76,5 +74,3 @@ if any(name.startswith("verl-") and name.endswith(".dist-info") for name in _bes
 
     if other := other_verl():
         warnings.warn(f"{other[0]}: {MEND}", RuntimeWarning, stacklevel=2)
-
-keywords.public_calls = lambda: import_module("verl.trainer.calls").public_calls()
