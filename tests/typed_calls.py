@@ -12,7 +12,7 @@ from verl.roles.handle import ModelHandle
 from verl.workers.actor import ActorWorker, ReferenceWorker
 from verl.workers.critic import CriticWorker
 from verl.workers.trained import TrainedWorker
-from verl.workers.update import UpdatePart, UpdatePlan
+from verl.workers.update import MiniBatchPlan, TaskLoss
 
 
 class Mine(ActorWorker):
@@ -22,17 +22,17 @@ class Mine(ActorWorker):
 
 
 def calls(actor: verl.Actor, critic: verl.Critic, mine: Workers[Mine], rows: Batch) -> None:
-    part = UpdatePart(rows, GRPO().objective("actor"))
-    metrics: dict[str, float] = actor.group.call(ActorWorker.update, [part], UpdatePlan())
+    part = TaskLoss(rows, GRPO().objective("actor"))
+    metrics: dict[str, float] = actor.group.call(ActorWorker.update, [part], MiniBatchPlan())
     actor.group.call(ActorWorker.update, [part])  # type: ignore[call-arg]
-    actor.group.call(ActorWorker.update, rows, UpdatePlan())  # type: ignore[arg-type]
-    actor.group.call(ActorWorker.update, [part], plan=UpdatePlan())
-    actor.group.call(ActorWorker.update, [part], plans=UpdatePlan())  # type: ignore[call-arg]
-    count: int = actor.group.call(ActorWorker.update, [part], UpdatePlan())  # type: ignore[assignment]
+    actor.group.call(ActorWorker.update, rows, MiniBatchPlan())  # type: ignore[arg-type]
+    actor.group.call(ActorWorker.update, [part], plan=MiniBatchPlan())
+    actor.group.call(ActorWorker.update, [part], plans=MiniBatchPlan())  # type: ignore[call-arg]
+    count: int = actor.group.call(ActorWorker.update, [part], MiniBatchPlan())  # type: ignore[assignment]
     finished: list[int] = [len(group) for group in actor.group.call(ActorWorker.generate, rows, actor.sampling)]
     actor.group.call(CriticWorker.values, rows)  # type: ignore[arg-type]
     actor.group.call(ReferenceWorker.log_probs, rows)  # type: ignore[arg-type]
-    actor.group.call("update", [part], UpdatePlan())  # type: ignore[arg-type]
+    actor.group.call("update", [part], MiniBatchPlan())  # type: ignore[arg-type]
     critic.group.call(CriticWorker.values, [rows])  # type: ignore[arg-type]
     critic.group.call(TrainedWorker.saved, wait=False)
     handles: list[ModelHandle[TrainedWorker]] = [actor, critic]

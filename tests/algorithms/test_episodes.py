@@ -23,7 +23,7 @@ from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import DataError
 from verl.training.micro_batch import zero_gradient_rows
-from verl.workers.update import UpdatePlan, mini_batches
+from verl.workers.update import MiniBatchPlan, mini_batches
 
 COMPARING = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "gspo"]
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -232,7 +232,7 @@ def test_dapo_keeps_prompts_whose_episodes_differ() -> None:
 def test_mini_batches_are_of_episodes_and_divide_none(seed: int) -> None:
     episodes = some_episodes(seed)
     batch = batch_of(episodes, random.Random(seed))
-    cuts = [rows for (rows,) in mini_batches([batch], UpdatePlan(mini_batch_size=2), 0)]
+    cuts = [rows for (rows,) in mini_batches([batch], MiniBatchPlan(mini_batch_size=2), 0)]
     assert len(cuts) <= -(-len(episodes) // 2)
     named = [name for rows in cuts for name in dict.fromkeys(rows["episode"])]
     assert sorted(named) == sorted(episode.id for episode in episodes)

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.algorithms.support import OFFLINE, ONLINE, prepared
 from tests.training.cases import make_engine
 from verl.algorithms.base import RoleObjective
-from verl.algorithms.loss_terms import LossNeeds, LossPart
+from verl.algorithms.loss_terms import LossNeeds, LossTerm
 from verl.batch import Batch
 from verl.models.heads import ValueModel
 from verl.training.options import OptimConfig
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 
 def model() -> LlamaForCausalLM:
@@ -39,7 +39,7 @@ def update(
     before = copy.deepcopy(list(net.parameters()))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     engine = make_engine(net, optimizer=optimizer, head=head, micro_batch_size=micro_batch_size)  # type: ignore[arg-type]
-    metrics = run_updates(engine, [UpdatePart(batch, objective)], UpdatePlan(), 0)
+    metrics = run_updates(engine, [TaskLoss(batch, objective)], MiniBatchPlan(), 0)
     moved = [(new - old).flatten() for new, old in zip(net.parameters(), before, strict=True)]
     return metrics, torch.cat(moved).detach()
 
@@ -68,7 +68,7 @@ def test_one_update(name: str, options: dict[str, object]) -> None:
 def test_the_optimizer_of_the_engine_takes_the_same_objective() -> None:
     algorithm, batch = prepared("ppo", 3)
     engine = make_engine(model(), optim=OptimConfig())
-    part = LossPart(
+    part = LossTerm(
         batch, algorithm.compute_loss, algorithm.token_weights(batch), LossNeeds(columns=algorithm.loss_columns)
     )
     metrics = engine.update([part])

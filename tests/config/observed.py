@@ -25,7 +25,7 @@ import torch
 from tests import ranks
 from tests.config import inputs
 from verl.algorithms import make_algorithm
-from verl.algorithms.loss_terms import LossNeeds, LossPart
+from verl.algorithms.loss_terms import LossNeeds, LossTerm
 from verl.batch import Batch
 from verl.checkpoint.store import load_checkpoint
 from verl.config import Config, build_config, to_yaml
@@ -214,7 +214,7 @@ def engine_updates(path: str) -> Observer:
         if not options.trains:
             return Seen(engine.predict(batch, ("log_probs",)))
         needs = LossNeeds(columns=algorithm.loss_columns)
-        part = LossPart(batch, algorithm.compute_loss, algorithm.token_weights(batch), needs)
+        part = LossTerm(batch, algorithm.compute_loss, algorithm.token_weights(batch), needs)
         metrics = [engine.update([part]) for _ in range(3)]
         weights = {shard.name: shard.tensor.detach().clone() for shard in engine.shards()}
         return Seen({"metrics": [learned(of) for of in metrics], "weights": weights})

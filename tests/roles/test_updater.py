@@ -36,7 +36,7 @@ def test_models_that_the_algorithm_asks_for_are_made(tiny: Path) -> None:
     updater = verl.Updater("safe_rlhf", actor=actor, baseline="critics", kl_in="reward")
     assert updater.critics.keys() == {"critic", "cost_critic"} and actor.reference_model is not None
     sequences, rewards = scored(actor)
-    seen = updater.experience(sequences)
+    seen = updater.compute_log_probs_and_values(sequences)
     assert {"ref_log_probs", "values", "cost_values"} <= set(seen.columns)
     metrics = updater.update(seen.add({"reward": rewards, "cost": rewards[::-1]}))
     assert {"loss/actor", "loss/critic", "loss/cost_critic", "lambda"} <= metrics.keys()
@@ -113,7 +113,8 @@ def test_offline_algorithms_learn_from_a_loaders_batch(tiny: Path, name: str) ->
     updater = verl.Updater(name, actor=actor)
     trainer = verl.Trainer(other, algorithm=name, log_dir=False)
     for _ in range(2):
-        assert updater.update(updater.experience(batch))["loss/actor"] == trainer.step(batch)["loss/actor"]
+        metrics = updater.update(updater.compute_log_probs_and_values(batch))
+        assert metrics["loss/actor"] == trainer.step(batch)["loss/actor"]
     assert checksum(actor.shards()) == checksum(other.shards())
 
 

@@ -125,7 +125,7 @@ def test_an_actor_is_asked_for_what_it_has(gpu: Install, tiny: Path) -> None:
     assert verl.Actor(str(tiny), lora=LoraOptions(r=2)).resolve_engine() == "embedded"
     assert verl.Actor(str(tiny), dtype="float64").resolve_engine() == "embedded"
     actor = verl.Actor(str(tiny))
-    actor.play("task", ConstrainedEpisode(accept=lambda text, row: True))
+    actor.set_episode("task", ConstrainedEpisode(accept=lambda text, row: True))
     assert actor.resolve_engine() == "embedded"
     assert verl.Actor(str(tiny), placement="cpu").resolve_engine() == "embedded"
 

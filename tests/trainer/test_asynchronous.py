@@ -56,10 +56,10 @@ class Prompts:
 class Recorder(AsyncTrainer):
     """Keeps which samples were trained, and how old they were."""
 
-    def learn(self, samples: Batch) -> dict[str, Any]:
+    def learn(self, samples: Any) -> dict[str, Any]:
         self.trained = getattr(self, "trained", [])
-        self.trained += samples["id"]
-        assert self.actor.policy_version - min(samples["policy_version"]) <= self.schedule.max_staleness
+        self.trained += samples["main"]["id"]
+        assert self.actor.policy_version - min(samples["main"]["policy_version"]) <= self.schedule.max_staleness
         return super().learn(samples)
 
 

@@ -127,8 +127,8 @@ class Prompts:
 class Noting:
     """Keeps which samples were trained."""
 
-    def learn(self, samples: Batch) -> dict[str, Any]:
-        self.trained = [*getattr(self, "trained", []), *samples["id"]]
+    def learn(self, samples: Any) -> dict[str, Any]:
+        self.trained = [*getattr(self, "trained", []), *samples["main"]["id"]]
         return super().learn(samples)  # type: ignore[misc]
 
 

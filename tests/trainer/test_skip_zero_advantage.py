@@ -87,7 +87,7 @@ def test_training_learns_the_same(exact: Path, case: str) -> None:
 
 
 def prepared(trainer: verl.Trainer, rows: Batch) -> tuple[Batch, dict[str, float]]:
-    return trainer.updater.prepare(trainer.updater.experience(rows))
+    return trainer.updater.prepare(trainer.updater.compute_log_probs_and_values(rows))
 
 
 def test_log_probs_before_the_update_are_of_the_rows_that_it_computes(exact: Path) -> None:

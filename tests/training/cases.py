@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tests.exact import norm_in_fp64
-from verl.algorithms.loss_terms import Loss, LossFn, LossInput, LossNeeds, LossPart
+from verl.algorithms.loss_terms import Loss, LossFn, LossInput, LossNeeds, LossTerm
 from verl.batch import Batch
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head, OptimConfig
@@ -168,9 +168,9 @@ def make_engine(model: Any, head: Head = "lm", **options: Any) -> TorchEngine:
     return TorchEngine(model, EngineOptions(**options), head=head)
 
 
-def part(batch: Batch, loss_fn: LossFn = policy_loss, weights: Tensor | None = None, **needs: Any) -> LossPart:
+def part(batch: Batch, loss_fn: LossFn = policy_loss, weights: Tensor | None = None, **needs: Any) -> LossTerm:
     needs = {"columns": ["advantages", "reward", "group"], **needs}
-    return LossPart(batch, loss_fn, token_weights(batch) if weights is None else weights, LossNeeds(**needs))
+    return LossTerm(batch, loss_fn, token_weights(batch) if weights is None else weights, LossNeeds(**needs))
 
 
 def update(engine: TrainEngine, batch: Batch, loss_fn: LossFn = policy_loss, **options: Any) -> dict[str, float]:
@@ -190,7 +190,7 @@ def gradients(engine: TorchEngine, batch: Batch, **options: Any) -> dict[str, Te
     return gradients_of(engine, [part(batch, **options)])
 
 
-def gradients_of(engine: TorchEngine, parts: Sequence[LossPart]) -> dict[str, Tensor]:
+def gradients_of(engine: TorchEngine, parts: Sequence[LossTerm]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     class Spy:

@@ -19,7 +19,7 @@ from tests.training.zero_advantage_steps import prepared_steps
 from verl.errors import TrainingError
 from verl.training.ranks import gather_json
 from verl.weights.layout import Layout
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 CASES = {"fsdp": [Case("llama", Layout(shard=2))], "zero": [Zero(stage) for stage in (1, 2, 3)]}
 
@@ -28,7 +28,7 @@ def refusal(case: Any, group: Any) -> str:
     (batch,) = prepared_steps("grpo", [(False, True)], rejected=False)[1]
     engine = case.engine(group)
     try:
-        run_updates(engine, [UpdatePart(batch, Detached().objective("actor"))], UpdatePlan(), 0)
+        run_updates(engine, [TaskLoss(batch, Detached().objective("actor"))], MiniBatchPlan(), 0)
     except TrainingError as error:
         return str(error)
     return "none"

@@ -24,7 +24,7 @@ from verl.training.options import EngineOptions, OptimConfig, layout_of
 from verl.weights.layout import Mesh
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 # Without momentum the first moment after a step is the gradient.
 OPTIM = OptimConfig(betas=(0.0, 0.9), max_grad_norm=None)
@@ -46,7 +46,7 @@ def gradient(
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
     context = RankContext(meshes={"train": Mesh(tuple(ranks), layout_of(options, len(ranks)))}, groups={"train": group})
     engine = train_engine(model(head), options, head, context)
-    metrics = run_updates(engine, [UpdatePart(batch, objective)], UpdatePlan(), 0)
+    metrics = run_updates(engine, [TaskLoss(batch, objective)], MiniBatchPlan(), 0)
     assert metrics["update/skipped"] == 0
     state = {shard.name: shard.tensor for shard in gathered(engine.state()[0], group)}
     return torch.cat([state[name].flatten() for name in sorted(state) if name.endswith(".exp_avg")]), metrics

@@ -28,7 +28,7 @@ from verl.training.torch_engine import TorchEngine
 from verl.weights.layout import DIMS, Layout, Mesh
 from verl.weights.shard import Shard
 from verl.workers.streams import gathered
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 #: Metrics that do not depend on how rows are put into micro-batches.
 SUMS = ("loss", "grad_norm", "tokens", "squares")
@@ -97,7 +97,7 @@ def update_of(engine: TrainEngine, task: str) -> Metrics:
     name, role = task.split()
     algorithm, batch = prepared(name, seed=3)
     algorithm.further_metrics = statistics_of_tokens
-    return run_updates(engine, [UpdatePart(batch, algorithm.objective(role))], UpdatePlan(), 0)
+    return run_updates(engine, [TaskLoss(batch, algorithm.objective(role))], MiniBatchPlan(), 0)
 
 
 def outputs_of(engine: TrainEngine, head: Head, batch: Batch) -> torch.Tensor:

@@ -26,7 +26,7 @@ from verl.weights.layout import Mesh
 from verl.weights.shard import Shard
 from verl.workers.streams import gathered
 from verl.workers.trained import train_engine
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 
 class Case(NamedTuple):
@@ -63,7 +63,7 @@ class Case(NamedTuple):
             return engine.update([part(ragged_batch(ROWS), entropy=True)])
         name, role = self.task.split()
         algorithm, batch = prepared(name, seed=3)
-        return run_updates(engine, [UpdatePart(batch, algorithm.objective(role))], UpdatePlan(), 0)
+        return run_updates(engine, [TaskLoss(batch, algorithm.objective(role))], MiniBatchPlan(), 0)
 
     def predict(self, engine: TrainEngine, batch: Batch, **options: Any) -> Tensor:
         want = {"lm": "log_probs", "value": "values"}[self.head]

@@ -18,7 +18,7 @@ from verl._base import autograd
 from verl._base.autograd import add_rows, sum_rows, take_rows
 from verl.attention import flash
 from verl.models.heads import ValueModel
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 #: CUDA adds by atomics in these; in `index_put` with `accumulate` it does not.
 _ATOMIC = ("index_add", "scatter_add", "scatter_reduce", "index_reduce", "put")
@@ -51,8 +51,8 @@ def test_a_micro_batch_on_an_accelerator_adds_in_order(monkeypatch: pytest.Monke
         net = (model() if head == "lm" else ValueModel.from_model(model())).double()
         engine = make_engine(net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), head=head, micro_batch_size=2)
         watch(monkeypatch, engine, Ordered)
-        part = UpdatePart(batch, algorithm.objective(role))
-        assert run_updates(engine, [part], UpdatePlan(), 0)["update/skipped"] == 0
+        part = TaskLoss(batch, algorithm.objective(role))
+        assert run_updates(engine, [part], MiniBatchPlan(), 0)["update/skipped"] == 0
 
 
 def test_it_is_noticed_where_floats_are_added_by_atomics() -> None:

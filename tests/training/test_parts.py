@@ -19,7 +19,7 @@ from tests.training.cases import (
     ragged_batch,
     tiny_model,
 )
-from verl.algorithms.loss_terms import Loss, LossInput, LossPart
+from verl.algorithms.loss_terms import Loss, LossInput, LossTerm
 from verl.training.mini_batch import MiniBatch
 
 OTHER_ROWS = [(2, 3), (2, 6), (6, 1)]
@@ -33,7 +33,7 @@ def square_loss(x: LossInput) -> Loss:
     )
 
 
-def two_parts() -> list[LossPart]:
+def two_parts() -> list[LossTerm]:
     """Two tasks: other rows, another loss, another temperature."""
     return [
         part(ragged_batch(ROWS), policy_loss, entropy=True),
@@ -41,7 +41,7 @@ def two_parts() -> list[LossPart]:
     ]
 
 
-def plain_gradients(model: PreTrainedModel, parts: Sequence[LossPart]) -> dict[str, Tensor]:
+def plain_gradients(model: PreTrainedModel, parts: Sequence[LossTerm]) -> dict[str, Tensor]:
     """Of the sum of both losses, written out row by row."""
     total = torch.zeros((), dtype=torch.float64)
     for one in parts:

@@ -31,14 +31,14 @@ from tests.training.cases import (
 )
 from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.baselines import GRPO
-from verl.algorithms.loss_terms import LossNeeds, LossPart
+from verl.algorithms.loss_terms import LossNeeds, LossTerm
 from verl.attention import prefix_tree as trees
 from verl.batch import Batch
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
 from verl.training.forward import Forward
 from verl.training.micro_batch import Limits, deal, shared_tokens
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 SCRIPT = Path(__file__).with_name("rank_prefix_trees.py")
 KINDS = ("llama", "qwen2", "gpt2", "gemma", "qwen3_moe", "window")
@@ -121,7 +121,7 @@ def test_gradients_of_a_critic() -> None:
     found, expected = (
         gradients_of(
             make_engine(ValueModel.from_model(tiny_model("qwen2")), "value", optim=OPTIM, share_prompts=share),
-            [LossPart(batch, value_loss, token_weights(batch), needs)],
+            [LossTerm(batch, value_loss, token_weights(batch), needs)],
         )
         for share in (True, False)
     )
@@ -153,7 +153,7 @@ def test_the_head_computes_what_the_policy_wrote_alone(
     for each in (batch, unmasked):
         rows.clear()
         engine = make_engine(tiny_model("qwen2"), optim=OPTIM, **options)
-        results.append(gradients_of(engine, [LossPart(each, by_weight, token_weights(batch), needs)]))
+        results.append(gradients_of(engine, [LossTerm(each, by_weight, token_weights(batch), needs)]))
         counts.append(sum(rows))
     assert_same(results[0], results[1], 1e-12)
     assert counts == [sum(map(sum, batch["response_mask"])), sum(batch.lengths("response_tokens"))]
@@ -171,14 +171,14 @@ def test_a_loss_of_ratios_is_finite_where_the_policy_wrote_nothing() -> None:
     mask = batch.tensor("response_mask").bool()
     old = torch.where(mask, -3.0, -1000.0).double()
     needs = LossNeeds(columns=["old_log_probs"])
-    part = LossPart(batch.add({"old_log_probs": (old, lengths)}), by_ratio, token_weights(batch), needs)
+    part = LossTerm(batch.add({"old_log_probs": (old, lengths)}), by_ratio, token_weights(batch), needs)
     gradients = gradients_of(make_engine(tiny_model(), optim=OPTIM), [part])
     assert all(bool(gradient.isfinite().all()) for gradient in gradients.values()) and gradients
 
 
 def test_rows_of_which_the_policy_wrote_nothing() -> None:
     read = Batch.from_columns({"prompt_tokens": [[1]], "response_tokens": [[2, 3]], "response_mask": [[0, 0]]})
-    part = LossPart(
+    part = LossTerm(
         read.add({"advantages": [[1.0, 1.0]]}),
         by_weight,
         torch.ones(2),
@@ -196,7 +196,7 @@ def test_some_rows_of_a_tree(computed: set[int], limit: int | None, seed: int) -
     found, expected = (
         gradients_of(
             make_engine(tiny_model(), optim=OPTIM, share_prompts=share, max_tokens_per_micro_batch=limit),
-            [LossPart(batch, policy_loss, token_weights(batch), part(batch).needs, left_out)],
+            [LossTerm(batch, policy_loss, token_weights(batch), part(batch).needs, left_out)],
         )
         for share in (True, False)
     )
@@ -223,7 +223,7 @@ def test_an_update_counts_what_rows_share(options: dict[str, Any]) -> None:
     """The same number for any micro-batches."""
     batch = forked_batch()
     engine = make_engine(tiny_model(), optim=OPTIM, micro_batch_size=3, **options)
-    metrics = run_updates(engine, [UpdatePart(batch, GRPO().objective("actor"))], UpdatePlan(epochs=2), 0)
+    metrics = run_updates(engine, [TaskLoss(batch, GRPO().objective("actor"))], MiniBatchPlan(epochs=2), 0)
     counts = metrics["update/tokens_shared"], metrics["update/tokens_flat"]
     saved = fed(batch) - distinct_beginnings(batch)
     assert counts == ((0, saved) if options else (saved, 0))

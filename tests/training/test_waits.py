@@ -18,7 +18,7 @@ from verl.attention import flash
 from verl.models.heads import ValueModel
 from verl.training.mini_batch import MiniBatch
 from verl.training.torch_engine import TorchEngine
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 
 @pytest.mark.quick(every=4)
@@ -32,7 +32,7 @@ def test_forward_and_backward_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, 
         net = (model() if head == "lm" else ValueModel.from_model(model())).double()
         engine = make_engine(net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), head=head, micro_batch_size=2)
         watch(monkeypatch, engine)
-        assert run_updates(engine, [UpdatePart(batch, objective)], UpdatePlan(), 0)["update/skipped"] == 0
+        assert run_updates(engine, [TaskLoss(batch, objective)], MiniBatchPlan(), 0)["update/skipped"] == 0
 
 
 def watch(

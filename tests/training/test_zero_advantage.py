@@ -25,12 +25,12 @@ from tests.training.zero_advantage_steps import (
 )
 from verl.algorithms.base import Loss, LossInput
 from verl.algorithms.baselines import GRPO
-from verl.algorithms.loss_terms import LossNeeds, LossPart
+from verl.algorithms.loss_terms import LossNeeds, LossTerm
 from verl.errors import DataError, TrainingError
 from verl.models.heads import ValueModel, score_model
 from verl.training.forward import Forward
 from verl.training.torch_engine import TorchEngine
-from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, compute_loss, run_updates
 
 SCRIPT = Path(__file__).with_name("rank_zero_advantage.py")
 FAST = [("grpo", {}), ("gmpo", KL), ("safe_rlhf", {"baseline": "critics"}), ("sft", {}), ("orpo", {})]
@@ -154,7 +154,7 @@ def test_totals_are_of_all_rows_beside_the_counts_of_those_that_are_computed() -
 
     left_out = [0, 1, 4]
     needs = LossNeeds(columns=algorithm.loss_columns)
-    engine_of().update([LossPart(batch, loss, weights, needs, left_out)])
+    engine_of().update([LossTerm(batch, loss, weights, needs, left_out)])
     counts = [int(part.count_nonzero()) for part in weights.split(batch.lengths("response_tokens"))]
     assert sum(x.num_sequences for x in seen) == len(batch) - 3
     for x in seen:
@@ -165,7 +165,7 @@ def test_totals_are_of_all_rows_beside_the_counts_of_those_that_are_computed() -
 
 def test_a_loss_without_an_update_is_of_the_same_rows() -> None:
     algorithm, batches = without_rejected("grpo")
-    part = UpdatePart(batches[1], algorithm.objective("actor"))
+    part = TaskLoss(batches[1], algorithm.objective("actor"))
     assert compute_loss(engine_of(), part)["policy/kl"] != 0
     assert compute_loss(engine_of(), part, skip_zero_advantage_rows=True) == {"loss": 0.0}
 
@@ -181,7 +181,7 @@ class Detached(GRPO):
 def test_a_detached_loss_is_an_error_also_where_rows_are_left_out() -> None:
     _, batches = without_rejected("grpo")
     with pytest.raises(TrainingError, match="does not depend on what the model predicts"):
-        run_updates(engine_of(), [UpdatePart(batches[0], Detached().objective("actor"))], UpdatePlan(), 0)
+        run_updates(engine_of(), [TaskLoss(batches[0], Detached().objective("actor"))], MiniBatchPlan(), 0)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("zero", marks=pytest.mark.slow)])
@@ -201,7 +201,7 @@ def test_weights_that_do_not_fit_are_refused_as_before() -> None:
     algorithm = GRPO()
     algorithm.token_weights = lambda batch: torch.ones(3)  # type: ignore[method-assign]
     with pytest.raises(DataError, match="need as many weights"):
-        run_updates(engine_of(), [UpdatePart(batches[0], algorithm.objective("actor"))], UpdatePlan(), 0)
+        run_updates(engine_of(), [TaskLoss(batches[0], algorithm.objective("actor"))], MiniBatchPlan(), 0)
 
 
 def test_of_several_tasks_one_may_have_nothing_to_compute() -> None:

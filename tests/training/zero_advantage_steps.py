@@ -13,7 +13,7 @@ from tests.algorithms.support import OFFLINE, ONLINE, experience
 from verl.algorithms import BaseAlgorithm, PolicyGradient, make_algorithm
 from verl.batch import Batch
 from verl.training.engine import TrainEngine
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 #: Samples of a prompt.
 GROUP = 3
@@ -93,10 +93,10 @@ def stepped(
     several = len(algorithms) > 1
     for step in range(len(algorithms[0][1])):
         parts = [
-            UpdatePart(batches[step], algorithm.objective(role), weight=1.0 + number, name=f"task/{number}" * several)
+            TaskLoss(batches[step], algorithm.objective(role), weight=1.0 + number, name=f"task/{number}" * several)
             for number, (algorithm, batches) in enumerate(algorithms)
         ]
-        metrics.append(run_updates(engine, parts, UpdatePlan(skip_zero_advantage_rows=skip, **plan), step))
+        metrics.append(run_updates(engine, parts, MiniBatchPlan(skip_zero_advantage_rows=skip, **plan), step))
     return Stepped((whole or weights_of)(engine), metrics)
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.training.cases import OPTIM, make_engine, policy_loss, ragged_batch, tiny_model, token_weights
 from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds
 from verl.batch import Batch
-from verl.workers.update import UpdatePart, UpdatePlan, mini_batches, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, mini_batches, run_updates
 
 #: Prompts in the order of seed 0, round 0: two epochs of eight.
 GOLDEN = [6, 2, 1, 7, 3, 0, 5, 4, 6, 7, 0, 4, 1, 2, 3, 5]
@@ -18,7 +18,7 @@ GOLDEN = [6, 2, 1, 7, 3, 0, 5, 4, 6, 7, 0, 4, 1, 2, 3, 5]
 
 def order(seed: int, round_: int) -> list[str]:
     batch = ragged_batch([(p, 2) for p in range(8)])
-    plan = UpdatePlan(2, epochs=2, seed=seed)
+    plan = MiniBatchPlan(2, epochs=2, seed=seed)
     return [id_ for (part,) in mini_batches([batch], plan, round_) for id_ in part["id"]]
 
 
@@ -55,7 +55,7 @@ class Objective:
 def updated(*bad: int) -> dict[str, float]:
     engine = make_engine(tiny_model(), optim=OPTIM)
     batch = ragged_batch([(p, 5) for p in range(4)])
-    return run_updates(engine, [UpdatePart(batch, Objective(*bad))], UpdatePlan(1), 0)
+    return run_updates(engine, [TaskLoss(batch, Objective(*bad))], MiniBatchPlan(1), 0)
 
 
 def test_a_skipped_mini_batch_is_counted_and_the_others_metrics_stand() -> None:
@@ -80,7 +80,7 @@ def test_gradient_sums_are_freed_after_an_update_where_a_device_has_the_memory(m
         engine = make_engine(tiny_model(), optim=OPTIM)
         batch = ragged_batch([(p, 5) for p in range(4)])
         for round_ in range(2):
-            run_updates(engine, [UpdatePart(batch, Objective())], UpdatePlan(2), round_)
+            run_updates(engine, [TaskLoss(batch, Objective())], MiniBatchPlan(2), round_)
             sums = [weight.gradient for weight in engine.steps.optimizer.gradients.weights]
             assert all((total is None) is has_device for total in sums)
         results.append([weight.detach().clone() for weight in engine.model.parameters()])

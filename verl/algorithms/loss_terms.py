@@ -123,7 +123,7 @@ class LossNeeds:
 
 
 @dataclass(frozen=True)
-class LossPart:
+class LossTerm:
     """One of the losses of an optimizer step, with the rows it is of.
 
     Attributes:

@@ -23,7 +23,7 @@ from verl.rewards.source import RewardResult, columns_read, log_failures
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
-from verl.roles.reads import VALUES, Read, reference
+from verl.roles.reads import VALUES, ModelOutput, reference
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
@@ -47,7 +47,7 @@ class RolloutNode:
         params: how they are drawn; None: as the actor does.
         algorithm: what is learned from them, which may put a text before prompts (`prompt_prefixes`).
         greedy_baseline: each prompt gets a greedy sample, too.
-        task: whose prompts these are, which may have an episode of its own (`Actor.play`).
+        task: whose prompts these are, which may have an episode of its own (`Actor.set_episode`).
     """
 
     @checked
@@ -195,13 +195,13 @@ class UpdateNode:
         self.updater = updater
 
     def as_node(self, name: str) -> list[Node]:
-        # Algorithms of labelled data choose and add rows before any model reads them: `Updater.experience`.
-        return [*(self.experience() if self.updater.algorithm.online else []), *self.updates(name)]
+        # Algorithms of labelled data first choose and add rows (`Updater.compute_log_probs_and_values`).
+        return [*(self.model_outputs() if self.updater.algorithm.online else []), *self.updates(name)]
 
-    def experience(self) -> list[Node]:
+    def model_outputs(self) -> list[Node]:
         """Reference log-probs and values."""
         return [
-            _read_node(read, self.updater.critics.get(read.role, self.updater.actor)) for read in self.updater.reads
+            _read_node(read, self.updater.critics.get(read.role, self.updater.actor)) for read in self.updater.outputs
         ]
 
     def updates(self, name: str) -> list[Node]:
@@ -209,7 +209,7 @@ class UpdateNode:
         updater, algorithm = self.updater, self.updater.algorithm
         trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
         columns = {role: algorithm.objective(role).loss_needs.columns for role in trained}
-        read = [*(algorithm.roles & {"reward", "cost"}), *(read.column for read in updater.reads)]
+        read = [*(algorithm.roles & {"reward", "cost"}), *(read.column for read in updater.outputs)]
         prepare = Node(
             name="prepare",
             run=updater.update,
@@ -236,10 +236,11 @@ class UpdateNode:
 
 def log_prob_nodes(actor: Actor) -> list[Node]:
     """Log-probs of the policy as it is now, and of the reference."""
-    return [_read_node(Read("log_probs", "actor", actor.compute_log_probs), actor), _read_node(reference(actor), actor)]
+    policy = ModelOutput("log_probs", "actor", actor.compute_log_probs)
+    return [_read_node(output, actor) for output in (policy, reference(actor))]
 
 
-def _read_node(read: Read, handle: Actor | Critic) -> Node:
+def _read_node(read: ModelOutput, handle: Actor | Critic) -> Node:
     is_values = read.role in VALUES
     return Node(
         name=f"{read.role}_values" if is_values else read.role,

@@ -33,7 +33,7 @@ from verl.models.source import ModelFiles, ModelSource
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, aligned, as_sequences, expand
 from verl.roles.handle import ModelHandle
-from verl.roles.reads import experience, prepare, reads
+from verl.roles.reads import model_outputs, prepare, with_model_outputs
 from verl.roles.settings import as_name, sampler_options, with_engine
 from verl.rollout.base import RolloutEngine, SamplingParams, as_sampling
 from verl.rollout.options import RolloutOptions
@@ -47,7 +47,7 @@ from verl.workers.actor import (
     engine_factory,
     load_episode,
 )
-from verl.workers.update import UpdatePart, UpdatePlan
+from verl.workers.update import MiniBatchPlan, TaskLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -130,7 +130,7 @@ class Actor(ModelHandle[ActorWorker]):
         self.sampling = as_sampling(sampling, SamplingParams(**self.rollout_options.sampling))
         self.algorithm = None if algorithm is None else make_algorithm(algorithm)
         samples = self.algorithm is None or self.algorithm.online
-        self.plan = UpdatePlan(
+        self.plan = MiniBatchPlan(
             training.mini_batch_size, training.epochs, (samples and self.sampling.temperature) or 1.0, seed
         )
         self.head = head
@@ -280,7 +280,7 @@ class Actor(ModelHandle[ActorWorker]):
         samples = done["episode" if "episode" in done else "id"]
         return done.take(sorted(range(len(done)), key=lambda row: position[samples[row]]))
 
-    def play(self, task: str, episode: Episode) -> None:
+    def set_episode(self, task: str, episode: Episode) -> None:
         """Sample the responses of a task by an episode of its own.
 
         Raises:
@@ -311,7 +311,7 @@ class Actor(ModelHandle[ActorWorker]):
             self.group.call(ActorWorker.keep_start, self._starting_engine())
             self._keeps_start = True
         for chunk in self.group.call(ActorWorker.generate, rows, params, task):
-            samples = self.stamped(chunk)
+            samples = self.with_policy_version(chunk)
             yield samples.add({"temperature": [float(params.temperature)] * len(samples)}) if other else samples
 
     @property
@@ -353,7 +353,7 @@ class Actor(ModelHandle[ActorWorker]):
                 "computes no others: rollout='hf' does",
             )
 
-    def stamped(self, samples: Batch, writer: tuple[int, str] | None = None) -> Batch:
+    def with_policy_version(self, samples: Batch, writer: tuple[int, str] | None = None) -> Batch:
         """Samples that have just come from an engine, with what the policy wrote as text (`response`, `last_turn`) and
         what wrote them: `tokenizer` and `policy_id`, which is null where older weights than the present ones began
         them. `writer`: the present ones, by version and id; None: as the actor has them."""
@@ -472,7 +472,7 @@ class Actor(ModelHandle[ActorWorker]):
         if values is not None:
             batch = aligned(batch, values, "values")
         algorithm = self.algorithm or default_algorithm(batch)
-        batch = experience(algorithm, batch, reads(algorithm, self, {}))
+        batch = with_model_outputs(algorithm, batch, model_outputs(algorithm, self, {}))
         prepared, metrics = prepare(algorithm, self, batch)
         return disjoint(f"a metric of algorithm '{algorithm.name}'", metrics, self.train(prepared, algorithm))
 
@@ -507,8 +507,8 @@ class Actor(ModelHandle[ActorWorker]):
         samples: int | None = None,
         weight: float = 1.0,
         name: str = "",
-    ) -> UpdatePart:
-        """What `train_parts` takes of a batch that `algorithm.prepare` made; `weight` and `name` as of `UpdatePart`,
+    ) -> TaskLoss:
+        """What `train_parts` takes of a batch that `algorithm.prepare` made; `weight` and `name` as of `TaskLoss`,
         `samples` as of `needs_old_log_probs`."""
         prepared = self.prefixed(prepared, algorithm)
         first = self._is_one_step(prepared, samples)
@@ -521,9 +521,9 @@ class Actor(ModelHandle[ActorWorker]):
         # forward; else `prepare` has done it, with the log-probs from before the update.
         if not first or "log_probs" in prepared:
             prepared = prepared.drop(["rollout_log_probs"])
-        return UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared), weight, name)
+        return TaskLoss(prepared, algorithm.objective("actor"), self._temperature(prepared), weight, name)
 
-    def train_parts(self, parts: Sequence[UpdatePart]) -> dict[str, float]:
+    def train_parts(self, parts: Sequence[TaskLoss]) -> dict[str, float]:
         """Optimizer steps on the weighted sum of several losses, each of its own samples; see `run_updates`."""
         before, self.policy_id = self.policy_id, uuid4().hex  # an update that fails may have moved the weights
         metrics = self.group.call(ActorWorker.update, [*parts], self.plan)
@@ -536,7 +536,7 @@ class Actor(ModelHandle[ActorWorker]):
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
         prepared = self.prefixed(prepared, algorithm).drop(["rollout_log_probs"])
-        part = UpdatePart(prepared, algorithm.objective("actor"), self._temperature(prepared))
+        part = TaskLoss(prepared, algorithm.objective("actor"), self._temperature(prepared))
         return self.group.call(ActorWorker.loss, part, self.plan.skip_zero_advantage_rows)
 
     def merged_shards(self) -> Iterator[Shard]:

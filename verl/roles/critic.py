@@ -26,7 +26,7 @@ from verl.roles.handle import H, ModelHandle, P
 from verl.roles.settings import as_name
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
-from verl.workers.update import UpdatePart, UpdatePlan
+from verl.workers.update import MiniBatchPlan, TaskLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ class Critic(ModelHandle[CriticWorker]):
         self.set_placement(placement)
         self._read_model(loading, "value", seed, lambda: _value_model(model))
         self.algorithm = value_algorithm() if algorithm is None else make_algorithm(algorithm)
-        self.plan = UpdatePlan(training.mini_batch_size, training.epochs, seed=seed)
+        self.plan = MiniBatchPlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self._actor_tokenizer = actor_tokenizer
@@ -135,7 +135,7 @@ class Critic(ModelHandle[CriticWorker]):
         objective = algorithm.objective(role)
         if (alignment := self._alignment(prepared)) is not None:
             prepared = alignment.to_critic(prepared, objective.loss_needs.columns)
-        return self.group.call(CriticWorker.update, [UpdatePart(prepared, objective)], self.plan)
+        return self.group.call(CriticWorker.update, [TaskLoss(prepared, objective)], self.plan)
 
     def _alignment(self, sequences: Batch) -> CharacterAlignment | None:
         """How the sequences are re-encoded; None: the critic reads their tokens as they are."""

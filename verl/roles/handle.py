@@ -18,7 +18,7 @@ from verl.weights.shard import Shard
 from verl.weights.shards import outline
 from verl.workers.actor import ReferenceWorker
 from verl.workers.trained import TrainedWorker
-from verl.workers.update import UpdatePlan
+from verl.workers.update import MiniBatchPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ class ModelHandle(Generic[W_co]):
     modules: Any
     controller: Controller
     train_options: EngineOptions
-    plan: UpdatePlan
+    plan: MiniBatchPlan
     files: ModelFiles | None = None
     base: LoraBase | None = None
     _group: Workers[W_co] | None = None

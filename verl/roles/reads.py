@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VALUES = {"critic": "values", "cost_critic": "cost_values"}
 
 
-class Read(NamedTuple):
+class ModelOutput(NamedTuple):
     """A column, the role whose model computes it, and how: from sequences to a batch of this column alone."""
 
     column: str
@@ -25,20 +25,20 @@ class Read(NamedTuple):
     compute: Callable[[Batch], Batch]
 
 
-def reads(algorithm: BaseAlgorithm, actor: Actor, critics: Mapping[str, Critic]) -> list[Read]:
+def model_outputs(algorithm: BaseAlgorithm, actor: Actor, critics: Mapping[str, Critic]) -> list[ModelOutput]:
     """Reference log-probs and values, as the algorithm's roles say; `critics` by role."""
-    columns = [Read(VALUES[role], role, _values(critic, VALUES[role])) for role, critic in critics.items()]
+    columns = [ModelOutput(VALUES[role], role, _values(critic, VALUES[role])) for role, critic in critics.items()]
     if "reference" in algorithm.roles:
         columns.insert(0, reference(actor))
     return columns
 
 
-def reference(actor: Actor) -> Read:
+def reference(actor: Actor) -> ModelOutput:
     """Log-probs under the actor's reference policy."""
-    return Read("ref_log_probs", "reference", actor.compute_ref_log_probs)
+    return ModelOutput("ref_log_probs", "reference", actor.compute_ref_log_probs)
 
 
-def experience(algorithm: BaseAlgorithm, sequences: Batch, wanted: Iterable[Read]) -> Batch:
+def with_model_outputs(algorithm: BaseAlgorithm, sequences: Batch, wanted: Iterable[ModelOutput]) -> Batch:
     """The sequences with rows that the algorithm adds, and with the columns that they lack."""
     sequences = algorithm.extend(sequences)
     for read in wanted:

@@ -17,8 +17,8 @@ from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic, critic_like
-from verl.roles.reads import experience, prepare, reads
-from verl.workers.update import UpdatePart
+from verl.roles.reads import model_outputs, prepare, with_model_outputs
+from verl.workers.update import TaskLoss
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ class Updater:
             check(model.train_options.asked())
         if "reference" in self.algorithm.roles or actor.asks_start:  # which are there now, and not at a resume
             actor.make_reference()
-        self.reads = reads(self.algorithm, actor, self.critics)
+        self.outputs = model_outputs(self.algorithm, actor, self.critics)
 
-    def experience(self, sequences: Batch) -> Batch:
+    def compute_log_probs_and_values(self, sequences: Batch) -> Batch:
         """The sequences with what the algorithm reads besides: rows for statistics, and columns of other models."""
-        return experience(self.algorithm, sequences, self.reads)
+        return with_model_outputs(self.algorithm, sequences, self.outputs)
 
     def prepare(self, samples: Batch, together: int | None = None) -> tuple[Batch, dict[str, float]]:
         """See `verl.roles.reads.prepare`."""
@@ -101,7 +101,7 @@ class Updater:
     def update(self, sequences: Batch, rewards: Any = None) -> dict[str, float]:
         """Update every model from scored sequences; `rewards` as in `Actor.update`, or already a column."""
         batch = sequences if rewards is None else add_rewards(sequences, rewards)
-        prepared, metrics = self.prepare(self.experience(batch))
+        prepared, metrics = self.prepare(self.compute_log_probs_and_values(batch))
         of_roles = [role_metrics("actor", self.actor.train(prepared, self.algorithm))]
         for role, critic in self.critics.items():
             of_roles.append(role_metrics(role, critic.train(prepared, self.algorithm, role)))
@@ -109,7 +109,7 @@ class Updater:
 
     __call__ = update
 
-    def loss(self, prepared: Batch, together: int) -> UpdatePart:
+    def loss(self, prepared: Batch, together: int) -> TaskLoss:
         """What `Actor.train_parts` takes of a prepared batch, in an update of `together` samples."""
         return self.actor.update_part(prepared, self.algorithm, samples=together, weight=self.weight, name=self.name)
 

@@ -19,7 +19,7 @@ from verl.trainer.task import Task
 from verl.trainer.tasks import task_of
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
-from verl.workers.update import UpdatePlan
+from verl.workers.update import MiniBatchPlan
 
 #: Settings that the trainer takes under their names.
 _AS_SET = [*SavingSettings.model_fields, *LimitSettings.model_fields, *UpdateSettings.model_fields]
@@ -142,7 +142,7 @@ def _training(config: Config, update: TrainOptions, rows: int) -> TrainOptions:
     optim = update.optim
     if config.trainer.control == "zero_lr":
         optim = optim.replace(lr=0.0)
-    updates = UpdatePlan(update.mini_batch_size, update.epochs).updates(rows)
+    updates = MiniBatchPlan(update.mini_batch_size, update.epochs).updates(rows)
     steps = optim.total_steps or max(1, config.trainer.total_steps * updates)
     if optim.schedule != "constant":
         optim = optim.replace(total_steps=steps)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -249,11 +249,11 @@ class AsyncTrainer(Trainer):
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        self._receive(self.group.event(self.limits.deadline), self.actor.stamped)
+        self._receive(self.group.event(self.limits.deadline))
 
-    def _receive(self, event: Finished | Lost, stamped: Callable[[Batch], Batch]) -> None:
+    def _receive(self, event: Finished | Lost, writer: tuple[int, str] | None = None) -> None:
         if isinstance(event, Finished):
-            samples = stamped(event.samples)
+            samples = self.actor.with_policy_version(event.samples, writer)
             self._scores[event.group] = self._score(samples)
             self.schedule.finish(event.group, samples)
             del self._prompts[event.group]
@@ -271,15 +271,15 @@ class AsyncTrainer(Trainer):
     def _receiving(self) -> Iterator[None]:
         """Inside, a thread takes what the workers finish, so that it is scored beside an update. Where a worker fails,
         the next step that waits says so."""
-        # The update changes the actor's stamp before its end, so samples get the one from before it.
-        stamped = partial(self.actor.stamped, writer=(self.actor.policy_version, self.actor.policy_id))
+        # The update changes the actor's version before its end, and these samples are of the one before.
+        writer = self.actor.policy_version, self.actor.policy_id
         is_over = threading.Event()
 
         def receive() -> None:
             while not is_over.is_set():
                 with suppress(queue.Empty):
                     if (event := self.group.poll(1.0)) is not None:
-                        self._receive(event, stamped)
+                        self._receive(event, writer)
 
         receiving = beside(receive, name="finished-groups")
         try:

@@ -97,7 +97,7 @@ class RLDataPipeline:
         samples = drawn.batch
         if not updater.algorithm.online:  # it chooses and adds rows
             async with run.calls() as calls:
-                samples = await calls.in_thread("experience", updater.experience, samples)
+                samples = await calls.in_thread("experience", updater.compute_log_probs_and_values, samples)
         (prepared,), metrics, _ = await learn(updater.actor, [(updater, samples)], run)
         metrics = disjoint("a metric of the algorithm, or of a node,", drawn.metrics, metrics)
         if samples is not drawn.batch:

@@ -22,7 +22,7 @@ from verl.dataflow.nodes import deadline_of
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater, role_metrics
 from verl.trainer.runner import Run
-from verl.workers.update import UpdatePart
+from verl.workers.update import TaskLoss
 
 Metrics = dict[str, Any]
 _METRIC = "a metric of the algorithm, or of a node,"
@@ -72,7 +72,7 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
     """Advantages, then one update of every model: the critics of each task, and the actor, which all tasks share, on
     the weighted sum of their losses."""
     together = sum(samples.samples for _, samples in drawn)
-    all_prepared, losses, updates, metrics = list[Batch](), list[UpdatePart](), list[Metrics](), Metrics()
+    all_prepared, losses, updates, metrics = list[Batch](), list[TaskLoss](), list[Metrics](), Metrics()
     async with run.calls() as calls, run.models():
         for updater, samples in drawn:
             algorithm, limit = updater.algorithm, deadline_of(actor)

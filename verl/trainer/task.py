@@ -196,7 +196,7 @@ class Task:
         task.actor, task.sampling, task._run = actor, as_sampling(self.sampling, actor.sampling), run
         task._is_checked, task._problems = False, KnownPrompts()
         if self.episode is not None and self.episode is not load_episode(options.episode):
-            actor.play(self.name, self.episode)
+            actor.set_episode(self.name, self.episode)
         if self.algorithm.needs_constraint and not (self.episode or options.episode):
             raise ConfigError(
                 f"task '{self.name}': algorithm '{self.algorithm.name}' samples under a constraint: give the task one "
@@ -211,7 +211,7 @@ class Task:
         episode = load_episode(actor.rollout_options.episodes.get(self.name, actor.rollout_options.episode))
         task._max_left_out = float(getattr(episode, "max_left_out", 1.0))
         #: What is done with samples: rewards and nodes of the user's, and forwards of models.
-        task._on_samples = [*self.nodes, *UpdateNode(task.updater).experience()]
+        task._on_samples = [*self.nodes, *UpdateNode(task.updater).model_outputs()]
         sampled = []
         if self.algorithm.online:
             _warn_of_masks(actor, task.sampling, self.name)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from verl.algorithms.loss_terms import LossPart
+from verl.algorithms.loss_terms import LossTerm
 from verl.batch import Batch
 from verl.errors import TrainingError
 from verl.models.lora import adapters_off, reference_weights, shape_of
@@ -133,7 +133,7 @@ class TrainEngine(ABC):
         with nullcontext() if adapters else adapters_off(self.model, self._first):
             return self.runner.predict(batch, want, temperature)
 
-    def update(self, parts: Sequence[LossPart]) -> Metrics:
+    def update(self, parts: Sequence[LossTerm]) -> Metrics:
         """One optimizer step on the sum of all parts' losses. Cutting it into micro-batches never changes the gradient.
 
         Every rank is given all parts with the rows of all ranks, and computes those of its data-parallel index. A rank
@@ -153,7 +153,7 @@ class TrainEngine(ABC):
         return self._trained().update(parts)
 
     @torch.no_grad()
-    def loss(self, parts: Sequence[LossPart]) -> Metrics:
+    def loss(self, parts: Sequence[LossTerm]) -> Metrics:
         """`loss` and the losses' own metrics, as `update` returns them, without a step."""
         self.weights.check_present()
         return self.runner.loss(parts)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl._host.device import to_device
-from verl.algorithms.loss_terms import Loss, LossInput, LossPart
+from verl.algorithms.loss_terms import Loss, LossInput, LossTerm
 from verl.batch import Batch
 from verl.errors import DataError, TrainingError
 
@@ -24,7 +24,7 @@ class MiniBatch:
         DataError: there is not one weight a response token.
     """
 
-    def __init__(self, part: LossPart, precision: torch.dtype) -> None:
+    def __init__(self, part: LossTerm, precision: torch.dtype) -> None:
         rows, weights = part.rows, part.weights
         lengths = rows.lengths("response_tokens")
         if weights.shape != (sum(lengths),):

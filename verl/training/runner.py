@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.loss_terms import Loss, LossNeeds, LossPart, combine_metrics
+from verl.algorithms.loss_terms import Loss, LossNeeds, LossTerm, combine_metrics
 from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
 from verl.errors import DataError
@@ -146,7 +146,7 @@ class MicroBatchRunner:
         self.ranks.take_last([*predicted.values()], "pp")
         return predicted
 
-    def backward(self, parts: Sequence[LossPart], loss_scale: float) -> list[Loss]:
+    def backward(self, parts: Sequence[LossTerm], loss_scale: float) -> list[Loss]:
         """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`. Their metrics
         have `DEPENDS`."""
         context: AbstractContextManager[None] = nullcontext()
@@ -163,7 +163,7 @@ class MicroBatchRunner:
         want = self.forward.wanted(LossNeeds())
         [*self.schedule.forward_backward(iter([MicroBatch(_IDLE, want, 1.0, _no_loss)]), 1.0)]
 
-    def loss(self, parts: Sequence[LossPart]) -> Metrics:
+    def loss(self, parts: Sequence[LossTerm]) -> Metrics:
         """`loss` and metrics, without a backward pass."""
         return self.metrics([*self.schedule.forward(self._micro_batches(parts))])
 
@@ -173,7 +173,7 @@ class MicroBatchRunner:
         here["loss"] = sum(float(loss.total) for loss in losses)
         return combine_metrics(gather_json(here, self.ranks.group("pp", *DATA_DIMS)))
 
-    def _micro_batches(self, parts: Sequence[LossPart]) -> Iterator[MicroBatch]:
+    def _micro_batches(self, parts: Sequence[LossTerm]) -> Iterator[MicroBatch]:
         """The micro-batches of this rank, part after part, with their losses."""
         if not any(len(part.rows) for part in parts):
             raise DataError("the mini-batch has no rows: there is nothing to train on")

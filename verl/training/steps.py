@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl._host.device import return_free_memory
-from verl.algorithms.loss_terms import Loss, LossPart
+from verl.algorithms.loss_terms import Loss, LossTerm
 from verl.errors import TrainingError
 from verl.training.local_weights import LocalWeights
 from verl.training.optimizer import MixedPrecisionOptimizer
@@ -21,7 +21,7 @@ from verl.weights.shard import Shard, Stream
 class Steps(Protocol):
     """How an engine trains; the methods are those of `TrainEngine`."""
 
-    def update(self, parts: Sequence[LossPart]) -> Metrics: ...
+    def update(self, parts: Sequence[LossTerm]) -> Metrics: ...
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]: ...
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None: ...
     def free_gradients(self) -> None: ...
@@ -29,7 +29,7 @@ class Steps(Protocol):
         """Masters anew from the live weights, after these have been replaced from outside."""
 
 
-def nothing_to_compute(parts: Sequence[LossPart]) -> bool:
+def nothing_to_compute(parts: Sequence[LossTerm]) -> bool:
     """Whether there are rows, and all of them are left out. Every rank is given the same parts, so all ranks agree."""
     return any(len(part.rows) for part in parts) and not any(part.computed for part in parts)
 
@@ -42,7 +42,7 @@ class OptimizerSteps:
         self.free_gradients, self.refresh_masters = optimizer.gradients.free, optimizer.refresh_masters
         self._runner, self._weights = runner, weights
 
-    def update(self, parts: Sequence[LossPart]) -> Metrics:
+    def update(self, parts: Sequence[LossTerm]) -> Metrics:
         optimizer, on_cpu = self.optimizer, self._runner.forward.packed.device.type == "cpu"
         if not on_cpu:  # else all is there
             optimizer.move(to_host=False)
@@ -56,7 +56,7 @@ class OptimizerSteps:
             if on_cpu:
                 return_free_memory()
 
-    def _losses(self, parts: Sequence[LossPart]) -> list[Loss]:
+    def _losses(self, parts: Sequence[LossTerm]) -> list[Loss]:
         """The losses of this rank's micro-batches; the gradient sums are those of all ranks then."""
         gradients = self.optimizer.gradients
         if nothing_to_compute(parts):

@@ -36,7 +36,7 @@ from verl.workers.generation import GenerationModel
 from verl.workers.streams import broadcast_shards, broadcast_weights
 from verl.workers.sync import SyncCheck
 from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
-from verl.workers.update import UpdatePart, UpdatePlan, compute_loss, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, compute_loss, run_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -257,12 +257,12 @@ class ActorWorker(TrainedWorker):
         return Batch.from_columns(self.engine.predict(batch, ("scores",)))
 
     @dispatch("train")
-    def loss(self, part: UpdatePart, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
+    def loss(self, part: TaskLoss, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
         """`loss` and metrics, as an update has them, without one."""
         return compute_loss(self.engine, part, skip_zero_advantage_rows)
 
     @dispatch("train")
-    def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:
+    def update(self, parts: Sequence[TaskLoss], plan: MiniBatchPlan) -> dict[str, float]:
         """Optimizer steps. Generation gets the new weights at `sync`."""
         if self.policy_version == 0 and self._sync is not None:
             with self._weights() as weights:

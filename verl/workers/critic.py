@@ -9,7 +9,7 @@ from verl.cluster.rank_context import ALONE, RankContext, dispatch
 from verl.models.source import ModelSource
 from verl.training.options import EngineOptions
 from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
-from verl.workers.update import UpdatePart, UpdatePlan, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 
 class CriticWorker(TrainedWorker):
@@ -30,7 +30,7 @@ class CriticWorker(TrainedWorker):
         return Batch.from_columns({"values": (values, batch.lengths("response_tokens"))})
 
     @dispatch("train")
-    def update(self, parts: Sequence[UpdatePart], plan: UpdatePlan) -> dict[str, float]:
+    def update(self, parts: Sequence[TaskLoss], plan: MiniBatchPlan) -> dict[str, float]:
         metrics = run_updates(self.engine, parts, plan, self.updates)
         self.updates += 1
         return metrics

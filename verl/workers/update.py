@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from verl.algorithms.base import RoleObjective
-from verl.algorithms.loss_terms import Loss, LossInput, LossPart
+from verl.algorithms.loss_terms import Loss, LossInput, LossTerm
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.training.engine import TrainEngine
@@ -18,7 +18,7 @@ from verl.training.micro_batch import shared_tokens, zero_gradient_rows
 
 
 @dataclass(frozen=True)
-class UpdatePart:
+class TaskLoss:
     """One of the objectives of an update, with its samples.
 
     Attributes:
@@ -36,7 +36,7 @@ class UpdatePart:
 
 
 @dataclass(frozen=True)
-class UpdatePlan:
+class MiniBatchPlan:
     """How a rollout batch becomes optimizer steps.
 
     Attributes:
@@ -71,7 +71,7 @@ class UpdatePlan:
         return self.epochs * self.mini_batches(samples)
 
 
-def mini_batches(batches: Sequence[Batch], plan: UpdatePlan, round_: int) -> Iterator[list[Batch]]:
+def mini_batches(batches: Sequence[Batch], plan: MiniBatchPlan, round_: int) -> Iterator[list[Batch]]:
     """The rows of each batch in each mini-batch, over all epochs: every batch has the same share in each, as far as
     whole groups allow.
 
@@ -102,7 +102,7 @@ def _cut(batch: Batch, count: int, seed: int) -> list[list[int]]:
     return rows
 
 
-def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePlan, round_: int) -> dict[str, float]:
+def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchPlan, round_: int) -> dict[str, float]:
     """All optimizer steps of one update, each on the weighted sum of the losses of all parts.
 
     Of a mini-batch, a part of which no token counts (all rejected, or none written) is left out; without any part there
@@ -153,29 +153,29 @@ def run_updates(engine: TrainEngine, parts: Sequence[UpdatePart], plan: UpdatePl
     return mean_metrics([step for step in steps if not step["update/skipped"]] or skipped) | counts
 
 
-def compute_loss(engine: TrainEngine, part: UpdatePart, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
+def compute_loss(engine: TrainEngine, part: TaskLoss, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
     """`loss` and metrics of a whole batch under the weights as they are."""
     loss = _loss(part, part.rows)
     return engine.loss([_without_zeros(loss, engine) if skip_zero_advantage_rows else loss])
 
 
-def _counts(part: UpdatePart, loss: LossPart) -> bool:
+def _counts(part: TaskLoss, loss: LossTerm) -> bool:
     return not part.objective.by_token or bool(loss.weights.any())
 
 
-def _loss(part: UpdatePart, rows: Batch) -> LossPart:
+def _loss(part: TaskLoss, rows: Batch) -> LossTerm:
     objective = part.objective
     needs = replace(objective.loss_needs, temperature=part.temperature)
     compute = partial(_weighted, part) if part.name else objective.compute_loss
-    return LossPart(rows, compute, objective.token_weights(rows), needs)
+    return LossTerm(rows, compute, objective.token_weights(rows), needs)
 
 
-def _without_zeros(loss: LossPart, engine: TrainEngine) -> LossPart:
+def _without_zeros(loss: LossTerm, engine: TrainEngine) -> LossTerm:
     rows = zero_gradient_rows(loss.rows, loss.weights, loss.needs, auxiliary_loss=engine.has_auxiliary_loss)
     return replace(loss, skipped=rows)
 
 
-def _weighted(part: UpdatePart, x: LossInput) -> Loss:
+def _weighted(part: TaskLoss, x: LossInput) -> Loss:
     """The loss of one of several parts, whose metrics begin with its name."""
     loss = part.objective.compute_loss(x)
     metrics = {"loss": loss.total.detach(), **loss.metrics}

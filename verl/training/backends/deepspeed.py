@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.algorithms.loss_terms import Loss, LossPart
+from verl.algorithms.loss_terms import Loss, LossTerm
 from verl.errors import TrainingError
 from verl.models.lora import merged_shards
 from verl.training.backends.zero import MasterRange, ZeroAdamW, flat_part, held_run, zero_engine
@@ -88,7 +88,7 @@ class ZeroSteps:
     def free_gradients(self) -> None:
         """Nothing: DeepSpeed has its own sums, which it frees."""
 
-    def update(self, parts: Sequence[LossPart]) -> Metrics:
+    def update(self, parts: Sequence[LossTerm]) -> Metrics:
         adam = self.optimizer
         # DeepSpeed takes the mean over ranks, of what adds up.
         losses: list[Loss] = []
