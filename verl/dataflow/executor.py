@@ -294,7 +294,7 @@ def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
 
 
 def _by_sample(samples: Batch) -> list[tuple[str, list[int]]]:
-    """The rows of each sample by its id: one, or those of an episode, which come together, one behind the other."""
+    """The rows of each sample by its id: one, or several of an episode, which come together."""
     names = samples["episode" if "episode" in samples else "id"] if len(samples) else []
     if "episode" not in samples:
         return [(id_, [row]) for row, id_ in enumerate(names)]

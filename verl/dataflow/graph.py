@@ -48,8 +48,8 @@ class Node:
     samples: for "source", the ids of the samples to come, one list for each row of the run's batch; they are
         one group. None: each row of the batch is a sample to be drawn and has its `id` already. The order is thus
         fixed before the first sample, and what comes after works on the same rows in every run.
-    after: nodes that must have ended although no column of theirs is read. A "batch" node that reads "*" and has
-        none of these comes after all nodes declared before it.
+    after: nodes that must have ended although no column of theirs is read. A "batch" node that reads "*" without
+        these comes after all nodes declared before it.
     deadline: seconds for one call, or between two finished samples of a source; None: the run's.
     role: whose work it is, for the timeline; empty: the node's name.
     at_end: called when the graph has run.
@@ -106,7 +106,7 @@ class Graph:
     """A checked set of nodes: acyclic, each column written once, each column read there.
 
     inputs: columns that the batch given to a run has. Columns the system knows (`verl.batch`) and no node writes may
-        be left out, where there is no source: a run says which of them its batch lacks. User columns must be named.
+        be left out without a source: a run says which of them its batch lacks. User columns must be named.
 
     Raises:
         ConfigError: a cycle, two writers of a column, a column that nothing provides, an unknown node in
@@ -217,7 +217,7 @@ class Graph:
         return [c for c in reads if c not in self.writers or node.kind == "source"]
 
     def __eq__(self, other: object) -> bool:
-        """Same structure: nodes by name, kind, columns and slot, and what each comes after. Functions, tuning and the
+        """Same structure: nodes by name, kind, columns, slot and order. Functions, tuning and the
         order in which nodes were written down are left out."""
         if not isinstance(other, Graph):
             return NotImplemented

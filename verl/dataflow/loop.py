@@ -191,7 +191,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def begin(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Begin a coroutine on the shared loop, beside what the caller does."""
+    """Begin a coroutine on the shared loop, without waiting for it."""
     return asyncio.run_coroutine_threadsafe(coroutine, _threads.event_loop())
 
 

@@ -110,7 +110,7 @@ class Schedule(Generic[T]):
         self._ready[group] = Ready(began, samples)
 
     def lose(self, group: str) -> None:
-        """The rollout of a group is lost with its worker: it will begin anew, before all others."""
+        """The rollout of a group is lost with its worker: it will begin again, before all others."""
         if self._begun.pop(group, None) is None:
             raise DataError(f"group '{group}' is lost, and was not being sampled")
         self._waiting.appendleft(group)
@@ -129,7 +129,7 @@ class Schedule(Generic[T]):
         )
 
     def take(self) -> list[T]:
-        """What the next training step trains on, in the order of acceptance.
+        """The groups of the next training step, in the order of acceptance.
 
         Raises:
             DataError: no step is due.
@@ -147,7 +147,7 @@ class Schedule(Generic[T]):
         return sorted(self._ready, key=lambda group: (self._ready[group].began, self._numbers[group]))[: self.groups]
 
     def restore(self, version: int, waiting: list[str], ready: dict[str, tuple[int, T]]) -> None:
-        """Go on from a step: `waiting` begin anew; `ready` have their samples, and the step they began after.
+        """Go on from a step: `waiting` begin again; `ready` have their samples, and the step they began after.
 
         Raises:
             ConfigError: they were on their way under another bound, and by this one would be trained too late.

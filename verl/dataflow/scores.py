@@ -80,7 +80,7 @@ def left_out_reasons(batch: Batch) -> Counter[str]:
 
 
 def written_tokens(batch: Batch) -> int:
-    """Tokens of the responses that the policy wrote, without those of tools; all of them where no mask says."""
+    """Tokens of the responses that the policy wrote, without tokens of tools; all of them where no mask says."""
     if "response_mask" not in batch:
         return sum(batch.lengths("response_tokens"))
     return int(batch.tensor("response_mask").sum())

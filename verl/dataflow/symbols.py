@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Symbol(NamedTuple):
-    """What a call of an expression moves; it stands for columns of the batch that nobody has computed yet.
+    """An argument of a call in an expression; it stands for columns of the batch that nobody has computed yet.
 
     Attributes:
         method: the one that moves it.

@@ -126,7 +126,7 @@ class DynamicTaskWeightScheduler:
 
 @dataclass
 class _Level:
-    """Where the metric of a task stands."""
+    """The level of a task's metric."""
 
     window: int
     values: list[float] = field(default_factory=list)

@@ -3,10 +3,10 @@
 The second driver over the calls of `verl.trainer.step`: its groups have been sampled when they are scored. A step
 begins as many rollouts as may be under way, waits until `Schedule` has the groups of a step, trains on them, and hands
 the new weights to the workers, which take them between two tokens: unfinished responses go on under the new weights. A
-sample carries the version that wrote its first token; importance weights correct for what has changed since.
+sample carries the version that wrote its first token; importance weights correct for later changes.
 
 A group is scored as soon as it is here, also while an update goes on. Its scores are no part of a checkpoint: after a
-resume it is scored anew.
+resume it is scored again.
 
 Not here: resampling of what an algorithm rejects (rejected groups make the step smaller), and episodes.
 """
@@ -70,7 +70,7 @@ class AsyncTrainer(Trainer):
         batch_size: prompts that a step trains on.
         max_staleness: training steps that may pass between the begin of a sample's rollout and its own training.
         rollout_workers: processes that sample; `group.scale(n)` changes their number while training runs.
-        max_rollout_workers: let there be up to so many when sampling for a step takes longer than the rest of it, and
+        max_rollout_workers: grow up to this number when sampling for a step takes longer than the rest of it, and
             fewer again, down to `rollout_workers`, when they are not needed; None: as many as `rollout_workers`.
         transport: how samples come to this process, "shared_memory" or "queue", see `RolloutPool`.
         **options: see `Trainer`; `num_rollout_workers` is another name of `rollout_workers`.
@@ -123,8 +123,8 @@ class AsyncTrainer(Trainer):
 
     @property
     def group(self) -> RolloutPool:
-        """The rollout workers, started at the first use. `group.scale(n)` makes them n; what those that leave were at
-        begins anew elsewhere."""
+        """The rollout workers, started at the first use. `group.scale(n)` makes them n; groups of
+        workers that leave begin again elsewhere."""
         with self._starting:
             if self._group is None:
                 self._group = self._make_group(EngineRecipe.of(self.actor))
@@ -191,7 +191,7 @@ class AsyncTrainer(Trainer):
                 self.schedule.lose(group)
 
     def extra_files(self) -> dict[str, Any]:
-        """Prompts whose samples have not come (they are sampled anew), and samples that wait for their step."""
+        """Prompts whose samples have not come (they are sampled again), and samples that wait for their step."""
         ready = self.schedule.ready
         began = {group: entry.began for group, entry in ready.items()}
         return {
@@ -269,7 +269,7 @@ class AsyncTrainer(Trainer):
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Inside, a thread takes what the workers finish, so that it is scored beside an update. Where a worker fails,
+        """Inside, a thread takes what the workers finish, so that it is scored during an update. Where a worker fails,
         the next step that waits says so."""
         # The update changes the actor's version before its end, and these samples are of the one before.
         writer = self.actor.policy_version, self.actor.policy_id

@@ -98,8 +98,8 @@ def one_pass(loader: Any) -> int:
 
 
 def read_ahead(loader: Any, trainer: Trainer) -> Any:
-    """A loader whose next batch is read and tokenised while a step goes on. What a step decides of the next batch
-    (shares of a scheduler, pools, tasks that are waited for) is not decided before: rows alone are read then."""
+    """A loader whose next batch is read and tokenised while a step goes on. Where a
+    step decides about the next batch (shares of a scheduler, pools, tasks that are waited for), only rows are read."""
     prepare = partial(prepare_prompts, trainer)
     if isinstance(loader, Prefetch):
         loader.prepare, loader.seconds = prepare, trainer.limits.deadline
@@ -112,7 +112,7 @@ def read_ahead(loader: Any, trainer: Trainer) -> Any:
 
 
 def next_batch(prompts: Iterator[Any], seconds: float) -> Any:
-    """The next batch of whatever the user gave; None: there is none. Raises DataError if it is late."""
+    """The next batch of whatever the user gave; None: the end. Raises DataError if it is late."""
     with in_time(seconds):
         return UserCode("the prompts").run(seconds, next, prompts, None)
 
@@ -128,7 +128,7 @@ def prepare_prompts(trainer: Trainer, batch: Any) -> Any:
 
 
 class PromptPasses(PromptLoader):
-    """Batches of prompts without end; its length is that of one pass."""
+    """Batches of prompts without end; its length is one pass."""
 
     def __init__(self, rows: PromptDataset, batch_size: int, seed: int) -> None:
         super().__init__(rows, batch_size, seed=seed)

@@ -1,4 +1,4 @@
-"""What is checked before a model is loaded: data against rewards and metrics, algorithms against ways of training."""
+"""Checks before a model is loaded: data against rewards and metrics, algorithms against ways of training."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Evaluation:
     """What an evaluation found.
 
     samples: rows of all problems with their responses and scores; of an episode with several, the last trajectory.
-    rows: by metric, one number a row (None: the row has none). "reward" is always there, "cost" where there is one.
+    rows: by metric, one number a row (None: no number). "reward" is always there, "cost" where there is one.
     metrics: by metric, the mean over its rows or the metric's own number; and "abstained", rows without a reward.
     """
 
@@ -192,7 +192,7 @@ def accuracy(samples: Batch) -> list[float | None]:
 
 
 def named_metrics(metrics: Metrics) -> dict[str, Metric]:
-    """By name; those of a list, or a single one, have the names of their functions.
+    """By name; metrics of a list, or a single one, have the names of their functions.
 
     Raises:
         ConfigError: one is no metric, or two have one name.
@@ -252,7 +252,7 @@ def together(evaluations: Mapping[str, Evaluation], users: Mapping[str, Metric])
     """The evaluations of all tasks as one; each metric of a task is there under its name, too.
 
     Args:
-        evaluations: by what the names of metrics of the task begin with; nothing, where it is the only one.
+        evaluations: by the prefix of the task's metrics; empty for a task alone.
         users: the user's metrics. One that gives a number for all samples is computed of all of them once more.
     """
     if "" in evaluations:

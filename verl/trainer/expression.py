@@ -58,7 +58,7 @@ class Flow:
         return self._then("scatter", what, {what: worker_group})
 
     def gather(self, what: Symbol, *nodes: str) -> Flow:
-        """Put `experience` together: rewards, and what the algorithm reads of other models.
+        """Put `experience` together: rewards, and the outputs of other models that the algorithm reads.
 
         Args:
             nodes: names of registered nodes that work on the samples, too (`verl.register_node`).
@@ -70,14 +70,14 @@ class Flow:
         return self._then("all_reduce", what)
 
     def sync(self) -> Flow:
-        """The next responses are of the new weights. An update hands them on by itself, so this adds no node."""
+        """Sample the next responses with the new weights. An update hands them on by itself, so this adds no node."""
         if self._moved[-1] != updates:
             raise ConfigError(f"sync() comes after scatter(updates, ...), not after {self._moved[-1].name}")
         return self
 
     @property
     def graph(self) -> Graph:
-        """The graph that `run` runs: that of a `Trainer` over the same handles.
+        """The graph that `run` runs: the same as a `Trainer`'s over these handles.
 
         Raises:
             ConfigError: the expression ends before anything is computed, or between `advantages` and `updates`, or its
@@ -92,7 +92,7 @@ class Flow:
             prompts: strings, chats, token ids, mappings or a `Batch`, see `Actor.prompts`.
 
         Returns:
-            The metrics of all nodes, `reward` (a mean; NaN if all abstained) and those of its parts; as of a
+            The metrics of all nodes, `reward` (a mean; NaN if all abstained) and means of its parts; as of a
             `Trainer`'s step.
 
         Raises:

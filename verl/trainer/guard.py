@@ -34,7 +34,7 @@ _KEPT = ("values", "steps", "best", "count", "changes", "squares")
 
 @dataclass(frozen=True)
 class Alert:
-    """What a guard found.
+    """The finding of a guard.
 
     Attributes:
         step: after which it was found.
@@ -58,9 +58,9 @@ class Alert:
 class SafetyGuard:
     """Watches metrics; when one falls below its own baseline, training goes back and goes on with other data.
 
-    The baseline of a metric is the highest mean of `baseline` values in a row so far; until there are so many, the mean
-    of those that there are, from 8 on (the log says so). The metric has fallen once the mean of its latest values, half
-    a `window` of them or up to a whole one, is lower than the baseline before them by more than `threshold_delta`, and
+    The baseline of a metric is the highest mean of `baseline` values in a row so far; until there are as many, the mean
+    of all, from 8 on (the log says so). The metric has fallen once the mean of its latest values, between half
+    a `window` and a whole one, is lower than the baseline before them by more than `threshold_delta`, and
     by more than six standard errors of the difference, the noise being that of its changes from one value to the next
     (ten, while only 8 values are known). So a noisy metric takes a larger fall, or a longer `window`. Then the trainer
     loads the checkpoint of `rollback_steps` before, or an earlier one if the fall began before that (or the oldest one
@@ -73,7 +73,7 @@ class SafetyGuard:
         rollback_steps: how far to go back, in steps.
         absolute: `threshold_delta` is in the metric's own unit.
         window, baseline: see above, in values of the metric.
-        max_rollbacks: after so many, the next alert ends the run.
+        max_rollbacks: after this number, the next alert ends the run.
         on_alert: called with each `Alert`.
 
     Raises:
@@ -188,7 +188,7 @@ class _Metric:
         return level if self.best is None else self._better(self.best, level)
 
     def error(self, latest: int) -> float:
-        """How much the mean of so many values may differ from a baseline by chance."""
+        """How much the mean of the `latest` values may differ from a baseline by chance."""
         before = self.values[:-latest]  # a fall is not to be taken for noise
         changes = self.changes + len(before) - 1
         squares = self.squares + sum((b - a) ** 2 for a, b in pairwise(before))

@@ -1,4 +1,4 @@
-"""What a trainer does around its steps: data, log, evaluations, checkpoints, an orderly end."""
+"""Around the steps of a trainer: data, log, evaluations, checkpoints, an orderly end."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ class Loop:
 
         Args:
             prompts: batches, in a loader, a list or any other iterable: a torch `DataLoader`, with whatever collator it
-                has, begins anew at its end. With `batch_size`, the rows themselves: a torch or Hugging Face data set,
-                a list, files. For offline algorithms the rows are those of an `OfflineDatasetLoader`.
+                has, starts over at its end. With `batch_size`, the rows themselves: a torch or Hugging Face data set,
+                a list, files. Offline algorithms take the rows of an `OfflineDatasetLoader`.
             steps: None: one pass.
             batch_size: rows of a step.
             max_prompt_length, truncation: of rows: tokens of a prompt at most, and what becomes of longer ones.
 
-        What is held out is evaluated on the way; with `checkpoint_dir`, the first Ctrl-C or SIGTERM ends it after the
+        Held-out data are evaluated on the way; with `checkpoint_dir`, the first Ctrl-C or SIGTERM ends it after the
         step at hand, with a checkpoint. A loader's position is in every checkpoint; after `load_checkpoint` or `resume`
         a loader over the same data goes on there.
 
@@ -188,7 +188,7 @@ class Loop:
         """One step on the next batch of prompts.
 
         Raises:
-            DataError: there is none.
+            DataError: the batches have ended.
         """
         if (batch := next_batch(prompts, self.limits.deadline)) is None:
             raise self._no_prompts()
@@ -289,10 +289,10 @@ class Loop:
             self.checkpoints.saved = None
 
     def resume(self, data: Loader | None = None) -> int | None:
-        """Go on from the newest whole checkpoint of `checkpoint_dir`; its step, or None if there is none.
+        """Go on from the newest whole checkpoint of `checkpoint_dir`; its step, or None without a checkpoint.
 
         Args:
-            data: what `fit` will read: a checkpoint with a position that is none is passed over as damaged.
+            data: what `fit` will read: a checkpoint whose position does not fit is passed over as damaged.
 
         Raises:
             CheckpointError: none is whole, or they belong to another model, algorithm or settings.
@@ -320,7 +320,7 @@ class Loop:
             self._loader, self._position = loader, None
 
     def save_automatically(self, every: int) -> AutomaticCheckpoints:
-        """The automatic checkpoints; where there are none, from now on one in `log_dir` every `every` steps.
+        """The automatic checkpoints; without any, from now on one in `log_dir` every `every` steps.
 
         Raises:
             ConfigError: `log_dir=False` leaves no place for them.
@@ -345,7 +345,7 @@ class Loop:
         return self.runner.models_idle()
 
     def extra_files(self) -> dict[str, Any]:
-        """What a kind of trainer adds to a checkpoint."""
+        """Further files of a checkpoint, of this kind of trainer."""
         return {}
 
     def load_extra_files(self, checkpoint: Checkpoint) -> None:

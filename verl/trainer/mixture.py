@@ -32,7 +32,7 @@ class Mixture:
     """The shares of tasks, which sum to 1, and the weights of their losses.
 
     Attributes:
-        shares: of the prompts; those of a `TaskLoader`, where one is trained on.
+        shares: of the prompts; taken from the `TaskLoader`, if training reads one.
         scheduler: changes them, if there is one.
     """
 
@@ -69,7 +69,7 @@ class Mixture:
             self._share_out()
 
     def split(self, prompts: Any) -> dict[str, Any]:
-        """Prompts by task. A task that stands alone, and so has no name in metrics, has them all."""
+        """Prompts by task. A single task, which has no prefix in metrics, gets all."""
         alone = {name: prompts for name, task in self.tasks.items() if not task.updater.name}
         return alone or by_task(prompts, [*self.tasks])
 

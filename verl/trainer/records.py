@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 def joined(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One record of all tasks, and in it the metrics of each under its name.
 
-    `reward` and other means are over all samples, or tokens, that have a value: with rewards on several scales, look at
-    those of the tasks.
+    `reward` and other means are over all samples, or tokens, that have a value: with rewards on
+    several scales, look at the tasks' own.
 
     Args:
-        records: of each task, by what the names of its metrics begin with; nothing, where it is the only one.
+        records: by the prefix of the task's metrics; empty for a task alone.
     """
     record = {f"{begin}{key}": value for begin, of_task in records.items() for key, value in of_task.items()}
     for key in dict.fromkeys(key for of_task in records.values() for key in of_task):
@@ -45,7 +45,7 @@ def joined(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def trained(samples: Iterable[Batch], metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """The tokens that an update of so many seconds learned from."""
+    """The tokens that an update learned from, in all and per second."""
     tokens = sum(sum(without_baselines(batch).lengths("response_tokens")) for batch in samples)
     tokens -= round(metrics.get("update/tokens_left_out/actor", 0.0))
     return {"train/tokens": tokens, "train/tokens_per_s": tokens / max(seconds, 1e-9), "time/update": seconds}

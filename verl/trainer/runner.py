@@ -67,7 +67,7 @@ class Run:
         return loop.run_sync(work)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin work on the event loop, beside what else goes on."""
+        """Begin work on the event loop, without waiting for it."""
         start()
         return loop.begin(work)
 

@@ -41,7 +41,7 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that a signal has ended; 0 without one."""
+        """The exit code of a process that a signal has ended; 0 without one."""
         return 128 + self.received if self.received is not None else 0
 
     def __enter__(self) -> StopSignal:
@@ -72,7 +72,7 @@ class StopSignal:
 
 
 def kill_children() -> None:
-    """SIGKILL to all processes that descend from this one (without /proc: to those of `multiprocessing`)."""
+    """SIGKILL to all processes that descend from this one (without /proc: to children of `multiprocessing`)."""
     for child in multiprocessing.active_children():
         child.kill()
     parents: dict[int, int] = {}

@@ -29,7 +29,7 @@ _METRIC = "a metric of the algorithm, or of a node,"
 
 
 async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) -> Result:
-    """Samples with their rewards, and with what the algorithm reads of models: reference log-probs and values.
+    """Samples with their rewards, reference log-probs and values.
 
     Args:
         graph: the rollout, rewards, nodes of the user's, and forwards of models. Without a rollout, `prompts` are

@@ -103,8 +103,8 @@ class Task:
         critic: the value model of this task; None: made from the actor's where the algorithm has one.
         sampling: how responses are drawn; None: as the actor does.
         episode: what happens between a prompt and its response, such as a `ConstrainedEpisode`, or a class of
-            environments, whose `get_reward` is a reward beside the others; None: as the actor does. One with a true
-            attribute `gives_reward`, as a `Gateway` has, needs no reward beside it. It is for this
+            environments, whose `get_reward` is a further reward; None: as the actor does. One with a true
+            attribute `gives_reward`, as a `Gateway` has, needs no other reward. It is for this
             task's prompts alone: the rollouts of others are as they are without it.
         environment: as `episode`, of environments: a class of TRL's form, a mapping of names to these, or an
             `EnvironmentEpisode`.
@@ -190,7 +190,7 @@ class Task:
         """This task on its actor, as `Trainer.tasks` has it.
 
         Args:
-            name: what names of its metrics begin with; of a task alone, nothing.
+            name: prefix of its metrics; empty for a task alone.
         """
         task, options = copy(self), actor.rollout_options
         task.actor, task.sampling, task._run = actor, as_sampling(self.sampling, actor.sampling), run
@@ -284,7 +284,7 @@ class Task:
             source.check_failures()
 
     def close(self) -> None:
-        """End what the task has started besides itself; the next step starts it anew."""
+        """End what the task has started besides itself; the next step starts it again."""
         for source in self.sources.values():
             source.close()
 
@@ -295,7 +295,7 @@ class Task:
         step goes on with what there is.
 
         Args:
-            key: begins the ids of recorded rows that have none.
+            key: begins the ids of recorded rows without one.
         """
         if "response_tokens" in rows:
             recorded = await self.replay(rows, key)

@@ -50,7 +50,7 @@ def task_of(config: TaskConfig) -> Task:
     """A task from its settings.
 
     Raises:
-        ConfigError: the algorithm, the reward or one of their options is none; names the task.
+        ConfigError: the algorithm, the reward or one of their options is wrong; names the task.
     """
     algorithm = algorithm_of(config)
     try:

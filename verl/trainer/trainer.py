@@ -1,8 +1,6 @@
-"""The trainer: the one-step graph of an algorithm, run again and again, evaluated, logged and saved.
+"""`Trainer`: samples and trains (`verl.trainer.step`); between the two, the buffer and the choice of samples.
 
-What a step is stands in `verl.trainer.step`. Between its two halves stands the buffer, and the choice of samples by
-algorithms that reject some. The trainer never asks which algorithm it runs; what it must know stands on the algorithm's
-contract.
+The trainer never asks which algorithm it runs: the algorithm's contract says what differs.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class Trainer(Loop):
         algorithm, n, sampling, nodes: see `Task`.
         tasks: a list of `Task`s, instead of reward, cost, algorithm, n, sampling and nodes. Several train the one actor
             together: see `step`.
-        held_out: what `fit` evaluates before its first step, every so many steps, and after its last.
+        held_out: what `fit` evaluates before its first step, at intervals, and after its last.
         placement: the placement of all roles, see `DeviceMesh`, or `PlacementOptions`; None: where the handles say.
         buffer: where samples wait: "memory", "disk", "distributed" (shared on a Ray cluster), an instance, or
             `BufferOptions`.
@@ -91,8 +89,8 @@ class Trainer(Loop):
             - `reward_fn`: the reward by another name
             - `cost`: what the algorithm keeps below a limit, as `reward`; for algorithms with that role
             - `environment`: a class of TRL's form, whose public methods are tools and whose `get_reward` is a reward
-              beside `reward`; a mapping of names to these; or an `EnvironmentEpisode`, which has options
-            - `config_path`: a YAML file of tasks, in the place of `tasks`; see `TaskConfig`
+              besides `reward`; a mapping of names to these; or an `EnvironmentEpisode`, which has options
+            - `config_path`: a YAML file of tasks, instead of `tasks`; see `TaskConfig`
             - `dataloader`: what `train` goes over
             - `permute_rewards`: a control: rewards are shuffled among the samples, so nothing can be learned
             - `skip_zero_advantage_rows`: rows whose gradient is known to be 0 are not computed in updates (True)
@@ -238,7 +236,7 @@ class Trainer(Loop):
                 warning.
 
         Raises:
-            ConfigError: it has none of these forms. In a step: the trainer has a metric of that name.
+            ConfigError: it has another form. In a step: the trainer has a metric of that name.
         """
         for task in self.tasks.values():
             task.metrics[name] = Metric(name, fn)
@@ -267,13 +265,13 @@ class Trainer(Loop):
     def step(self, prompts: Any) -> dict[str, Any]:
         """One step: sample, score, and (unless `update_freq` says to wait) update every model.
 
-        Of several tasks, the rollouts run one at a time while the others' rewards are waited for; every optimizer
-        step is then on the weighted sum of all tasks' losses, each normalised over its own samples. What the metrics
-        of one task are called begins with `task/<name>/`.
+        With several tasks, the rollouts run one at a time while the others' rewards are waited for; every optimizer
+        step is then on the weighted sum of all tasks' losses, each normalised over its own samples. Metrics of one
+        task begin with `task/<name>/`.
 
         Args:
             prompts: strings, chats, token ids, mappings or a `Batch`; see `Actor.prompts`. A batch that has
-                `response_tokens` (of an `OfflineDatasetLoader`) is learned from as it is: nothing is sampled. Of
+                `response_tokens` (of an `OfflineDatasetLoader`) is learned from as it is: nothing is sampled. For
                 several tasks: rows that name theirs in a column `task`, or a mapping of tasks to such prompts
                 (`TaskLoader`).
 
@@ -378,7 +376,7 @@ class Trainer(Loop):
         add_metrics(record, more, users, {"kl", *(f"task/{name}/kl" for name in self.tasks)})
 
     def close(self) -> None:
-        """End what the trainer has started besides itself; the next step starts it anew."""
+        """End what the trainer has started besides itself; the next step starts it again."""
         if self.checkpoints is not None:
             self.checkpoints.close()
         for task in self.tasks.values():
@@ -426,7 +424,7 @@ class Trainer(Loop):
             top_p, top_k: None: as in training.
 
         Returns:
-            Of several tasks, all together; the metrics of each are there under `task/<name>/`.
+            The evaluation of all tasks together; the metrics of each are there under `task/<name>/`.
         """
         sampling: dict[str, Any] = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         parts, users = self.mixture.split(numbered(prompts)), named_metrics(metrics)
