@@ -21,7 +21,6 @@ from verl.rewards.codebleu import CodeBleuReward
 from verl.rewards.composite import CompositeReward, Smoothed
 from verl.rewards.functions import FunctionReward, OnFailure
 from verl.rewards.maths import MathReward
-from verl.rewards.model import RewardModel
 from verl.rewards.reasoning_gym import TaskReward
 from verl.rewards.registry import REGISTERED, REWARDS
 from verl.rewards.remote import JudgeReward, RemoteReward
@@ -81,7 +80,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     if isinstance(source, str) and (name := misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if is_path or hasattr(source, "forward"):
-        return _build(RewardModel, options, source)
+        return _model(source, options)
     if callable(source):
         return _build(FunctionReward, options, source)
     raise ConfigError(
@@ -112,13 +111,19 @@ def _by_name(name: str, options: dict[str, Any]) -> RewardSource:
             raise ConfigError(
                 "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
             )
-        return _build(RewardModel, options, options.pop("model_name"))
+        return _model(options.pop("model_name"), options)
     if name in _NAMED:
         return _build(_NAMED[name], options)
     evaluator = options.pop("evaluator", "tests")
     if evaluator not in tuple(_EVALUATORS):
         raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
     return _build(_EVALUATORS[evaluator], options)
+
+
+def _model(source: Any, options: dict[str, Any]) -> RewardSource:
+    from verl.rewards.model import RewardModel  # it imports transformers, without which settings are checked
+
+    return _build(RewardModel, options, source)
 
 
 def _build(kind: type[FunctionReward], options: dict[str, Any], *source: Any) -> FunctionReward:
