@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "alone": len(alone),
         "tokens_each": args.new_tokens,
         "preemptions": tight.stats.preemptions,
-        "kv_tokens_when_tight": tight.cache.tokens,
+        "kv_tokens_when_tight": tight.cache.num_blocks * tight.cache.block,
     }
     holds = tight.stats.preemptions > 0
     by_id = {request.id: request for request in work}

@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(0)
     params = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
     # A prompt's blocks stay until their room is needed: the prompts alone fill the cache.
-    for i in range(1 + int(1.2 * engine.cache.tokens / args.prompt_tokens)):
+    for i in range(1 + int(1.2 * engine.cache.num_blocks * engine.cache.block / args.prompt_tokens)):
         prompt = [rng.randrange(100, packed.vocab_size) for _ in range(args.prompt_tokens)]
         for j in range(args.samples):
             engine.add(Request(f"{i}/{j}", prompt, params))

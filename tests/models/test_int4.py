@@ -68,14 +68,15 @@ def test_memory_falls_and_the_error_is_reported(
     model, plain = wide_model(dtype), wide_model(dtype)
     with caplog.at_level(logging.INFO, logger="verl"):
         error = to_int4(model)
-    assert error.before == weight_bytes(plain) and error.after == weight_bytes(model) < share * error.before
-    assert 0 < error.mean < error.max < 1
+    mean, most = float(error.mean()), float(error.max())
+    assert weight_bytes(model) < share * weight_bytes(plain)
+    assert 0 < mean < most < 1
     batch = ragged_batch(ROWS)
     gap = (log_probs(make_engine(model), batch) - log_probs(make_engine(plain), batch)).abs()
-    assert 0 < float(gap.mean()) < 3 * error.max
+    assert 0 < float(gap.mean()) < 3 * most
     (line,) = [record.message for record in caplog.records if "int4" in record.message]
-    assert f"{error.mean:.3g} on average, {error.max:.3g} at most" in line
-    assert f"{error.after / 1e6:.1f} MB, before {error.before / 1e6:.1f}" in line
+    assert f"{mean:.3g} on average, {most:.3g} at most" in line
+    assert f"{weight_bytes(model) / 1e6:.1f} MB, before {weight_bytes(plain) / 1e6:.1f}" in line
     assert not any(weight.requires_grad for weight in model.parameters())
 
 

@@ -63,12 +63,12 @@ def made(name: str, dtype: torch.dtype) -> Any:
 def gradients(packed: PackedModel, fused: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs of a packed batch, and the gradient of a weighted sum of them."""
     flat = pack_rows(PROMPTS, RESPONSES, device=packed.device)
-    kept, packed._fused = packed._fused, packed._fused if fused else None
+    kept, packed.fused = packed.fused, packed.fused if fused else None
     packed.model.zero_grad()
     hidden = packed.hidden(flat.tokens, flat.positions, flat.context).index_select(0, flat.predict)
     log_probs, _ = packed.log_probs(hidden, flat.targets)
     (log_probs * torch.linspace(-1, 2, len(log_probs), dtype=log_probs.dtype)).sum().backward()
-    packed._fused = kept
+    packed.fused = kept
     found = {name: p.grad.double().clone() for name, p in packed.model.named_parameters() if p.grad is not None}
     return log_probs.detach().double(), found
 
@@ -76,7 +76,7 @@ def gradients(packed: PackedModel, fused: bool) -> tuple[Tensor, dict[str, Tenso
 @pytest.mark.parametrize("name", SHAPED)
 def test_fp32_gradients_are_those_of_the_models_own_modules(name: str) -> None:
     packed = PackedModel(made(name, torch.float32))
-    assert packed._fused is not None
+    assert packed.fused is not None
     got, got_gradients = gradients(packed, fused=True)
     want, want_gradients = gradients(packed, fused=False)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
@@ -92,7 +92,7 @@ def test_the_forward_without_a_gradient_rounds_as_the_one_with(name: str, dtype:
     packed = PackedModel(made(name, dtype))
     flat = pack_rows(PROMPTS, RESPONSES)
     forward = packed.choose_forward()
-    assert packed.is_fused and forward != packed.packed_hidden
+    assert packed.fused is not None and forward != packed.packed_hidden
     want = packed.hidden(flat.tokens, flat.positions, flat.context)
     assert want.requires_grad
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_the_forward_without_a_gradient_rounds_as_the_one_with(name: str, dtype:
 
 def test_bf16_gradients_are_as_near_to_exact_ones_as_the_models_own_are() -> None:
     packed = PackedModel(made("qwen2", torch.bfloat16))
-    assert packed._fused is not None
+    assert packed.fused is not None
     exact = PackedModel(made("qwen2", torch.bfloat16).double())
     _, want = gradients(exact, fused=False)
 
@@ -155,8 +155,8 @@ def test_gradient_checkpointing_changes_no_number() -> None:
 
 def test_other_shapes_dtypes_and_hooked_layers_keep_their_own_modules() -> None:
     torch.manual_seed(0)
-    assert PackedModel(Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)))._fused is None  # it norms its heads
-    assert PackedModel(made("llama", torch.float64))._fused is None
+    assert PackedModel(Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32))).fused is None  # it norms its heads
+    assert PackedModel(made("llama", torch.float64)).fused is None
     packed = PackedModel(made("llama", torch.float32))
     calls: list[int] = []
     packed.backbone.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))  # type: ignore[union-attr,index]
@@ -203,12 +203,12 @@ def _kernels(dtype: torch.dtype) -> Kernels:
 def test_fused_kernels_are_a_choice(caplog: pytest.LogCaptureFixture) -> None:
     model = made("llama", torch.float32).eval()
     plain = PackedModel(model, fused_kernels=False)
-    assert plain._fused is None
+    assert plain.fused is None
     expected = gradients(plain, fused=False)[0]
     assert not caplog.records
     for wanted in (True, "compiled", "xformers"):
         packed = PackedModel(model, fused_kernels=wanted)
-        assert packed._fused is not None
+        assert packed.fused is not None
         assert torch.allclose(gradients(packed, fused=True)[0], expected, atol=1e-4)
     (record,) = caplog.records
     assert (
@@ -230,7 +230,7 @@ def test_a_layer_that_computes_otherwise_keeps_its_own_modules() -> None:
         torch.manual_seed(0)
         packed = PackedModel(make().bfloat16())
         assert packed.supports_packed, name
-        assert not packed.is_fused, name
+        assert packed.fused is None, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -242,8 +242,8 @@ def test_what_a_model_does_at_long_positions_alone_is_seen(dtype: torch.dtype) -
             Ministral3ForCausalLM(Ministral3Config(**SIZES, head_dim=32, rope_parameters=rope)).to(dtype)
         )
 
-    assert not made_with(16).is_fused  # from there on queries are scaled
-    assert made_with(64).is_fused
+    assert made_with(16).fused is None  # from there on queries are scaled
+    assert made_with(64).fused is not None
 
 
 class Adapted(torch.nn.Embedding):
@@ -265,4 +265,4 @@ def test_adapters_that_are_still_zero_are_trained() -> None:
     assert found["model.embed_tokens.adapter"].norm() > 0
     model = made("llama", torch.float32)
     model.model.layers[1].mlp.gate_proj.scale = torch.nn.Parameter(torch.ones(()))  # nobody knows what reads it
-    assert not PackedModel(model).is_fused
+    assert PackedModel(model).fused is None

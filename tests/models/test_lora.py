@@ -77,7 +77,7 @@ def test_equal_seeds_give_equal_adapters() -> None:
 def test_the_packed_forward_is_the_models_own(kind: str) -> None:
     model = adapted(kind)
     packed = PackedModel(model)
-    assert packed.supports_packed and not packed.is_fused
+    assert packed.supports_packed and packed.fused is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,7 +39,7 @@ def test_activations_are_what_the_backward_keeps(dtype: torch.dtype, heads: int)
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     packed = PackedModel(model)
-    assert ModelSize.from_model(model).fused == (heads == 3) == (packed._fused is not None)
+    assert ModelSize.from_model(model).fused == (heads == 3) == (packed.fused is not None)
     flat = pack_rows([[5] * 100] * 4, [[7] * 101] * 4)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}

@@ -43,17 +43,17 @@ if __name__ == "__main__":
     packed.measure_heads()
     engine = make(packed, invariant=False)
     calls: list[None] = []
-    if engine.is_driver or sys.argv[1] == "all":
+    if engine.runner.is_driver or sys.argv[1] == "all":
         packed.model.transformer.h[1].register_forward_pre_hook(fail_at_third)
     began, raised = time.monotonic(), "nothing"
     engine.wake()
     try:
         try:
-            list(generate(engine, requests())) if engine.is_driver else engine.worker_loop()
+            list(generate(engine, requests())) if engine.runner.is_driver else engine.runner.worker_loop()
         finally:
             engine.sleep()
     except Exception as error:
         raised = type(error).__name__
-    line = {"leads": engine.is_driver, "raised": raised, "seconds": time.monotonic() - began}
+    line = {"leads": engine.runner.is_driver, "raised": raised, "seconds": time.monotonic() - began}
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()

@@ -74,10 +74,10 @@ def run(kind: str, size: int, group: Any, invariant: bool = False) -> None:
     TorchEngine(packed.model, EngineOptions(), mesh=mesh, group=group, packed=packed)
     packed.measure_heads()
     engine = make(packed, invariant)
-    if not engine.is_driver:
+    if not engine.runner.is_driver:
         for _ in range(2):
             engine.wake()
-            engine.worker_loop()
+            engine.runner.worker_loop()
             engine.sleep()
         return
     found = []

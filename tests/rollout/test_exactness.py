@@ -230,7 +230,7 @@ def test_batch_invariant_responses_do_not_depend_on_how_steps_are_divided(
     make_model: MakeModel, kind: str, dtype: torch.dtype
 ) -> None:
     packed = PackedModel(make_model(kind, dtype))
-    assert packed.is_fused
+    assert packed.fused is not None
     requests, engines = prompts(30, 5, SamplingParams(max_new_tokens=25)), []
 
     def outcome(some: list[Request], **options: int) -> dict[str, tuple[list[int], list[float]]]:
@@ -272,7 +272,7 @@ def test_batch_invariant_products_have_so_many_rows_whatever_a_step_computes(
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_in_fp32_responses_depend_on_the_division_of_steps_by_rounding_alone(make_model: MakeModel, kind: str) -> None:
     packed = PackedModel(make_model(kind, torch.float32))
-    assert packed.is_fused
+    assert packed.fused is not None
     requests = prompts(20, 4, SamplingParams(max_new_tokens=25))
 
     def outcome(**options: int) -> dict[str, Sample]:

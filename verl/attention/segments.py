@@ -347,7 +347,7 @@ class _CpuAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TKD, v_TKD = ctx.saved_tensors
         dout_THD, dq_THD = grads[0].contiguous(), torch.empty_like(q_THD)
-        exact = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
+        exact = torch.promote_types(q_THD.dtype, torch.float32)
         dk_TKD, dv_TKD = torch.zeros_like(k_TKD, dtype=exact), torch.zeros_like(v_TKD, dtype=exact)
         for bucket in ctx.buckets:
             steps = _Steps(bucket, ctx.scale, ctx.window, q_THD)
@@ -409,7 +409,7 @@ class _Steps:
             sizes = (bucket.before, bucket.longest_prefix, start, self.window)
             self.kernels.softmax(scores_BHCN, *sizes, self.scale, dp_BHCN)
             return scores_BHCN, dp_BHCN
-        exact = scores_BHCN if scores_BHCN.dtype == torch.float64 else scores_BHCN.float()
+        exact = scores_BHCN.to(torch.promote_types(scores_BHCN.dtype, torch.float32))
         mask = bucket.mask(self.window)[:, None, start : start + exact.shape[2], : exact.shape[3]]
         p_BHCN = torch.softmax((exact * self.scale).masked_fill_(~mask, float("-inf")), -1)
         if dp_BHCN is not None:

@@ -16,18 +16,14 @@ def lacking(kind: str) -> str | None:
         return f"torch.compile writes no kernels for '{kind}'"
     if kind != "cpu" and find_spec("triton") is None:
         return "torch.compile needs triton here: pip install triton"
-    if not _finds_compiler():
+    from torch._inductor import cpp_builder, exc
+
+    try:  # it wraps kernels for any device
+        compiler = cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        compiler = None
+    if not compiler:
         return "torch.compile needs a C++ compiler of the host: install one, or set CXX"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "torch.compile needs Python.h: install the headers of Python (python3-dev)"
     return None
-
-
-def _finds_compiler() -> bool:
-    """Whether inductor finds the host's compiler, which wraps kernels for any device."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        return bool(cpp_builder.get_cpp_compiler())
-    except exc.InvalidCxxCompiler:
-        return False

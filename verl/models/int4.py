@@ -9,7 +9,6 @@ and a lowest value in the model's dtype, and each number is stored as how many s
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,58 +88,38 @@ class _Int4Matmul(torch.autograd.Function):
         return grads[0] @ ctx.layer.weight.to(grads[0].dtype), None
 
 
-@dataclass(frozen=True)
-class Int4Cost:
-    """What 4 bits change of a model: |differences| of its log-probs (or scores) on a probe, and bytes of all its
-    weights before and after."""
-
-    mean: float
-    max: float
-    before: int
-    after: int
-
-
 def group_of(in_features: int) -> int:
     """The size of the groups of a row of this length; 0: it cannot be quantised."""
     return next((size for size in _GROUPS if in_features % size == 0), 0)
 
 
-def has_int4(model: nn.Module) -> bool:
-    return any(isinstance(module, Int4Linear) for module in model.modules())
-
-
 @torch.no_grad()
-def to_int4(model: Any) -> Int4Cost:
-    """Quantise the linear layers of a model, all but its head, and freeze its weights; what this costs is logged.
+def to_int4(model: Any) -> Tensor:
+    """Quantise the linear layers of a model, all but its head, and freeze its weights. |Differences| of its log-probs
+    (or scores) on a probe are returned, and logged with the bytes of its weights before and after.
 
     Raises:
         ModelError: it has no linear layer that can be quantised.
     """
     expected, before = outputs(model), weight_bytes(model)
-    layers = int4_layers(model)
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear = [
+        (name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not output
+    ]
+    layers = [name for name, layer in linear if layer.out_features > 1 and group_of(layer.in_features)]
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers that int4 could keep: load it in another dtype")
     for name in layers:
         model.set_submodule(name, Int4Linear.of(model.get_submodule(name)))
     model.requires_grad_(False)
     gap = (outputs(model) - expected).abs()
-    cost = Int4Cost(float(gap.mean()), float(gap.max()), before, weight_bytes(model))
     logger.info(
         "%s in int4: on a probe of %d tokens %s differ from those in full precision by %.3g on average, %.3g at most; "
         "its weights take %.1f MB, before %.1f",
-        *(type(model).__name__, 2 * LENGTH, "scores" if is_scalar(model) else "log-probs", cost.mean, cost.max),
-        *(cost.after / 1e6, cost.before / 1e6),
+        *(type(model).__name__, 2 * LENGTH, "scores" if is_scalar(model) else "log-probs"),
+        *(float(gap.mean()), float(gap.max()), weight_bytes(model) / 1e6, before / 1e6),
     )
-    return cost
-
-
-def int4_layers(model: Any) -> list[str]:
-    """Names of the layers that `to_int4` replaces."""
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linear = ((name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear)
-    return [
-        name for name, layer in linear if layer is not output and layer.out_features > 1 and group_of(layer.in_features)
-    ]
+    return gap
 
 
 def insert_empty_int4(model: Any, names: list[str]) -> None:

@@ -115,7 +115,8 @@ class PackedModel:
         #: Rows of a table of learned positions: a longer row has no forward. None: there is no such table.
         self.position_table: int | None = None
         self._softcap, self._scale = _logit_formulas(self.model)[0]
-        self._fused: FusedLayers | None = None
+        #: Fused layers, where they were found to compute the same as the model's own code.
+        self.fused: FusedLayers | None = None
         #: Process group of the ranks that share the model by tensor parallelism, once it is cut (see `measure_heads`).
         self.tensor_group: Any = None
         #: Waits for the weight of a name, while weights are on their way; None: all are there.
@@ -134,11 +135,6 @@ class PackedModel:
     def device(self) -> torch.device:
         return self.model.device if self._device is None else self._device
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether fused layers are there, and were found to compute what the model's own code does."""
-        return self._fused is not None
-
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states (after the last norm) `[T, d]` of flat tokens `[T]` at `positions` `[T]`.
 
@@ -152,7 +148,7 @@ class PackedModel:
         long as the modules are not replaced or hooked: their weights may change and move."""
         # Not settled once for all: a user may add adapters, FSDP its hooks, autocast another dtype. Fused layers read
         # weights by name, and would skip whatever was put around them.
-        fused = self._fused if self.ready is None and not torch.is_autocast_enabled(self.device.type) else None
+        fused = self.fused if self.ready is None and not torch.is_autocast_enabled(self.device.type) else None
         if fused is not None and has_llama_shape(self.backbone, self.head_dim):
             return fused.hidden
         return self.packed_hidden if self.supports_packed else lambda tokens, _, rows: self.padded_hidden(tokens, rows)
@@ -173,14 +169,10 @@ class PackedModel:
         """Compile the layers of the model's own code, in place, instead of fused ones. Layers of one kind share their
         graphs. Attention is left out: it is a kernel already, and depends on the context."""
         AttentionInterface.register(_IMPLEMENTATION, torch.compiler.disable(_attention))
-        self.use_own_code()
+        self.fused = None
         for stack in stacks_of(self.backbone, self.num_layers)[:1]:
             for layer in stack:
                 layer.compile(dynamic=True)
-
-    def use_own_code(self) -> None:
-        """Leave fused layers out from now on: the model's modules compute something else than their class says."""
-        self._fused = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
@@ -268,7 +260,7 @@ class PackedModel:
                     if as_named and is_close(hidden[rows.source][rows.mask], reference):
                         self._take_shape(probe)
                         if self.fused_kernels:
-                            self._fused = FusedLayers.of(self, probe.calls, tokens, flat, hidden)
+                            self.fused = FusedLayers.of(self, probe.calls, tokens, flat, hidden)
                         return True
                 self.model.set_attn_implementation(previous)
             hidden = self.padded_hidden(tokens, flat.context)
@@ -310,11 +302,11 @@ class PackedModel:
 
     def _warn_without(self, kernels: str) -> None:
         """Warn if other code runs instead of the requested fused kernels."""
-        if self._fused is None or kernels != "compiled":
+        if self.fused is None or kernels != "compiled":
             logger.warning(
                 "this build has no '%s' kernels for %s (%s on %s): %s",
                 *(kernels, type(self.model).__name__, self.dtype, self.device.type),
-                "the model's own code runs" if self._fused is None else "'compiled' ones run in their place",
+                "the model's own code runs" if self.fused is None else "'compiled' ones run in their place",
             )
 
     def _plain_hidden(self) -> Tensor:

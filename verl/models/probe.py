@@ -13,7 +13,7 @@ from torch import Tensor
 from verl._host import device
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
-from verl.models.int4 import Int4Linear, has_int4, weight_bytes
+from verl.models.int4 import Int4Linear, weight_bytes
 from verl.models.loading import load_model
 from verl.models.lora import merged_shards
 from verl.models.outputs import outputs, probe_tokens
@@ -70,7 +70,7 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
     if there != here:
         _check_resized(model, again, f"{path} over {base}", there, here)
         return
-    if not has_int4(model):
+    if not any(isinstance(module, Int4Linear) for module in model.modules()):
         _check_gap(model, again, f"{path} over {base}")
         return
     gap = _gap(model, again)

@@ -14,7 +14,7 @@ _POSITION_DEPENDENT = (*_BATCH_DEPENDENT, "yarn")
 
 def original_length(config: Any) -> int | None:
     """The longest row whose embeddings do not depend on the longest row of the batch; None: no row's do."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) not in _BATCH_DEPENDENT:
         return None
     original = rope.get("original_max_position_embeddings")
@@ -29,8 +29,9 @@ def own_positions(config: Any) -> Iterator[None]:
     if stored is None:
         yield
         return
-    live = config.max_position_embeddings
-    if _rope_kinds(config).isdisjoint(_POSITION_DEPENDENT):
+    live, rope = config.max_position_embeddings, _rope(config)
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # of all layers, or kinds of layers
+    if {part.get("rope_type", part.get("type")) for part in kinds}.isdisjoint(_POSITION_DEPENDENT):
         config.max_position_embeddings = stored
     try:
         yield
@@ -38,8 +39,5 @@ def own_positions(config: Any) -> Iterator[None]:
         config.max_position_embeddings, config.stored_max_position_embeddings = live, stored
 
 
-def _rope_kinds(config: Any) -> set[Any]:
-    """Of all layers, or of each kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    of_some = [part for part in rope.values() if isinstance(part, Mapping)]
-    return {part.get("rope_type", part.get("type")) for part in (rope, *of_some)}
+def _rope(config: Any) -> Mapping[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -78,12 +79,19 @@ class HFEngine:
             raise ConfigError(f"rollout: max_batch must be positive, got {max_batch}")
         config = model.config.get_text_config()
         limits = (max_length, getattr(config, "max_position_embeddings", None))
-        self.model, self.tokenizer = model, tokenizer
-        self.eos_token_ids, self.seed, self.max_batch = tuple(eos_token_ids), seed, max_batch
+        self.model, self.max_batch = model, max_batch
         self.max_length = min((int(limit) for limit in limits if limit), default=_UNLIMITED)
         self.policy_version = 0
         self._original_length = original_length(config) or _UNLIMITED
         self._vocab_size = int(config.vocab_size)
+        self._response = partial(
+            Response,
+            seed=seed,
+            vocab_size=self._vocab_size,
+            max_length=self.max_length,
+            eos_token_ids=tuple(eos_token_ids),
+            tokenizer=tokenizer,
+        )
         self._accepted = inspect.signature(model.forward).parameters
         self._waiting: deque[Response] = deque()
         self._by_id: dict[str, Response] = {}
@@ -281,16 +289,6 @@ class HFEngine:
             self._forget_batch()
         got, want = (each - each.mean(-1, keepdim=True) for each in (torch.cat(logits), plain))
         return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)).nan_to_num(torch.inf).max())
-
-    def _response(self, request: Request) -> Response:
-        return Response(
-            request,
-            seed=self.seed,
-            vocab_size=self._vocab_size,
-            max_length=self.max_length,
-            eos_token_ids=self.eos_token_ids,
-            tokenizer=self.tokenizer,
-        )
 
 
 class StartingEngine(HFEngine):

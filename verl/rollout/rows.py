@@ -45,6 +45,7 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
     def of_episode(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         return pa.array([value for value, size in zip(values, sizes, strict=True) for _ in range(size)], kind)
 
+    calls_left_out = [_first(dict(turn.calls_left_out) or None for turn in each) or {} for each in episodes]
     columns = response_columns(turns, is_double) | {
         "id": [f"{id_}.{i}" if i else id_ for id_, size in zip(ids, sizes, strict=True) for i in range(size)],
         "episode": of_episode(ids, pa.string()),
@@ -52,7 +53,7 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
         "left_out": of_episode([outcome.reason for outcome in outcomes], pa.string()),
         "episode_reward": of_episode([_first(turn.reward for turn in each) for each in episodes], pa.float64()),
         "truncated": of_episode([any(turn.truncated for turn in each) for each in episodes], pa.bool_()),
-        "calls_left_out": of_episode([_counts(each) for each in episodes], pa.string()),
+        "calls_left_out": of_episode([*map(json.dumps, calls_left_out)], pa.string()),
         "rejected": [turn.rejected for turn in turns],
         **_of_some(turns, is_double),
     }
@@ -83,10 +84,6 @@ def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
         ]
         columns["token_versions"] = pa.array(versions, pa.large_list(pa.int64()))
     return columns
-
-
-def _counts(turns: Sequence[Turns]) -> str:
-    return json.dumps(_first(dict(turn.calls_left_out) or None for turn in turns) or {})
 
 
 def _first(values: Any) -> Any:

@@ -211,8 +211,8 @@ class ActorWorker(TrainedWorker):
                 self._refill(weights)
                 if self._sync is not None:
                     self._sync.probe = None
-                if isinstance(engine, EmbeddedEngine) and not engine.is_driver:
-                    engine.worker_loop()
+                if isinstance(engine, EmbeddedEngine) and not engine.runner.is_driver:
+                    engine.runner.worker_loop()
                 else:
                     yield from self._groups(engine, prompts, params, task, weights.precision)
             finally:

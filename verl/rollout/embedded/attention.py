@@ -11,6 +11,7 @@ and M keys that the torch code reads at a time, H query heads, K key/value heads
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,23 +50,21 @@ class BatchTensors(NamedTuple):
     @classmethod
     def of(cls, batch: ScheduledBatch, device: torch.device, rows: int | None = None) -> BatchTensors:
         """`rows`: the padded batch size, in tokens."""
-        count, sequences, longest = len(batch.tokens), len(batch.ends), max(map(len, batch.blocks))
+        count = len(batch.tokens)
         # One array of what each token has and one of what each sequence has: two copies to the device.
         per_token = np.zeros((4, rows or count), np.int64)
         per_token[2, count:] = -1
         per_token[:, :count] = batch.tokens, batch.positions, batch.sampled_rows, batch.slots
-        sizes = (sequences + 1, sequences + 1, sequences, sequences, sequences * longest)
-        per_sequence = np.zeros(sum(sizes), np.int32)
-        ends_q, ends_k, used, shared, table = np.split(per_sequence, np.cumsum(sizes)[:-1])
-        ends_q[1:], ends_k[1:], used[:], shared[:] = batch.ends, np.cumsum(batch.used), batch.used, batch.shared
-        for row, blocks in zip(table.reshape(sequences, longest), batch.blocks, strict=True):
-            row[: len(blocks)] = blocks
+        table = np.zeros((len(batch.blocks), max(map(len, batch.blocks))), np.int64)
+        for row, blocks in enumerate(batch.blocks):
+            table[row, : len(blocks)] = blocks
+        lists: Any = ([0, *batch.ends], [0, *accumulate(batch.used)], batch.used, batch.shared, table.ravel())
+        per_sequence = to_device(torch.from_numpy(np.concatenate(lists).astype(np.int32)), device)
+        cu_seq_q, cu_seq_k, seqused_k, shared, block_table = per_sequence.split([*map(len, lists)])
+        sequences = (cu_seq_q, cu_seq_k, seqused_k, shared, block_table.view(table.shape))
         tokens, positions, sampled_rows, slots = to_device(torch.from_numpy(per_token), device)
-        max_q = max(end - begin for begin, end in zip([0, *batch.ends], batch.ends, strict=False))
-        of_sequences = to_device(torch.from_numpy(per_sequence), device)
-        cu_seq_q, cu_seq_k, seqused_k, shared_, block_table = of_sequences.split(sizes)
-        lists = (cu_seq_q, cu_seq_k, seqused_k, shared_, block_table.view(sequences, longest))
-        return cls(tokens, positions, sampled_rows, slots[:count], *lists, max_q=max_q, max_k=max(batch.used))
+        max_q = max(end - begin for begin, end in pairwise(lists[0]))
+        return cls(tokens, positions, sampled_rows, slots[:count], *sequences, max_q=max_q, max_k=max(batch.used))
 
     def known_tokens(self, last_sampled: Tensor) -> Tensor:
         """The tokens `[T']`, with tokens in flight taken from `last_sampled`."""
@@ -177,7 +176,7 @@ def varlen_attn(
     """
     q_THD, k_PSKD, v_PSKD = query, key, value  # as torch calls them
     device, kv_heads, count = q_THD.device, k_PSKD.shape[2], len(q_THD)
-    exact = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
+    exact = torch.promote_types(q_THD.dtype, torch.float32)
     q_TKGD = (q_THD.to(exact) * (q_THD.shape[-1] ** -0.5 if scale is None else scale)).unflatten(1, (kv_heads, -1))
     lengths = cu_seq_q.diff()
     # The host knows how many there are: it need not wait for the lengths.

@@ -11,6 +11,7 @@ does not wait for the host. A response whose end is found that way has one token
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +37,7 @@ class EmbeddedEngine:
     """Continuous batching over a `PackedModel`. See `RolloutEngine` for the methods.
 
     Ranks that share the model by tensor parallelism all make an engine of equal arguments. The first, the driver, is
-    given the requests, and the others run its `worker_loop`.
+    given the requests, and the others run `ModelRunner.worker_loop`.
 
     Args:
         packed: the model; its weights are read where they are, never copied.
@@ -82,9 +83,16 @@ class EmbeddedEngine:
             raise ModelError(f"{type(packed.model).__name__} has no {lack}: generate with the 'hf' rollout engine")
         if max_batch < 1 or step_tokens < 1:
             raise ConfigError(f"rollout: max_batch ({max_batch}) and step_tokens ({step_tokens}) must be positive")
-        self.packed, self.tokenizer, self.seed = packed, tokenizer, seed
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.packed = packed
         self.max_length = _max_length(packed, max_length)
+        self._response = partial(
+            Response,
+            seed=seed,
+            vocab_size=packed.vocab_size,
+            max_length=self.max_length,
+            eos_token_ids=tuple(eos_token_ids),
+            tokenizer=tokenizer,
+        )
         on_device = not is_host(packed.device)
         #: Whether its log-probs are the trainer's own numbers. On a device attention over pages, and products of a few
         #: rows, take other kernels than a training step.
@@ -106,8 +114,6 @@ class EmbeddedEngine:
             compiled=compiled,
             look_ahead=self.look_ahead,
         )
-        #: Whether this rank is given requests; the others run `worker_loop`.
-        self.is_driver = self.runner.is_driver
         self._model_state: list[tuple[int, int]] = []
         #: Tokens of the last step, while they are in flight.
         self._pending: list[PendingTokens] = []
@@ -126,20 +132,13 @@ class EmbeddedEngine:
                 does not fit the cache, or its id is in use.
         """
         check_new(request, self._by_id)
-        response = Response(
-            request,
-            seed=self.seed,
-            vocab_size=self.packed.vocab_size,
-            max_length=self.max_length,
-            eos_token_ids=self.eos_token_ids,
-            tokenizer=self.tokenizer,
-        )
+        response = self._response(request)
         prompt, size = len(response.prompt), self.cache.block
         needed = blocks_for(prompt, size) + blocks_for(prompt % size + response.max_new_tokens, size)
         if needed > self.cache.num_blocks:
             raise RolloutError(
                 f"request '{request.id}' may need {needed * size} tokens of KV cache, there is room for "
-                f"{self.cache.tokens}: give the rollout more memory or shorten prompts or responses"
+                f"{self.cache.num_blocks * size}: give the rollout more memory or shorten prompts or responses"
             )
         if not self._by_id:
             self._look_at_model()
@@ -208,10 +207,6 @@ class EmbeddedEngine:
         finally:
             self.cache.release()
             self.runner.end()
-
-    def worker_loop(self) -> None:
-        """Compute what the driver commands, until it sleeps."""
-        self.runner.worker_loop()
 
     def wake(self) -> None:
         """Allocate the KV cache again after `sleep`."""

@@ -93,11 +93,6 @@ class KVCache:
         return num_layers * num_heads * (math.prod(keys) + math.prod(values)) * dtype.itemsize
 
     @property
-    def tokens(self) -> int:
-        """Tokens that the blocks hold."""
-        return self.num_blocks * self.block
-
-    @property
     def nbytes(self) -> int:
         """Memory of the blocks while awake."""
         return self.num_blocks * self.block_bytes(self._layers, self.heads, self.head_dim, self.dtype, self.block)

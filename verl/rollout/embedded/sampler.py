@@ -134,7 +134,7 @@ def sample(
     if table.edits:
         return _sample_edited(logits, uniforms, table, kernels)
     if kernels is None:
-        return _sample_torch(logits.to(_accumulate(logits.dtype)), uniforms, table)
+        return _sample_torch(logits.to(torch.promote_types(logits.dtype, torch.float32)), uniforms, table)
     inverse, top_k, top_p, min_p = table.numbers
     return kernels.sample(logits, uniforms, inverse, top_k.long(), top_p, min_p)
 
@@ -144,7 +144,7 @@ def _sample_edited(
 ) -> tuple[Tensor, Tensor]:
     """All rows as if there were no edits, then those that have one again."""
     rows = to_device(torch.tensor(list(table.edits)), logits.device)
-    full = logits.index_select(0, rows).to(_accumulate(logits.dtype))
+    full = logits.index_select(0, rows).to(torch.promote_types(logits.dtype, torch.float32))
     edits = zip(full.clone(), table.edits.values(), strict=True)
     edited = torch.stack([edit(row) for row, edit in edits]).to(full)
     top = edited.amax(-1)
@@ -159,10 +159,6 @@ def _sample_edited(
     chosen_log_probs = log_probs.index_select(0, rows) + (both[:, 0] - both[:, 1]) * inverse
     chosen_log_probs.masked_fill_(top == -torch.inf, -torch.inf).masked_fill_(~(top < torch.inf), torch.nan)
     return tokens.index_copy(0, rows, chosen), log_probs.index_copy(0, rows, chosen_log_probs)
-
-
-def _accumulate(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:

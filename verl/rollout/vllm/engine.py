@@ -71,7 +71,6 @@ class VLLMEngine:
         **options: Any,
     ) -> None:
         check({"vllm": "vllm", (dtype := str(model.dtype).removeprefix("torch.")): dtype})
-        start.choose_runner()
         trainer, kind = str(device or model.device), str(start.platform().device_type)
         # The build of vLLM decides on which kind of device it computes, which may be another than the model's.
         where = trainer if trainer.partition(":")[0] == kind else kind

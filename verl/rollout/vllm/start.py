@@ -34,25 +34,17 @@ _CPU_BLOCK = 32
 _FREE_SHARE = 0.9
 
 
-def choose_runner() -> None:
-    """Have vLLM take its model runner V1. It asks the environment again and again, so the variable stays.
+def platform() -> Any:
+    """The platform of this build of vLLM, which takes its model runner V1 from here on.
 
     Raises:
-        ConfigError: the environment asks for V2.
+        ConfigError: the environment asks for runner V2, or vLLM cannot be imported.
     """
     if (refused := refused_runner()) is not None:
         raise ConfigError(refused)
-    if RUNNER not in os.environ:
+    if RUNNER not in os.environ:  # vLLM asks the environment again and again, so the variable stays
         os.environ[RUNNER] = "0"
         logger.info("vLLM takes its model runner V1 (%s=0): V2 has log-probs at temperature 1 only", RUNNER)
-
-
-def platform() -> Any:
-    """The platform of this build of vLLM.
-
-    Raises:
-        ConfigError: vLLM cannot be imported.
-    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
@@ -101,7 +93,8 @@ def start(
     import vllm
 
     kind, _, index = where.partition(":")
-    current_platform, on_cpu = platform(), platform().is_cpu()
+    current_platform = platform()
+    on_cpu = current_platform.is_cpu()
     defaults: dict[str, Any] = {"enforce_eager": True, "block_size": _CPU_BLOCK} if on_cpu else {}
     if index and tensor_parallel_size == 1:  # this rank's own device, which vLLM counts among the visible ones
         defaults["device_ids"] = [int(index)]

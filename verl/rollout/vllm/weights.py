@@ -9,7 +9,7 @@ weight each time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -97,8 +97,15 @@ class WeightSink:
         with _Copies(tensor, self._tensors) as copies:
             model: Any = self._model
             loads = model.load_weights([(name, tensor)])
-        self._loaded |= self._expected if loads is None else set(loads)
-        self._routes[name] = self._route(loads, copies.targets)
+        if loads is None:
+            self._loaded |= self._expected
+            self._routes[name] = _Route(None, frozenset(self._model.modules()), None)
+            return
+        self._loaded |= set(loads)
+        owners = frozenset(self._model.get_submodule(parameter.rpartition(".")[0]) for parameter in loads)
+        targets = copies.targets
+        is_known = targets is not None and {block_target.module for block_target in targets} == owners
+        self._routes[name] = _Route(frozenset(loads), owners, targets if is_known else None)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -121,13 +128,6 @@ class WeightSink:
 
     def _plain_modules(self) -> set[nn.Module]:
         return {module for route in self._in_place.values() for module in route.modules}
-
-    def _route(self, loads: Iterable[str] | None, targets: tuple[BlockTarget, ...] | None) -> _Route:
-        if loads is None:
-            return _Route(None, frozenset(self._model.modules()), None)
-        owners = {self._model.get_submodule(name.rpartition(".")[0]) for name in loads}
-        is_known = targets is not None and {block_target.module for block_target in targets} == owners
-        return _Route(frozenset(loads), frozenset(owners), targets if is_known else None)
 
     def _sample_head(self, shard: Shard) -> None:
         """Keep the columns of the output layer that are read back later."""

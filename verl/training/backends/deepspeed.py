@@ -45,7 +45,7 @@ class DeepSpeedEngine(TrainEngine):
             load_model_shards(self.model, source(self.model))
         stage = options.deepspeed_config.zero_stage
         if stage == 3:
-            forward.packed.use_own_code()
+            forward.packed.fused = None
         engine, adam = zero_engine(forward, stage, options.optim or OptimConfig(), ranks)
         parallel = Parallel(self.mesh, schedule=_ZeroSchedule(forward, engine), in_step=True)
         self.runner = MicroBatchRunner(forward, ranks, options, parallel)

@@ -45,7 +45,7 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     cutter.mesh, cutter.group = ranks.device_mesh(packed.device, "tp"), ranks.group("tp")
     cutter.cut_backbone(backbone)
     cutter.cut_vocabulary(backbone.get_input_embeddings(), packed.output_layer() if forward.head == "lm" else None)
-    packed.use_own_code()
+    packed.fused = None  # modules are cut: they compute something else than their class says
     packed.tensor_group = cutter.group
     partial_sums = {id(weight) for weight in cutter.partial_sums}
     names = {name for name, weight in forward.model.named_parameters() if id(weight) in partial_sums}
