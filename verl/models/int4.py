@@ -4,6 +4,8 @@ arXiv 2305.14314).
 Each row of a weight is quantised in groups of 64 numbers (32 where 64 does not divide its length). A group has a step
 and a lowest value in the model's dtype, and each number is stored as how many steps, 0 to 15, it lies above the lowest:
 4.5 bits per number in half precision. Each matmul dequantises its weight for a moment, forward and backward.
+
+Legend: O output features, G groups of a row, S numbers of a group.
 """
 
 from __future__ import annotations
@@ -48,20 +50,21 @@ class Int4Linear(nn.Linear):
     def of(cls, layer: nn.Linear) -> Int4Linear:
         """The layer, rounded to nearest."""
         rounded = cls(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype).to(layer.weight.device)
-        groups = layer.weight.detach().float().unflatten(1, (rounded.step.shape[1], -1))
-        rounded.lowest.copy_(groups.amin(-1))
-        rounded.step.copy_((groups.amax(-1) - groups.amin(-1)) / 15)
-        # By step and lowest as they are kept. A group of equal numbers has step 0.
-        above = (groups - rounded.lowest.float()[..., None]) / rounded.step.float().clamp(min=1e-30)[..., None]
-        codes = above.round().clamp(0, 15).to(torch.uint8).flatten(1)
+        w_OGS = layer.weight.detach().float().unflatten(1, (rounded.step.shape[1], -1))
+        rounded.lowest.copy_(w_OGS.amin(-1))
+        rounded.step.copy_((w_OGS.amax(-1) - w_OGS.amin(-1)) / 15)
+        # By step and lowest as they were rounded to the model's dtype. A group of equal numbers has step 0.
+        steps_OGS = (w_OGS - rounded.lowest.float()[..., None]) / rounded.step.float().clamp(min=1e-30)[..., None]
+        codes = steps_OGS.round().clamp(0, 15).to(torch.uint8).flatten(1)
         rounded.codes.copy_(codes[:, ::2] | (codes[:, 1::2] << 4))
         return rounded.requires_grad_(False)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """`[out, in]`, in the dtype of `step`."""
-        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.out_features, self.step.shape[1], -1)
-        return torch.addcmul(self.lowest[..., None], codes.to(self.step.dtype), self.step[..., None]).flatten(1)
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
+        codes_OGS = codes.view(self.out_features, self.step.shape[1], -1)
+        return torch.addcmul(self.lowest[..., None], codes_OGS.to(self.step.dtype), self.step[..., None]).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Int4Matmul.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]

@@ -49,7 +49,7 @@ class Decoder:
         responses = [response for response, _ in batch.samples]
         # Edits are the caller's code, so what they change is sampled outside of the recorded step; so is what keeps its
         # logits.
-        outside = any(r.edits_by_tokens or r.bans_ends or r.request.top_log_probs for r in responses)
+        outside = any(r.is_edited or r.request.top_log_probs for r in responses)
         params, uniforms = sampling_inputs(responses, rows)
         flags = None if outside else SamplingFlags.of(params)
         step = self._steps.get((rows, flags))

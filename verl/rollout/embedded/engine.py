@@ -158,7 +158,7 @@ class EmbeddedEngine:
         # caller's edit of the logits, is made of these tokens: where a response has one, they are read first, and
         # nothing overlaps.
         try:
-            if any(response.edits_by_tokens for response in self.scheduler.running):
+            if any(r.request.processors or r.mask is not None for r in self.scheduler.running):
                 self._take(self._pending)
             batch = self.scheduler.schedule()
             before, self._pending = self._pending, self.runner.run(batch, self.policy_version)

@@ -134,13 +134,10 @@ class Response:
         return "stop" if self.mask is None else "length"
 
     @property
-    def bans_ends(self) -> bool:
-        return bool(self.end_tokens) and self.sampled < self.params.min_new_tokens
-
-    @property
-    def edits_by_tokens(self) -> bool:
-        """Whether what edits its logits reads its tokens, so that none may be in flight."""
-        return bool(self.request.processors) or self.mask is not None
+    def is_edited(self) -> bool:
+        """Whether the logits must be edited before its next token is sampled."""
+        bans_ends = self.params.min_new_tokens > 0 and self.sampled < self.params.min_new_tokens
+        return bool(self.request.processors) or self.mask is not None or (bans_ends and bool(self.end_tokens))
 
     def edit(self, logits: Tensor) -> Tensor:
         """The logits `[V]` to sample the next token from; the given ones are overwritten.
@@ -155,7 +152,7 @@ class Response:
                 raise RolloutError(f"a logits processor of sample '{self.id}' must return {shape}, gave {got}")
         if self.mask is not None:
             logits = self.mask(self.tokens, logits)
-        if self.bans_ends:
+        if self.end_tokens and self.sampled < self.params.min_new_tokens:
             ends = to_device(torch.tensor(sorted(self.end_tokens)), logits.device)
             logits.index_fill_(0, ends, -torch.inf)
         return logits
@@ -183,7 +180,7 @@ def sample_next(
     Raises:
         RolloutError: a processor returns something invalid.
     """
-    edits = {row: r.edit for row, r in enumerate(responses) if r.edits_by_tokens or r.bans_ends}
+    edits = {row: r.edit for row, r in enumerate(responses) if r.is_edited}
     tops = {row: logits[row].clone() for row, response in enumerate(responses) if response.request.top_log_probs}
     params, numbers = sampling_inputs(responses, len(logits))
     table = SamplingTable.of(params, edits, logits.device)

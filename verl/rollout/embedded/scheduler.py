@@ -41,7 +41,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.rollout.embedded.kv_cache import BLOCK, KVCache, blocks_for, prefix_digests
+from verl.rollout.embedded.kv_cache import BLOCK, KVCache, prefix_digests
 from verl.rollout.embedded.response import PromptState, Response
 
 
@@ -104,7 +104,7 @@ class ScheduledBatch:
         self.slots.extend(blocks[position // size] * size + position % size for position in range(start, used))
         self.ends.append(len(self.tokens))
         self.used.append(used)
-        self.blocks.append(list(blocks[: blocks_for(used, size)]))
+        self.blocks.append(list(blocks[: -(-used // size)]))
         self.shared.append(min(shared, len(self.blocks[-1])))
         return len(self.tokens) - 1
 
@@ -215,8 +215,8 @@ class Scheduler:
     def _blocks_needed(self, response: Response) -> int:
         """Blocks for its tokens, those in flight too, and the next one. They begin with a copy of the prompt's last
         partial block."""
-        tokens = min(response.sampled + 1, response.max_new_tokens)
-        return blocks_for(len(response.prompt) % self.cache.block + tokens, self.cache.block)
+        size, tokens = self.cache.block, min(response.sampled + 1, response.max_new_tokens)
+        return -(-(len(response.prompt) % size + tokens) // size)
 
     def _make_room(self) -> None:
         """Take a block for each response whose next token needs one; if none is left, preempt the newest response."""
