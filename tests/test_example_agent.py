@@ -38,7 +38,7 @@ def test_what_an_episode_scores(script: Callable[[str], dict[str, Any]], turns: 
     row = {"prompt": "What is 2 + 2?", "answer": "4"}
     run = Run(script("assistant.py")["assistant"], turns, row=row)
     (trajectory,) = run.record.trajectories
-    assert run.record.result.reward == reward and not run.record.left_out
+    assert run.record.result.reward == reward and not run.record.excluded
     used = min(len(turns), 3)
     wrote = [token for token, mask in zip(trajectory.response_tokens, trajectory.response_mask, strict=True) if mask]
     assert run.engine.tokenizer.decode(wrote) == "".join(turns[:used])

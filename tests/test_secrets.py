@@ -190,6 +190,6 @@ def test_the_dry_run_and_refusals_show_none(tmp_path: Path, tiny: Path) -> None:
 
 def test_an_agents_command_shows_no_variable_of_its_own() -> None:
     program = "import os, sys; sys.exit('no access with ' + os.environ['SHOP_API_KEY'])"
-    agent = agent_of([sys.executable, "-c", program], {"SHOP_API_KEY": KEY})
+    agent = agent_of([sys.executable, "-c", program], {"SHOP_API_KEY": KEY}, None, 60.0)
     with pytest.raises(AgentError, match=r"status 1: no access with \*\*\*"):
         asyncio.run(agent("http://127.0.0.1:1/v1", "key", {"prompt": "a"}))

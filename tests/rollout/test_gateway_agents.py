@@ -36,7 +36,7 @@ def test_an_episode_is_one_trajectory(kind: str) -> None:
     run = play(kind, [THOUGHT + two, CALL, "It is 4.<|im_end|>"])
     (turns,) = run.outcome.responses or [None]
     assert turns is not None, run.outcome.error
-    assert turns.reward == 1.0 and len(run.record.trajectories[0].calls) == 3 and not run.record.left_out
+    assert turns.reward == 1.0 and len(run.record.trajectories[0].calls) == 3 and not run.record.excluded
     wrote = [run.engine.tokenizer.decode(call.sample.tokens) for call in run.record.calls]
     assert wrote == [THOUGHT + two, CALL, "It is 4.<|im_end|>"]
     # Of strict tools that is all but the tokens that their grammar left no choice for.

@@ -122,7 +122,7 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(monkeypatch: pytest.M
 
     params = SamplingParams(max_new_tokens=1 << 20)
     run = Run(agent, ["x" * 100_000, "Hi.<|im_end|>"], params=params, max_tokens=1 << 22)
-    assert seen == [200] and run.record.left_out == {"aborted": 1}
+    assert seen == [200] and run.record.excluded == {"aborted": 1}
 
 
 def test_connections_are_no_more_than_half_of_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

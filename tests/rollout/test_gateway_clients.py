@@ -119,13 +119,13 @@ def is_cut(answer: Any, calls: Sequence[Any], requests: Sequence[Request]) -> bo
 
 def is_stopped(answer: Any, calls: Sequence[Any], requests: Sequence[Request]) -> bool:
     """The stop string is not in the text, but among the trained tokens."""
-    return text_of(answer) == "One " and decoded(calls[0]) == "One ### " and not calls[0].left_out
+    return text_of(answer) == "One " and decoded(calls[0]) == "One ### " and not calls[0].excluded
 
 
 def are_siblings(answer: Any, calls: Sequence[Any], requests: Sequence[Request]) -> bool:
     texts = [choice["message"]["content"] for choice in answer["choices"]]
     numbers = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in answer["choices"]]
-    assert not any(call.left_out for call in calls) and len(requests) == 2
+    assert not any(call.excluded for call in calls) and len(requests) == 2
     return texts == ["One.", "Two."] and numbers == [call.sample.log_probs for call in calls]
 
 
@@ -424,7 +424,8 @@ async def with_an_ended_key(dialect: str, folder: Path) -> Any:
         if len(keys) == 1:
             return 1.0
         asks = [ask(dialect, {}, api_key=keys[0], max_retries=1)]
-        return await agent_of(COMMAND)(base_url, api_key, {"asks": asks, "out": str(folder / "out.json")})
+        agent = agent_of(COMMAND, {}, None, 60.0)
+        return await agent(base_url, api_key, {"asks": asks, "out": str(folder / "out.json")})
 
     tokenizer = TOOL_FAMILIES["qwen2.5"].make()
     async with server.listening():

@@ -64,7 +64,7 @@ def test_aborted() -> None:
             engines.append(self)
 
     run = Run(agent, TURNS, engine=Watched)
-    assert run.record.left_out == {"aborted": 1}
+    assert run.record.excluded == {"aborted": 1}
     check_learned(run.outcome, run.engine.tokenizer, [WORK], 1.0)
 
 
@@ -88,7 +88,7 @@ def test_late() -> None:
 
 def test_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(asking_again(monkeypatch), TURNS)
-    assert run.record.left_out == {"retried": 1}
+    assert run.record.excluded == {"retried": 1}
     check_learned(run.outcome, run.engine.tokenizer, [BESIDE], 1.0)
 
 
@@ -121,7 +121,7 @@ def two_calls(second: dict[str, Any], **headers: str) -> Callable[..., float]:
 )
 def test_a_branch(second: Any, headers: Any, options: Any, reason: str | None, trained: list[str]) -> None:
     run = Run(two_calls(second, **headers), TURNS, **options)
-    assert run.record.left_out == ({} if reason is None else {reason: 2 - len(trained)})
+    assert run.record.excluded == ({} if reason is None else {reason: 2 - len(trained)})
     assert run.record.truncated == any(turns.truncated for turns in run.outcome.responses) == ("max_calls" in options)
     check_learned(run.outcome, run.engine.tokenizer, trained, 1.0)
 
@@ -135,7 +135,7 @@ def test_a_planner_a_worker_with_a_tool_and_a_writer_all_learn() -> None:
         return {"reward": 1.0, "trajectories": {"writer": 0.5}, "calls": {answer["id"]: 0.25}}
 
     run = Run(agent, TURNS)
-    assert run.record.left_out == {}
+    assert run.record.excluded == {}
     assert [turns.name for turns in run.outcome.responses] == ["planner", "", "writer"]
     writer = run.outcome.responses[-1]
     assert writer.own_reward == 0.5 and writer.call_rewards == {len(writer.response_tokens) - 1: 0.25}

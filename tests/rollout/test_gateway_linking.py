@@ -96,7 +96,7 @@ class Both:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     def call(
-        self, messages: list[Any], wrote: str, tools: Any = (), *, left_out: str = "", ended: bool = True
+        self, messages: list[Any], wrote: str, tools: Any = (), *, excluded: str = "", ended: bool = True
     ) -> dict[str, Any]:
         """Ask; the policy writes this, in tokens that no tokenizer would choose. Returns its message."""
         body = {"model": "any", "messages": messages, **({"tools": list(tools)} if tools else {})}
@@ -108,12 +108,12 @@ class Both:
         log_probs = [-(number + 1) - index / 1000 for index in range(len(tokens))]
         sample = Sample(str(number), tokens, log_probs, "stop" if ended else "length", number)
         said = self.ours.template.parse(wrote, prompt.text, prompt.tools)
-        made = self.ours.answer(prompt, sample, said, left_out=left_out, delivered=not left_out)
+        made = self.ours.answer(prompt, sample, said, excluded=excluded, delivered=not excluded)
         answer = CHAT.answer(request, ChatAnswer("any", 0, (Reply(made.id, made.reply, "stop"),)))
         reply: dict[str, Any] = answer["choices"][0]["message"]
         written = spelled(self.tokenizer, tokens)
         self.spoken.append(written)
-        self.plain.call(messages, [dict(tool) for tool in request.tools], reply, written, not left_out)
+        self.plain.call(messages, [dict(tool) for tool in request.tools], reply, written, not excluded)
         return reply
 
     def check(self) -> list[list[int]]:
@@ -131,7 +131,7 @@ class Both:
             seen |= set(trained)
             for version, mask, p in zip(one.token_versions, one.response_mask, one.rollout_log_probs, strict=True):
                 assert version == (int(-p) - 1 if mask else -1)
-        counted = [call for call in self.ours.calls if not call.left_out]
+        counted = [call for call in self.ours.calls if not call.excluded]
         assert seen == {p for call in counted for p in call.sample.log_probs}
         # What the policy wrote was never tokenised; all else once.
         assert self.ours.reader.characters == self.plain.characters()
@@ -167,7 +167,7 @@ class Both:
 
 
 def retry(run: Both) -> None:
-    run.call([SYSTEM, user("Add.")], "Let me", [ADD], left_out="aborted", ended=False)
+    run.call([SYSTEM, user("Add.")], "Let me", [ADD], excluded="aborted", ended=False)
     first = run.call([SYSTEM, user("Add.")], CALLS[run.family], [ADD])
     run.call([SYSTEM, user("Add."), first, result("4")], "It is 4.", [ADD])
 
@@ -230,7 +230,7 @@ def changed_system(run: Both) -> None:
 def aborted_stream(run: Both) -> None:
     chat = [user("Write.")]
     chat += [run.call(chat, "Once."), user("On.")]
-    run.call(chat, "Then", left_out="aborted", ended=False)
+    run.call(chat, "Then", excluded="aborted", ended=False)
     run.call([*chat, user("Shorter.")], "Then it ended.")
 
 
@@ -305,10 +305,10 @@ def test_random_conversations_become_the_trajectories_of_the_reference() -> None
         chats = [[SYSTEM, user("Go.")], [user("Go.")]]
         for number in range(12):
             chat = list(rng.choice(chats))
-            left_out = rng.choice(["", "", "", "aborted"])
+            excluded = rng.choice(["", "", "", "aborted"])
             thought = rng.choice(["", "<think>\nso\n</think>\n\n"]) if run.family == "qwen3" else ""
             text = thought + rng.choice(["Yes.", "No.", CALLS[run.family], "It is.\n" + CALLS[run.family]])
-            reply = run.call(chat, text, [ADD], left_out=left_out, ended=rng.random() < 0.8)
+            reply = run.call(chat, text, [ADD], excluded=excluded, ended=rng.random() < 0.8)
             reply = {**reply, "reasoning_content": rng.choice([reply.get("reasoning_content"), None])}
             follows = result(str(number)) if reply.get("tool_calls") else user(rng.choice(["On.", "Off."]))
             chats.append([*chat, reply, follows])
@@ -356,7 +356,7 @@ def test_a_call_in_the_middle_that_is_left_out_is_read() -> None:
     run = Both("hermes")
     chat = [user("Add.")]
     chat += [run.call(chat, "One."), user("On.")]
-    chat += [run.call(chat, "Two.", left_out="excluded"), user("On.")]
+    chat += [run.call(chat, "Two.", excluded="excluded"), user("On.")]
     run.call(chat, "Three.")
     assert run.check() == [[0, 2]]
     calls: list[Call] = run.ours.calls

@@ -184,7 +184,7 @@ def test_the_starting_weights_answer_as_the_policy_does_and_are_never_trained() 
     assert sampled == [("a@start", 0.0, 0.5), ("a@start#1", 0.0, 0.5), ("a@start#2", 0.2, 1.0)]
     assert [request.params.temperature for request in run.engine.requests] == [1.0]  # the run's own
     assert len(run.record.calls) == len(run.record.trajectories) == 1 and run.record.others == {"judge": 2}
-    assert not run.record.left_out
+    assert not run.record.excluded
     check_learned(run.outcome, run.engine.tokenizer, ["Hi.<|im_end|>"], 1.0)
 
 

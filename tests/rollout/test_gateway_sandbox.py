@@ -88,7 +88,7 @@ def test_a_command_reaches_the_gateway_and_nothing_else(tmp_path: Path, monkeypa
             "PATH",
         )),
     }  # fmt: skip
-    assert run.outcome.responses[0].reward == 3.0 and not run.record.left_out
+    assert run.outcome.responses[0].reward == 3.0 and not run.record.excluded
     assert listeners([os.getpid()]) == before
 
 

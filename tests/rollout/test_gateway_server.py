@@ -450,7 +450,7 @@ def asking_again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
 
 def test_a_retry_takes_the_place_of_what_was_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(asking_again(monkeypatch), ["One.<|im_end|>", "Two.<|im_end|>"])
-    assert run.record.left_out == {"retried": 1}
+    assert run.record.excluded == {"retried": 1}
     assert run.engine.tokenizer.decode(run.outcome.responses[0].response_tokens) == "Two.<|im_end|>"
 
 
@@ -468,10 +468,10 @@ def test_calls_that_are_left_out() -> None:
 
     turns = [f"{name}.<|im_end|>" for name in ("Title", "Work", "Judged")]
     run = Run(agent, turns)
-    assert run.record.left_out == {"excluded": 2}
+    assert run.record.excluded == {"excluded": 2}
     assert run.engine.tokenizer.decode(run.outcome.responses[0].response_tokens) == "Work.<|im_end|>"
     chosen = Run(agent, turns, train=lambda call: call.reply.content == "Judged.")
-    assert chosen.record.left_out == {"excluded": 2}
+    assert chosen.record.excluded == {"excluded": 2}
     assert chosen.engine.tokenizer.decode(chosen.outcome.responses[0].response_tokens) == "Judged.<|im_end|>"
 
 

@@ -262,7 +262,7 @@ def test_other_streams_go_on_when_one_client_goes_away() -> None:
 
     run = Run(agent, ["Word " * 30 + "<|im_end|>"] * 6, engine=Slow)
     assert sum(text.count("[DONE]") for text in texts) == 3
-    assert run.records[0].left_out == {"aborted": 3} and len(run.records[0].trajectories) == 3
+    assert run.records[0].excluded == {"aborted": 3} and len(run.records[0].trajectories) == 3
 
 
 def test_several_replies_are_streamed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

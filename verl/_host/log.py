@@ -18,8 +18,8 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 def setup_logging(log_file: str | Path | None = None) -> None:
     """Send the package's log messages to standard error and, all of them, to a file. `LOG_LEVEL` sets what standard
-    error shows (INFO); the file gets that too, and at least INFO. Of several ranks, those after the first show errors
-    alone, and each says which it is.
+    error shows (INFO); the file gets that too, and at least INFO. Ranks after the first show only errors, with their
+    rank.
 
     Raises:
         ConfigError: `LOG_LEVEL` is no level.

@@ -1,4 +1,4 @@
-"""Calls of the user's code: each has a deadline, and what is late is named by its line.
+"""Calls of the user's code: each has a deadline, and a late one is named by its line.
 
 A plain function is called in a daemon thread, which is left behind when it is late; an async one on an event loop that
 serves nothing else. What holds the interpreter (a regular expression, a huge power, a sleep in C) stops all threads of
@@ -26,7 +26,6 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, Generic, TypeVar
 
@@ -59,21 +58,11 @@ class HungError(Exception):
     """`MAX_HUNG` calls of a function have not returned: it is not called any more."""
 
 
-@dataclass(eq=False)
-class _Call:
-    """A call under way in a thread. `is_step`: of an async function, up to its next `await`."""
-
-    what: str
-    is_step: bool
-    began: float = field(default_factory=time.monotonic)
-    thread: int = field(default_factory=threading.get_ident)
-
-
 class _Watch:
     """The calls that are under way in this process, in a table that the watchdog reads."""
 
     def __init__(self) -> None:
-        self._calls: set[_Call] = set()
+        self._steps: set[tuple[str, float, int]] = set()  # of async functions: name, begin, thread
         self._table: mmap.mmap | None = None
         self._free = [*range(watchdog.CALLS, 0, -1)]
         self._lock = threading.Lock()
@@ -87,15 +76,16 @@ class _Watch:
         table, row = self._table or self.start(), None
         with suppress(IndexError):  # calls beyond the last row are not seen from outside
             row = self._free.pop()
-        call = _Call(what, is_step)
+        step = what, began, thread = what, time.monotonic(), threading.get_ident()
         if row is not None:
-            name, ids = what.encode(errors="replace"), (threading.get_native_id(), call.thread)
-            watchdog.CALL.pack_into(table, row * watchdog.CALL.size, call.began + seconds, call.began, *ids, name)
-        self._calls.add(call)
+            numbers = began + seconds, began, threading.get_native_id(), thread
+            watchdog.CALL.pack_into(table, row * watchdog.CALL.size, *numbers, what.encode(errors="replace"))
+        if is_step:
+            self._steps.add(step)
         try:
             yield
         finally:
-            self._calls.discard(call)
+            self._steps.discard(step)
             if row is not None and self._table is not None:
                 watchdog.CALL.pack_into(self._table, row * watchdog.CALL.size, 0.0, 0.0, 0, 0, b"")
                 self._free.append(row)
@@ -130,13 +120,12 @@ class _Watch:
     def _beat(self, table: mmap.mmap) -> None:
         while True:
             watchdog.BEAT.pack_into(table, 0, time.monotonic())
-            for call in list(self._calls):
-                if call.is_step and time.monotonic() - call.began > BLOCKS:
-                    where = line_of(call.thread)
-                    if (call.what, where) not in self._blocking:
-                        self._blocking.add((call.what, where))
-                        text = f"{call.what} has held its event loop for {BLOCKS:g} s{f' ({where})' if where else ''}"
-                        logger.warning("%s: %s", text, _BLOCKING)
+            for what, began, thread in list(self._steps):
+                where = line_of(thread) if time.monotonic() - began > BLOCKS else None
+                if time.monotonic() - began > BLOCKS and (what, where) not in self._blocking:
+                    self._blocking.add((what, where))
+                    text = f"{what} has held its event loop for {BLOCKS:g} s{f' ({where})' if where else ''}"
+                    logger.warning("%s: %s", text, _BLOCKING)
             time.sleep(watchdog.TICK)
 
     def close(self) -> None:

@@ -46,7 +46,11 @@ def user_files() -> dict[str, str]:
     installed nor the standard library's, here and in processes that rewards run in (`note_files`); those that settings
     name as they were imported."""
     modules = sys.modules.copy()
-    installed = {package for package in {name.partition(".")[0] for name in modules} if _is_installed(package)}
+    # By their package: an installed one may make modules for itself.
+    installed = {*sys.builtin_module_names}
+    for package in {name.partition(".")[0] for name in modules}:
+        if (file := getattr(modules.get(package), "__file__", None)) is not None and _is_installed_file(file):
+            installed.add(package)
     others = (module for name, module in modules.items() if name.partition(".")[0] not in installed)
     names = {name for module in others if isinstance(name := getattr(module, "__file__", None), str)}
     paths = {Path(name).resolve() for name in names if name.endswith((".py", ".so")) and not _is_installed_file(name)}
@@ -72,12 +76,6 @@ def shown_path(path: Path) -> str:
     """A path, relative below the working folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is installed, with whatever modules it makes for itself."""
-    file = getattr(sys.modules.get(package), "__file__", None)
-    return package in sys.builtin_module_names or (file is not None and _is_installed_file(file))
 
 
 def _is_installed_file(file: str) -> bool:

@@ -70,7 +70,7 @@ class Watchdog:
         """How long the interpreter has been held, and which threads were busy since the last look. A process that was
         stopped, or a machine that stood still, holds nothing."""
         before, self.beat = self.beat, HEAD.unpack_from(self.table)[0]
-        if self.beat != before or self.state() in ("T", "t"):
+        if self.beat != before or _stat(f"/proc/{self.pid}/stat")[0] in ("T", "t"):
             self.held, self.asked = 0.0, [asked for asked in self.asked if asked[1] > self.beat]
             return
         self.held += min(seconds, 2 * TICK)
@@ -79,19 +79,15 @@ class Watchdog:
             self.busy = {thread for thread, count in ticks.items() if count - self._ticks.get(thread, count) >= 2}
             self._ticks = ticks
 
-    def state(self) -> str:
-        return _stat(f"/proc/{self.pid}/stat")[0]
-
     def ticks(self) -> dict[int, int]:
-        """Of each thread: ticks of the clock that it has computed; empty where the system does not say."""
+        """CPU ticks by thread; empty where the system does not say."""
         folder = f"/proc/{self.pid}/task"
         threads = os.listdir(folder) if os.path.isdir(folder) else []
         fields = {int(thread): _stat(f"{folder}/{thread}/stat") for thread in threads}
         return {thread: int(of[11]) + int(of[12]) for thread, of in fields.items() if len(of) > 12}
 
     def calls(self) -> list[tuple[float, int, int, str]]:
-        """What is under way, the latest that began first. Of each thread the innermost: late as soon as one of its
-        calls is."""
+        """The innermost call of each thread, the latest first; it is late as soon as one of its thread's calls is."""
         entries = [entry for entry in CALL.iter_unpack(self.table[CALL.size :]) if entry[0]]
         calls: dict[int, tuple[float, int, int, str]] = {}
         for until, _, thread, ident, name in sorted(entries, key=lambda entry: -entry[1]):
@@ -109,12 +105,9 @@ class Watchdog:
             name = signal.Signals(self.asked[-1][0]).name
             self.end(busy or calls, f"holds the interpreter, so that {name} is not heard")
 
-    def waits(self, call: tuple[float, int, int, str]) -> bool:
-        """Whether its thread waits for a lock, as all do that want the interpreter."""
-        return "futex" in "".join(_stat(f"/proc/{self.pid}/task/{call[1]}/wchan"))
-
     def end(self, calls: list[tuple[float, int, int, str]], why: str) -> NoReturn:
-        call = min(calls, key=self.waits)
+        # Threads that only want the interpreter wait for its lock: another one is to blame.
+        call = min(calls, key=lambda call: "futex" in "".join(_stat(f"/proc/{self.pid}/task/{call[1]}/wchan")))
         os.kill(self.pid, DUMP)
         time.sleep(TICK)
         text = os.pread(self.stacks, 1 << 18, 0).decode(errors="replace")

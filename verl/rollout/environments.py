@@ -147,10 +147,8 @@ class EnvironmentEpisode(ToolEpisode):
     def check_values(self, where: str, rows: Batch) -> None:
         """Raises DataError if a row chooses an environment that there is not."""
         if self.kinds and None not in self.kinds:
-            self._check_chosen(where, rows["environment"] if "environment" in rows.columns else [None])
-
-    def _check_chosen(self, where: str, names: Iterable[Any]) -> None:
-        check_known(f"{where}: the column 'environment' has", names, [*self.kinds], DataError)
+            names = rows["environment"] if "environment" in rows.columns else [None]
+            check_known(f"{where}: the column 'environment' has", names, [*self.kinds], DataError)
 
     def _kind(self, name: str | None, factory: Any) -> EnvironmentKind:
         what = "environment" if name is None else f"environment '{name}'"
@@ -235,7 +233,7 @@ class EnvironmentEpisode(ToolEpisode):
         if not self.kinds:
             return None, None
         name = None if None in self.kinds else row.get("environment")
-        self._check_chosen(f"row '{row['id']}'", [name])
+        check_known(f"row '{row['id']}': the column 'environment' has", [name], [*self.kinds], DataError)
         kind = self.kinds[name]
         return kind, kind.free.pop() if kind.free else await self._code.call(self.seconds, kind.factory)
 

@@ -45,8 +45,8 @@ DEADLINE = 600.0
 NO_TOP = "this rollout engine gives log-probs of sampled tokens alone: use the engine embedded or hf"
 
 
-class LeftOutError(RolloutError):
-    """An episode counts for nothing.
+class FailedEpisodeError(RolloutError):
+    """An episode that failed, and counts for nothing.
 
     Attributes:
         reason: in a word, by which metrics count it.
@@ -77,22 +77,12 @@ class Client:
         tells_top: whether the engine gives log-probs of other tokens than the sampled ones.
     """
 
-    def __init__(
-        self,
-        pump: _Pump,
-        row_id: str,
-        params: SamplingParams,
-        text: ResponseText | None,
-        start: _Pump | None = None,
-    ) -> None:
-        self.params = params
+    def __init__(self, pump: _Pump, row_id: str, params: SamplingParams, text: ResponseText | None) -> None:
+        self.params, self.text = params, text
         self.tokenizer: PreTrainedTokenizerBase | None = None if text is None else text.tokenizer
-        self.text = text
-        self.start = None if start is None else Client(start, f"{row_id}@start", params, text)
+        self.start: Client | None = None
         self.max_length, self.tells_top = pump.max_length, pump.tells_top
-        self._pump = pump
-        self._row_id = row_id
-        self._asked = 0
+        self._pump, self._row_id, self._requests = pump, row_id, 0
 
     async def generate(
         self,
@@ -113,10 +103,14 @@ class Client:
         Raises:
             RolloutError: the engine refuses the request, or failed.
         """
-        name = self._row_id if self._asked == 0 else f"{self._row_id}#{self._asked}"
-        self._asked += 1
+        name = self._row_id if self._requests == 0 else f"{self._row_id}#{self._requests}"
+        self._requests += 1
         params = params or self.params
-        self._pump.name_limit(len(prompt_tokens), params.max_new_tokens)
+        count, wanted, limit = len(prompt_tokens), params.max_new_tokens, self.max_length
+        if limit is not None and count + wanted > limit and not self._pump.has_warned:
+            self._pump.has_warned = True
+            text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"
+            logger.warning(f"{text} have %d", count, wanted, limit)
         tokens: list[int] = []
         on_token = None if on_tokens is None else tokens.append
         if top_log_probs and not self.tells_top:
@@ -136,7 +130,7 @@ class _Pump:
         self._engine = engine
         self.max_length: int | None = getattr(engine, "max_length", None)
         self.tells_top: bool = getattr(engine, "tells_top", False)
-        self._has_warned = False
+        self.has_warned = False  # of responses that the longest length cuts short
         self._waiting: dict[str, asyncio.Future[Sample]] = {}
         self._new: list[Request] = []
         self._after_step: dict[str, Callable[[], None]] = {}
@@ -145,24 +139,17 @@ class _Pump:
         self._failure = ""
         self._loop = asyncio.get_running_loop()
 
-    def name_limit(self, prompt: int, wanted: int) -> None:
-        """Say, before the first response that it cuts short, how many tokens the engine takes."""
-        if self.max_length is not None and prompt + wanted > self.max_length and not self._has_warned:
-            self._has_warned = True
-            text = "a response to a prompt of %d tokens ends before max_new_tokens=%d: prompt and response together may"
-            logger.warning(f"{text} have %d", prompt, wanted, self.max_length)
-
     async def answer(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
         """`ask`, from any event loop."""
         here = asyncio.get_running_loop()
         if here is self._loop:
             return await self.ask(request, after_step)
-        tell: Any = None if after_step is None else partial(here.call_soon_threadsafe, after_step)
-        asked = self.ask(request, tell)
+        after: Any = None if after_step is None else partial(here.call_soon_threadsafe, after_step)
+        work = self.ask(request, after)
         try:
-            sample = asyncio.run_coroutine_threadsafe(asked, self._loop)
+            sample = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # its loop is closed
-            asked.close()
+            work.close()
             raise RolloutError("the rollout has ended") from None
         return await asyncio.wrap_future(sample)
 
@@ -204,9 +191,11 @@ class _Pump:
             for call in self._after_step.values():
                 call()
             for name, refusal in refused.items():
-                self._answer(name, refusal)
+                if (waiting := self._waiting.pop(name, None)) is not None and not waiting.done():
+                    waiting.set_exception(refusal)
             for sample in samples:
-                self._answer(sample.id, sample)
+                if (waiting := self._waiting.pop(sample.id, None)) is not None and not waiting.done():
+                    waiting.set_result(sample)
 
     def drain(self) -> None:
         """Abort the remaining requests, so that the engine returns none of them later."""
@@ -224,11 +213,6 @@ class _Pump:
                 refused[request.id] = error
         self._engine.abort(dropped)
         return self._engine.step(), refused
-
-    def _answer(self, name: str, result: Sample | RolloutError) -> None:
-        future = self._waiting.pop(name, None)
-        if future is not None and not future.done():
-            future.set_exception(result) if isinstance(result, RolloutError) else future.set_result(result)
 
 
 class EndOfRunError(RolloutError):
@@ -276,7 +260,9 @@ async def run_episodes(
         if isinstance(row.get("messages"), str):  # as rows keep them
             row = {**row, "messages": json.loads(row["messages"])}
         sampling = params if isinstance(params, SamplingParams) else params[index]
-        client = Client(pumps[0], str(row["id"]), sampling, text, *pumps[1:])
+        client = Client(pumps[0], str(row["id"]), sampling, text)
+        if start is not None:
+            client.start = Client(pumps[1], f"{row['id']}@start", sampling, text)
         return await _outcome(index, row, sampling, call(seconds, episode, client, row))
 
     tasks = [asyncio.create_task(one(index)) for index in range(len(rows))]
@@ -303,7 +289,7 @@ async def _call(seconds: float, episode: Episode, client: Client, row: Mapping[s
 
 
 async def _outcome(index: int, row: Mapping[str, Any], params: SamplingParams, responses: Awaitable[Any]) -> Outcome:
-    """Raises EndOfRunError, or ConfigError for what is no list of `Turns` or was sampled at another temperature."""
+    """Raises EndOfRunError; ConfigError unless it returns a list of `Turns` sampled at the row's temperature."""
     name, error, reason = f"episode of row '{row['id']}'", None, None
     turns: Any = []
     try:
@@ -331,22 +317,13 @@ async def _outcome(index: int, row: Mapping[str, Any], params: SamplingParams, r
     return Outcome(index, turns)
 
 
-def outcomes(
-    engine: RolloutEngine,
-    rows: Sequence[Mapping[str, Any]],
-    params: Sequence[SamplingParams],
-    episode: Episode,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int],
-    start: RolloutEngine | None = None,
-) -> Generator[Outcome, None, None]:
+def outcomes(engine: RolloutEngine, rows: Sequence[Any], *args: Any, **options: Any) -> Generator[Outcome, None, None]:
     """`run_episodes` for synchronous code, whether or not an event loop runs in this thread."""
     done: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 
     async def collect() -> None:
-        options: Any = {"tokenizer": tokenizer, "ends": ends, "start": start}
-        async with aclosing(run_episodes(engine, rows, params, episode, **options)) as episodes:
+        async with aclosing(run_episodes(engine, rows, *args, **options)) as episodes:
             async for outcome in episodes:
                 done.put(outcome)
 

@@ -102,7 +102,7 @@ class GuardModel:
             raise ConfigError("the template of a guard model must contain {response}")
         self.model_name, self.max_new_tokens, self.template = model_name, max_new_tokens, template
         self.refuses = refuses
-        if not self.refuses or not all(map(_words, self.refuses)):
+        if not refuses or not all(map(_words, refuses)):
             raise ConfigError(f"refuses of a guard model are words, such as 'unsafe', not {shown(refuses)}")
         self.minimum, self.device, self.dtype = minimum, device, dtype
         self._one_at_a_time = threading.Lock()
@@ -114,7 +114,10 @@ class GuardModel:
 
     async def __call__(self, text: str, row: Mapping[str, Any]) -> bool:
         """Whether the response may stay."""
-        return await asyncio.to_thread(self.judge, _asked(row), text)
+        chat, prompt = row.get("messages"), str(row.get("prompt") or "")
+        if chat:
+            prompt = content_text((json.loads(chat) if isinstance(chat, str) else chat)[-1])
+        return await asyncio.to_thread(self.judge, prompt, text)
 
     def judge(self, prompt: str, response: str) -> bool:
         """The same for synchronous code.
@@ -131,9 +134,8 @@ class GuardModel:
             tokens = torch.tensor([self._question(tokenizer, prompt, response, is_classifier)], device=model.device)
             if is_classifier:
                 return bool(model(tokens).logits.float().reshape(-1)[0] >= self.minimum)
-            output = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=self.max_new_tokens, do_sample=False
-            )
+            options = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+            output = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
             read = ResponseText(tokenizer, eos_token_ids(model, tokenizer))
             return self.accepts(read(output[0, tokens.shape[1] :].tolist()))
 
@@ -172,11 +174,3 @@ class GuardModel:
 def _words(text: str) -> list[str]:
     """Its words in lower case; "no-one" and "isn't" are one word each."""
     return _WORD.findall(text.casefold())
-
-
-def _asked(row: Mapping[str, Any]) -> str:
-    """The prompt of a row as text; of a chat, its last message."""
-    if row.get("messages"):
-        chat = row["messages"]
-        return content_text((json.loads(chat) if isinstance(chat, str) else chat)[-1])
-    return str(row.get("prompt") or "")

@@ -9,8 +9,10 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl._host.http_servers import NoServerError, Server, ServerPool, check_model_path
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 _STEP_SECONDS = 0.5
 _UNLIMITED = 1 << 30
 _COMPLETIONS = "/v1/completions"
-#: So many failed requests in a row end the run.
+#: Failed requests in a row that end the run.
 _MAX_FAILED = 64
 #: How a vLLM server is started that takes weights.
 SERVER_OPTIONS = (
@@ -55,6 +57,11 @@ class RemoteEngine:
     """
 
     deadline = DEADLINE
+    # What an engine of this kind has: its event loop, and three requests to it.
+    _submit: Callable[[Coroutine[Any, Any, Any]], Future[Any]]
+    _sample: Callable[[Request, dict[str, Any]], Coroutine[Any, Any, Sample]]
+    _update: Callable[[dict[str, Any], list[Shard]], Coroutine[Any, Any, None]]
+    _score: Callable[[list[int], list[int]], Coroutine[Any, Any, list[float]]]
 
     def __init__(self, model: PreTrainedModel | None, *, eos_token_ids: Sequence[int], seed: int) -> None:
         from verl.weights.shards import tied_names
@@ -69,6 +76,8 @@ class RemoteEngine:
         self._asked: dict[str, Future[Sample]] = {}
         #: Whether log-probs are of temperature-scaled logits, as far as the workers have said.
         self._scaled = True
+        #: Why the engine must not be used any more.
+        self._broken: str | None = None
         self._failed = 0
         self._done: queue.SimpleQueue[tuple[str, Future[Sample]]] = queue.SimpleQueue()
 
@@ -83,14 +92,14 @@ class RemoteEngine:
             RolloutError: it is invalid, its id is in use, or it has parts that cannot be sent.
         """
         check_new(request, self._asked)
+        if self._broken is not None:
+            raise RolloutError(f"the engine is not used again: {self._broken}")
         if request.processors or request.guard is not None or request.top_log_probs:
             parts = "logits processors, a guard or log-probs of other tokens"
             raise RolloutError(f"request '{request.id}' has {parts}, which cannot be sent")
         if request.grammar is not None:
-            raise RolloutError(
-                f"request '{request.id}' has a grammar: its log-probs would be those of the masked model, not the "
-                "trainer's; use the engine embedded, hf or vllm (in process)"
-            )
+            why = "its log-probs would be the masked model's, not the trainer's; use the engine embedded, hf or vllm"
+            raise RolloutError(f"request '{request.id}' has a grammar: {why} (in process)")
         check_temperature(request, self._scaled)
         check_prompt(request.id, list(request.prompt_tokens), self._vocab_size, self._max_length)
         future = self._submit(self._answer(request))
@@ -104,12 +113,10 @@ class RemoteEngine:
             RolloutError: no server works any more, or many requests in a row failed. All requests are aborted then.
         """
         done = []
-        try:
+        with suppress(queue.Empty):
             done.append(self._done.get(timeout=_STEP_SECONDS if self._asked else 0.001))
             while True:
                 done.append(self._done.get_nowait())
-        except queue.Empty:
-            pass
         try:
             return [self._result(name) for name, future in done if self._asked.get(name) is future]
         except BaseException:
@@ -156,23 +163,9 @@ class RemoteEngine:
             raise RolloutError(f"the rollout engine did not {what} within {self.deadline:g} s")
         return future.result()
 
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        raise NotImplementedError
-
-    async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
-        raise NotImplementedError
-
-    async def _update(self, update: dict[str, Any], weights: list[Shard]) -> None:
-        raise NotImplementedError
-
-    async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
-        raise NotImplementedError
-
     async def _answer(self, request: Request) -> Sample:
-        version = self.policy_version
-        arguments = sampling_arguments(
-            request, self.seed, self.eos_token_ids, self._max_length - len(request.prompt_tokens)
-        )
+        version, room = self.policy_version, self._max_length - len(request.prompt_tokens)
+        arguments = sampling_arguments(request, self.seed, self.eos_token_ids, room)
         if arguments["max_tokens"] == 0:
             return Sample(request.id, [], [], "length", version)
         sample = await self._sample(request, arguments)
@@ -205,23 +198,16 @@ class ServerEngine(RemoteEngine):
 
     Args:
         pool: the servers.
-        model: see `RemoteEngine`.
+        model, options: see `RemoteEngine`.
         served_model: the name that they serve the model under; None: the first that they list.
     """
 
     def __init__(
-        self,
-        pool: ServerPool,
-        model: PreTrainedModel | None = None,
-        *,
-        eos_token_ids: Sequence[int],
-        seed: int,
-        served_model: str | None = None,
+        self, pool: ServerPool, model: PreTrainedModel | None = None, *, served_model: str | None = None, **options: Any
     ) -> None:
-        super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
+        super().__init__(model, **options)
         check_model_path(pool.path)
-        self.pool = pool
-        self._served_model = served_model
+        self.pool, self._served_model = pool, served_model
         #: Version and shards of the latest weights; live tensors of the trainer's where it gave those.
         self._latest: tuple[int, list[Shard]] | None = None
 
@@ -246,7 +232,7 @@ class ServerEngine(RemoteEngine):
         prompt = list(request.prompt_tokens)
         body = {"model": await self._model(), "prompt": prompt, **arguments, "return_token_ids": True}
         body.pop("detokenize")
-        read = lambda answer: _read(request, answer, self._vocab_size)  # noqa: E731
+        read = partial(_read, request, self._vocab_size)
         return await self.pool.ask({_COMPLETIONS: body}, read, key=tuple(prompt))
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
@@ -323,12 +309,8 @@ class ServerEngine(RemoteEngine):
         return {worker["version"] for worker in answer["results"]}
 
 
-def _read(request: Request, answer: Any, vocab_size: int) -> Sample:
-    """A sample from a server's answer.
-
-    Raises:
-        ValueError, LookupError, TypeError: it is none.
-    """
+def _read(request: Request, vocab_size: int, answer: Any) -> Sample:
+    """A sample from a server's answer. Raises ValueError, LookupError or TypeError if it is malformed."""
     choice = answer["choices"][0]
     tokens = list(choice["token_ids"])
     log_probs = [float(number) for number in choice["logprobs"]["token_logprobs"]]
@@ -347,21 +329,15 @@ class AsyncVLLMEngine(RemoteEngine):
 
     Args:
         engine: has `generate(prompt, sampling_params, request_id)`, an asynchronous iterator.
+        model, options: see `RemoteEngine`.
         loop: the event loop that it runs in; None: the one that it has been used in, or else one of our own.
     """
 
     def __init__(
-        self,
-        engine: Any,
-        model: PreTrainedModel | None = None,
-        *,
-        eos_token_ids: Sequence[int],
-        seed: int,
-        loop: asyncio.AbstractEventLoop | None = None,
+        self, engine: Any, model: PreTrainedModel | None, *, loop: asyncio.AbstractEventLoop | None, **options: Any
     ) -> None:
-        super().__init__(model, eos_token_ids=eos_token_ids, seed=seed)
+        super().__init__(model, **options)
         self.engine = engine
-        self._broken: str | None = None
         handler = getattr(engine, "output_handler", None)
         self._loop = loop or (handler.get_loop() if handler is not None else asyncio.new_event_loop())
         if loop is None and handler is None:
@@ -393,29 +369,23 @@ class AsyncVLLMEngine(RemoteEngine):
         output = await self._last("verl-score", prompt + response, {"max_tokens": 1, "prompt_logprobs": 0})
         return prompt_scores(output, response)
 
-    def add(self, request: Request) -> None:
-        if self._broken is not None:
-            raise RolloutError(f"the engine is not used again: {self._broken}")
-        super().add(request)
-
     async def _update(self, update: dict[str, Any], weights: list[Shard]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        version = update["version"]
         try:
             self._scaled = all(worker["scaled"] for worker in await self.engine.collective_rpc("verl_prepare"))
             await self.engine.start_weight_update()
             await self.engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-            self._broken = f"it may have taken a part of the weights of version {update['version']}"
-            await self.engine.finish_weight_update(str(update["version"]))
+            self._broken = f"it may have taken a part of the weights of version {version}"
+            await self.engine.finish_weight_update(str(version))
             await self.engine.reset_prefix_cache(reset_running_requests=True)
             answers = await self.engine.collective_rpc("verl_served")
         except asyncio.CancelledError:
-            self._broken = f"it was cut off while it took the weights of version {update['version']}"
+            self._broken = f"it was cut off while it took the weights of version {version}"
             raise
         except Exception as error:  # vLLM's own, of any kind
-            raise RolloutError(
-                f"the engine did not take the weights of version {update['version']}: {error}"
-            ) from error
-        if {answer["version"] for answer in answers} != {update["version"]}:
-            raise RolloutError(f"the engine serves {answers} after an update to version {update['version']}")
+            raise RolloutError(f"the engine did not take the weights of version {version}: {error}") from error
+        if {answer["version"] for answer in answers} != {version}:
+            raise RolloutError(f"the engine serves {answers} after an update to version {version}")
         self._broken = None

@@ -20,15 +20,15 @@ class Turns:
         rejected: number of responses that were discarded before this one.
         temperatures: those at which the policy sampled.
         prompt_tokens: in place of the row's; None: they are the row's.
-        name: of the trajectory, such as that of the sub-agent which wrote it.
-        own_reward: of this trajectory alone, which is then compared with those of its name, not with the episodes.
+        name: of the trajectory, such as the name of a sub-agent.
+        own_reward: of this trajectory alone, which is then compared with others of its name, not with the episodes.
         call_rewards: of single turns, by the position of their last token in the response.
         messages: the conversation, for rewards to read.
         reward: of the episode, where it says one itself; the same in all of its trajectories, or in one.
         truncated: whether the episode was cut short, by a bound or by the model's context; so in one of them.
         calls_left_out: how many turns of the episode are in none of its trajectories, by reason; in one of them.
         other_calls: how many requests of the episode other models answered, by their names; in one of them.
-        token_versions: of each token, that of the weights which began the turn that sampled it; -1: it was read.
+        token_versions: for each token, the policy version that began its turn; -1: it was read.
     """
 
     response_tokens: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Turns:
         """Append what the policy sampled, and its own reward; `policy_version` is the oldest of all turns.
 
         Args:
-            forced: of each token, whether a grammar left no other one, so that it is not trained; empty: of none.
+            forced: for each token, whether a grammar allowed no other, so that it is not trained; empty: for none.
         """
         first = max(self.token_versions, default=-1) < 0
         self.policy_version = sample.policy_version if first else min(self.policy_version, sample.policy_version)
@@ -94,7 +94,7 @@ def sampled_columns(samples: Sequence[Sample], is_double: bool = False) -> dict[
 
 @dataclass(frozen=True)
 class Outcome:
-    """The responses of the row `index`, or why there are none, in words and in one."""
+    """The responses of the row `index`, or an error with its reason in a word."""
 
     index: int
     responses: Sequence[Turns]

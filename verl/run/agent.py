@@ -128,7 +128,7 @@ class _Watch:
         if (record := self._records.get(row_id)) is not None:
             whole = [(t.prompt_tokens, t.response_tokens, t.response_mask) for t in record.trajectories]
             parts = [spans(*tokens, decode) for tokens in whole]
-            done = CheckedEpisode(row_id, parts, record.result.reward, None, len(record.calls), {**record.left_out})
+            done = CheckedEpisode(row_id, parts, record.result.reward, None, len(record.calls), {**record.excluded})
             done.other_calls, done.warnings = {**record.others}, _of_calls(record)
         else:
             turns = self._turns[row_id]
@@ -163,7 +163,7 @@ def _may_be_title(record: EpisodeRecord, call: Call) -> bool:
     """Whether it asks for a title or a summary, without tools, and nothing continues it; of several calls."""
     asked = (call.prompt.messages[0], call.prompt.messages[-1])
     is_last = not any(other.prompt.parent is call for other in record.calls)
-    is_plain = not call.prompt.tools and not call.left_out and len(record.calls) > 1
+    is_plain = not call.prompt.tools and not call.excluded and len(record.calls) > 1
     return is_plain and is_last and any(_OF_TITLES.search(message.content) for message in asked)
 
 

@@ -232,8 +232,8 @@ class ActorWorker(TrainedWorker):
         else:
             if (check_values := getattr(episode, "check_values", None)) is not None:
                 check_values("the prompts", prompts)
-            ends, start = self.eos_token_ids, self._start_engine
-            ended = outcomes(engine, list(prompts.rows()), rows, episode, self.tokenizer, ends, start)
+            options: Any = {"tokenizer": self.tokenizer, "ends": self.eos_token_ids, "start": self._start_engine}
+            ended = outcomes(engine, list(prompts.rows()), rows, episode, **options)
             groups = _played(engine, prompts, ended, is_double)
         with closing(groups):  # cancels unfinished requests before the engine is used again
             for group in groups:

@@ -95,12 +95,7 @@ def _reward(value: Any) -> float | None:
     return number
 
 
-def agent_of(
-    agent: Any,
-    environment: Mapping[str, str] | None = None,
-    readable: Sequence[str] | None = None,
-    seconds: float = 600.0,
-) -> Agent:
+def agent_of(agent: Any, environment: Mapping[str, str], readable: Sequence[str] | None, seconds: float) -> Agent:
     """A function, a command (a text or its words), or an address `http://127.0.0.1:...`.
 
     Args:
@@ -128,11 +123,11 @@ def agent_of(
         raise ConfigError(
             f"an agent is a function (base_url, api_key, row), a command or an address, not {masked(shown(agent, 200))}"
         )
-    return _Command(words, environment or {}, readable, seconds)
+    return _Command(words, environment, readable, seconds)
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is of this machine."""
+    """Whether an address is a loopback one."""
     host = ""
     with suppress(ValueError):  # no address at all, or no number
         host = urlsplit(url).hostname or ""

@@ -1,4 +1,4 @@
-"""An agent as an episode: it runs against the gateway, and what the policy said in it is trained.
+"""An agent as an episode: it runs against the gateway, and the policy's replies are trained.
 
 actor = Actor(model, episode=Gateway(agent))
 
@@ -24,7 +24,7 @@ from verl._base.secrets import key_of, masked
 from verl._host.user_calls import LateError, within
 from verl.data.chat import template_inputs
 from verl.errors import ConfigError, VerlError, nearest
-from verl.rollout.episode import Client, EndOfRunError, LeftOutError
+from verl.rollout.episode import Client, EndOfRunError, FailedEpisodeError
 from verl.rollout.gateway import agents
 from verl.rollout.gateway.agents import AgentError, AgentResult, KilledError
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
@@ -48,7 +48,7 @@ class EpisodeRecord:
         trajectories: what is trained, see `linking.trajectories`.
         result: what the agent said of it.
         calls: all that were answered, with the reason of those that are left out.
-        left_out: how many calls of each reason.
+        excluded: calls that are not trained, by reason.
         others: how many requests other models have answered, by name; these are no calls.
         truncated: whether a bound, or the model's context, was used up.
     """
@@ -56,7 +56,7 @@ class EpisodeRecord:
     trajectories: list[Trajectory]
     result: AgentResult
     calls: list[Call]
-    left_out: Mapping[str, int]
+    excluded: Mapping[str, int]
     truncated: bool
     others: Mapping[str, int] = field(default_factory=dict)
 
@@ -80,9 +80,9 @@ class Gateway:
             header `X-Verl-Train` is 0.
         environment: more variables for a command.
         max_left_out: share of a step's episodes; where more count for nothing, the run ends.
-        models: names of other models: with the address of their server (`http://.../v1`), "start" for the weights that
-            training began with, or None where there is none. Any other name is the policy. What others say is not
-            trained.
+        models: other models by name: the address of their server (`http://.../v1`), "start" for the weights that
+            training began with, or None for a name without a model. Any other name is the policy. Replies of other
+            models are not trained.
         model_keys: of these, variables of the environment that hold the keys of their servers.
         model_deadline: seconds for an answer of such a server.
         sandbox: a command runs in the sandbox of `verl.sandbox`, with no network but the gateway.
@@ -118,7 +118,7 @@ class Gateway:
     ) -> None:
         #: None: the agent runs in no sandbox.
         self.readable = [os.path.abspath(path) for path in readable] if sandbox else None
-        self.agent = agents.agent_of(agent, environment, self.readable, deadline)
+        self.agent = agents.agent_of(agent, environment or {}, self.readable, deadline)
         #: Those that a command names; a run notes whether they change.
         self.files: Sequence[str] = getattr(self.agent, "files", ())
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
@@ -150,14 +150,14 @@ class Gateway:
         turns: list[Turns] = [*sorted(record.trajectories, key=lambda trajectory: trajectory.calls[-1].id)]
         turns = turns or [Turns(policy_version=record.calls[-1].sample.policy_version)]  # nothing of it is trained
         turns[-1].reward, turns[-1].truncated = record.result.reward, record.truncated
-        turns[-1].calls_left_out, turns[-1].other_calls = record.left_out, record.others
+        turns[-1].calls_left_out, turns[-1].other_calls = record.excluded, record.others
         return turns
 
     async def run(self, client: Client, row: Mapping[str, Any]) -> EpisodeRecord:
         """The whole episode.
 
         Raises:
-            LeftOutError: the agent raised, made no call, or twice did not come to its end.
+            FailedEpisodeError: the agent raised, made no call, or twice did not come to its end.
             EndOfRunError: a model is the weights that training began with, and they are not here.
         """
         assert client.text is not None
@@ -183,10 +183,10 @@ class Gateway:
                 if (failure := session.failure) is None:
                     return self._record(session, result)
                 fault, reason = str(failure), "fault"
-        raise LeftOutError(f"twice: {fault}", reason)
+        raise FailedEpisodeError(f"twice: {fault}", reason)
 
     async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> AgentResult:
-        """Raises KilledError, LateError or LeftOutError."""
+        """Raises KilledError, LateError or FailedEpisodeError."""
         try:
             with listener.admitting(session):
                 work = self.agent(f"{listener.url}/v1", session.key, row)
@@ -198,23 +198,25 @@ class Gateway:
                 return AgentResult()
             if self.on_agent_error is None:
                 text = str(error).replace(session.key, "(its key)")
-                raise LeftOutError(f"the agent raised: {text}", "raised") from None
+                raise FailedEpisodeError(f"the agent raised: {text}", "raised") from None
             return AgentResult(self.on_agent_error)
 
     def _record(self, session: Session, result: AgentResult) -> EpisodeRecord:
         if not session.calls:
-            raise LeftOutError("the agent made no call that was answered", "no_call")
+            raise FailedEpisodeError("the agent made no call that was answered", "no_call")
         ids, names = {call.id for call in session.calls}, {call.name for call in session.calls}
         unknown = [name for name in result.trajectories if name not in names]
         unknown += [name for name in result.calls if _call_id(name) not in ids]
         if unknown:
-            raise LeftOutError(f"the agent gave '{unknown[0]}' a reward, and no call has that name or id", "raised")
+            raise FailedEpisodeError(
+                f"the agent gave '{unknown[0]}' a reward, and no call has that name or id", "raised"
+            )
         rewards = {_call_id(name): reward for name, reward in result.calls.items()}
         if (train := self.train) is not None:
             for call in session.calls:
-                if call.left_out in ("", "excluded"):
-                    call.left_out = "" if train(call) else "excluded"
-        reasons = Counter(call.left_out for call in session.calls if call.left_out) + session.lost
+                if call.excluded in ("", "excluded"):
+                    call.excluded = "" if train(call) else "excluded"
+        reasons = Counter(call.excluded for call in session.calls if call.excluded) + session.lost
         kept = trajectories(session.calls, rewards)
         for trajectory in kept:
             trajectory.own_reward = result.trajectories.get(trajectory.name)
@@ -222,7 +224,7 @@ class Gateway:
 
 
 def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> None:
-    """Raises ConfigError for what is no address, a key that is not there, and one that would be sent in the clear."""
+    """Raises ConfigError for an invalid address, a missing key, and a key that would be sent in the clear."""
     for name, url in models.items():
         if url is not None and url != START and not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -242,5 +244,5 @@ def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> 
 
 
 def _call_id(response: str) -> str:
-    """Of a call, from the id that its response has in a dialect."""
+    """The id of a call, from that of its response in a dialect."""
     return response.rpartition("_")[2].rpartition("-")[2]

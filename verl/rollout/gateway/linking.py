@@ -66,7 +66,7 @@ class Call:
     Attributes:
         id: by which a client names it.
         delivered: whether its last byte was handed to the agent.
-        left_out: why it is not trained; "" if it is.
+        excluded: why it is not trained; "" if it is.
         name: of its trajectory, as the agent chose it.
         forced: for each token, whether a grammar allowed no other, so that it is not trained; empty: for none.
         behind: the texts that follow it, see `PieceReader`.
@@ -78,7 +78,7 @@ class Call:
     reply: Message
     name: str = ""
     delivered: bool = False
-    left_out: str = ""
+    excluded: str = ""
     is_continued: bool = False
     forced: Sequence[bool] = ()
     behind: Piece = field(default_factory=Piece)
@@ -200,7 +200,7 @@ def trajectories(calls: Sequence[Call], rewards: Mapping[str, float] = MappingPr
     Args:
         rewards: of single calls, by their ids.
     """
-    kept = {id(each) for call in calls if not call.left_out for each in lineage(call)}
+    kept = {id(each) for call in calls if not call.excluded for each in lineage(call)}
     position: dict[int, int] = {}  # of each call, its trajectory
     result: list[Trajectory] = []
     latest: list[Call] = []  # of each trajectory, trained or not
@@ -216,9 +216,9 @@ def trajectories(calls: Sequence[Call], rewards: Mapping[str, float] = MappingPr
         position[id(call)], latest[index], whole = index, call, result[index]
         if whole.calls:
             whole.read(call.prompt.read)
-        elif not call.left_out:
+        elif not call.excluded:
             whole.prompt_tokens = call.prompt.tokens  # with the calls before, which are not trained here
-        if not call.left_out:
+        if not call.excluded:
             whole.calls.append(call)
             whole.wrote(call.sample, rewards.get(call.id), call.forced)
         elif whole.calls:

@@ -177,7 +177,7 @@ class Listener:
         """The session of a request's key.
 
         Raises:
-            RequestError: another host is meant, a web page asks, or the key is not that of a running episode.
+            RequestError: another host is meant, a web page asks, or the key belongs to no running episode.
         """
         if request.headers.get("Host") != f"127.0.0.1:{self.port}":
             raise RequestError(421, f"this is 127.0.0.1:{self.port}, and answers to no other name")
@@ -370,22 +370,17 @@ async def _body(request: Any) -> bytes:
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind != "application/json" or request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError(415, "a body is application/json, not compressed", code="unsupported_media_type")
-    if (request.content_length or 0) > MAX_BYTES:
-        raise _large()
-    content = bytearray()
+    content, size = bytearray(), request.content_length or 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.content.iter_any():
+            while size <= MAX_BYTES and (part := await request.content.readany()):
                 content += part
-                if len(content) > MAX_BYTES:
-                    raise _large()
+                size = max(size, len(content))
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
+    if size > MAX_BYTES:
+        raise RequestError(413, f"a body has at most {MAX_BYTES} bytes", code="request_too_large")
     return bytes(content)
-
-
-def _large() -> RequestError:
-    return RequestError(413, f"a body has at most {MAX_BYTES} bytes", code="request_too_large")
 
 
 def _parsed(content: bytes) -> Body:

@@ -39,6 +39,7 @@ START = "start"
 Tell = Callable[[ChatAnswer | base.Part], None]
 _logged: set[str] = set()
 T = TypeVar("T")
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Delivery:
         self.is_delivered = True
         for call in self.calls:
             call.delivered = True
-            call.left_out = "" if call.left_out == "aborted" else call.left_out
+            call.excluded = "" if call.excluded == "aborted" else call.excluded
 
 
 class Session:
@@ -85,10 +86,10 @@ class Session:
     Args:
         key: that the agent sends with each.
         inputs: of the chat template, besides messages and tools.
-        is_policy: whether the policy answers; else the weights that training began with do, sampled as requests say.
+        rules: of its gateway.
 
     Attributes:
-        rules: of its gateway.
+        is_policy: whether the policy answers; else the weights that training began with do, sampled as requests say.
         start: answers from the weights that training began with, in no trajectory, and within bounds of its own. None:
             there are no such weights.
         others: requests that other models answered, by the name of the model.
@@ -99,20 +100,14 @@ class Session:
     """
 
     def __init__(
-        self,
-        key: str,
-        client: Client,
-        template: ChatTemplate,
-        inputs: Mapping[str, Any],
-        rules: Rules,
-        *,
-        is_policy: bool = True,
+        self, key: str, client: Client, template: ChatTemplate, inputs: Mapping[str, Any], rules: Rules
     ) -> None:
-        self.key, self.rules, self.is_policy = key, rules, is_policy
+        self.key, self.rules, self.is_policy = key, rules, True
         self.others: Counter[str] = Counter()
         self.start: Session | None = None
         if client.start is not None:
-            self.start = Session(key, client.start, template, inputs, rules, is_policy=False)
+            self.start = Session(key, client.start, template, inputs, rules)
+            self.start.is_policy = False
         self.conversations = Conversations(template, inputs)
         self.calls = self.conversations.calls
         self.lost: Counter[str] = Counter()
@@ -194,7 +189,7 @@ class Session:
         earlier, retries = self._sent.get(digest), headers.get("x-stainless-retry-count", "0")
         if retries.isdigit() and int(retries) and earlier is not None and not earlier.is_delivered:
             for call in earlier.calls:  # sampled but never delivered: only what is sampled now is trained
-                call.left_out = "retried"
+                call.excluded = "retried"
         replies = await self._pending(request)
         prompt, count = replies[0].prompt, len(replies[0].tokens)
         reserved, samples = request.n * replies[0].params.max_new_tokens, list[Sample]()
@@ -357,7 +352,7 @@ class _PendingReply:
         options = {
             "name": headers.get("X-Verl-Name", ""),
             # A call counts as aborted until its answer has been delivered.
-            "left_out": "late" if self.session.ended else "excluded" if is_excluded else "aborted",
+            "excluded": "late" if self.session.ended else "excluded" if is_excluded else "aborted",
             "forced": self.forced,
         }
         return self.session.conversations.answer(self.prompt, sample, reply, self.id, **options)

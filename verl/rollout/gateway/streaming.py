@@ -1,8 +1,9 @@
-"""A reply as it is written: what is known of it is shown at once, and is what the finished reply says."""
+"""A reply while it is sampled: whatever no later token can change is shown at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from verl.rollout.base import SamplingParams
 from verl.rollout.gateway.messages import Message
@@ -11,34 +12,32 @@ from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.stop_strings import StopWatch
 
 
+@dataclass
 class ReplyStream:
     """One reply.
 
-    Args:
-        prompt: what the template wrote before it.
+    Attributes:
+        prompt: the rendered chat before it.
         tools: those that it may call.
-        tell: called with what is new of its thought and of its text.
+        tell: called with the deltas of its thought and of its text.
     """
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        params: SamplingParams,
-        prompt: str,
-        tools: Tools,
-        tell: Callable[[str, str], None],
-    ) -> None:
-        self._template, self._params, self._prompt, self._tools, self._tell = template, params, prompt, tools, tell
-        self._watch = StopWatch(template.text, params.stop, params.min_new_tokens)
-        self._count = 0
-        self._shown = ("", "")
+    template: ChatTemplate
+    params: SamplingParams
+    prompt: str
+    tools: Tools
+    tell: Callable[[str, str], None]
+
+    def __post_init__(self) -> None:
+        self._watch = StopWatch(self.template.text, self.params.stop, self.params.min_new_tokens)
+        self._count, self._shown = 0, ("", "")
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take the tokens so far, and tell what no later token can change."""
+        """Take the tokens so far, and show whatever no later token can change."""
         if len(tokens) > self._count:
             self._advance(tokens)
-            text = without_begun(self._watch.text, self._params.stop)
-            self._tell_all(*self._template.parse.settled(text, self._prompt, self._tools))
+            text = without_begun(self._watch.text, self.params.stop)
+            self._tell_all(*self.template.parse.settled(text, self.prompt, self.tools))
 
     def finish(self, tokens: Sequence[int]) -> str:
         """The text of the finished reply, up to the stop string that ended it."""
@@ -59,4 +58,4 @@ class ReplyStream:
         new = [part[len(shown) :] for part, shown in zip(parts, self._shown, strict=True)]
         if any(new):
             self._shown = (self._shown[0] + new[0], self._shown[1] + new[1])
-            self._tell(*new)
+            self.tell(*new)

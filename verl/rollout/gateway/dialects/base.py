@@ -1,5 +1,5 @@
-"""The canonical request and answer, and what the dialects share: one reader over a table of fields, and one stream of
-items."""
+"""The canonical request and answer, and the shared parts of the dialects: one reader over a table of fields, and one
+stream of items."""
 
 from __future__ import annotations
 
@@ -154,7 +154,10 @@ class Dialect:
         tool_types: of tools that the agent runs, first the type of one that names none.
         tool_field: holds the rest of a tool, and of a tool choice; "": they hold it themselves.
         tool_schema: the field with a tool's JSON schema.
-        events: makes the stream of an answer.
+        messages: the conversation in a body.
+        schema: the JSON schema that a reply must match.
+        answer: the body of an answer.
+        events: the stream of an answer.
     """
 
     fields: ClassVar[frozenset[str]]
@@ -165,6 +168,9 @@ class Dialect:
     tool_types: ClassVar[Sequence[str | None]] = ("function",)
     tool_field: ClassVar[str] = ""
     tool_schema: ClassVar[str] = "parameters"
+    messages: Callable[[Body], Iterable[Message]]
+    schema: Callable[[Body], Body | None]
+    answer: Callable[[ChatRequest, ChatAnswer], Body]
     events: Callable[[ChatRequest], Events]
 
     def read(self, body: Body) -> ChatRequest:
@@ -226,16 +232,6 @@ class Dialect:
             choice = (typed(choice, self.tool_field, dict, {}) if self.tool_field else choice).get("name", "")
         return str(choice)
 
-    def messages(self, body: Body) -> Iterable[Message]:
-        raise NotImplementedError
-
-    def schema(self, body: Body) -> Body | None:
-        """The JSON schema that the reply must match."""
-        raise NotImplementedError
-
-    def answer(self, request: ChatRequest, answer: ChatAnswer) -> Body:
-        raise NotImplementedError
-
     def error(self, fault: RequestError) -> Body:
         """As OpenAI's dialects have it (https://platform.openai.com/docs/guides/error-codes)."""
         kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(fault.status)
@@ -251,10 +247,14 @@ class ItemEvents:
     """A stream of items (thought, text, calls), one open at a time.
 
     Attributes:
-        kinds: what the dialect calls thought and text.
+        kinds: the dialect's names for thought and text.
+        opened, delta, closed: the events of an item.
     """
 
     kinds: ClassVar[tuple[str, str]]
+    opened: Callable[[Body], Iterator[str]]
+    delta: Callable[[str], str]
+    closed: Callable[[], Iterator[str]]
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
@@ -279,15 +279,6 @@ class ItemEvents:
         if self.kind:
             yield from self.closed()
         self.kind = ""
-
-    def opened(self, item: Body) -> Iterator[str]:
-        raise NotImplementedError
-
-    def delta(self, text: str) -> str:
-        raise NotImplementedError
-
-    def closed(self) -> Iterator[str]:
-        raise NotImplementedError
 
 
 def event(data: Body | str, name: str = "") -> str:
