@@ -93,21 +93,20 @@ class _Watch:
     def start(self) -> mmap.mmap:
         with self._lock:
             if self._table is None:
-                file = _memory()
-                file.truncate(watchdog.SIZE)
-                table = mmap.mmap(file.fileno(), watchdog.SIZE)
+                self._files = _memory(), _memory()  # the table and the stacks, open as long as the process lives
+                self._files[0].truncate(watchdog.SIZE)
+                table = mmap.mmap(self._files[0].fileno(), watchdog.SIZE)
                 if os.name == "posix":
-                    self._watch_outside(file, _memory())
+                    self._start_watchdog()
                 threading.Thread(target=self._beat, args=(table,), name="verl-user-calls", daemon=True).start()
                 self._table = table
             return self._table
 
-    def _watch_outside(self, *files: IO[bytes]) -> None:
-        self._files = files  # open as long as the process lives
+    def _start_watchdog(self) -> None:
         reads, self.signals = os.pipe()
         os.set_blocking(self.signals, False)
-        faulthandler.register(watchdog.DUMP, files[1])
-        fds = (files[0].fileno(), reads, files[1].fileno())
+        faulthandler.register(watchdog.DUMP, self._files[1])
+        fds = (self._files[0].fileno(), reads, self._files[1].fileno())
         command = [sys.executable, "-I", "-S", watchdog.__file__, *map(str, (os.getpid(), *fds)), *NOT_THE_USERS]
         null = subprocess.DEVNULL
         try:

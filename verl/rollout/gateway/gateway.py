@@ -174,15 +174,13 @@ class Gateway:
                 session = Session(listener.new_key(), client, template, inputs, self.rules)
                 try:
                     result = await self._attempt(listener, session, row)
+                    if (failure := session.failure) is None:
+                        return self._record(session, result)
+                    fault, reason = str(failure), "fault"
                 except KilledError as error:
                     fault, reason = str(error), "killed"
-                    continue
                 except LateError as error:
                     fault, reason = f"the agent {error}", "late"
-                    continue
-                if (failure := session.failure) is None:
-                    return self._record(session, result)
-                fault, reason = str(failure), "fault"
         raise FailedEpisodeError(f"twice: {fault}", reason)
 
     async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> AgentResult:

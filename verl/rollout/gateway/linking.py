@@ -53,11 +53,6 @@ class Prompt:
             tokens += call.sample.tokens
         return tokens + self.read
 
-    @property
-    def cached(self) -> int:
-        """How many of its tokens an earlier call had."""
-        return sum(len(call.prompt.read) + len(call.sample.tokens) for call in lineage(self.parent))
-
 
 @dataclass(eq=False)
 class Call:

@@ -50,8 +50,10 @@ _DIALECTS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/mess
 #: How a body may write half of a pair of UTF-16, which is no text that a tokenizer takes.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _COUNT, _MODELS = "/v1/messages/count_tokens", "/v1/models"
-#: Of a reply that is streamed: what it begins with, what is new, and None when it is finished.
+#: A streamed reply: the empty answer, its deltas, and None when it is finished.
 News = asyncio.Queue[ChatAnswer | Part | None]
+Answering = asyncio.Task[Delivery]
+Texts = AsyncIterator[str]
 _listeners: WeakKeyDictionary[asyncio.AbstractEventLoop, Listener] = WeakKeyDictionary()
 
 
@@ -273,14 +275,7 @@ class Listener:
             await response.write_eof()
         return response
 
-    async def _stream(
-        self,
-        request: Any,
-        session: Session,
-        dialect: Dialect,
-        answering: asyncio.Task[Delivery],
-        texts: AsyncIterator[str],
-    ) -> Any:
+    async def _stream(self, request: Any, session: Session, dialect: Dialect, task: Answering, texts: Texts) -> Any:
         """Server-sent events, while the replies are written. What fails before they begin has a status of its own."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = self._web.StreamResponse(headers=headers)
@@ -291,11 +286,9 @@ class Listener:
                     if not response.prepared:
                         await response.prepare(request)
                     await response.write(text.encode())
-            delivery = answering.result()
-        except (ConnectionError, asyncio.CancelledError):
-            raise
+            delivery = task.result()
         except Exception as error:
-            if not response.prepared:
+            if isinstance(error, ConnectionError) or not response.prepared:
                 raise
             with _taking(request):
                 await response.write(dialect.failure(_fault(session, request.path, error)).encode())
@@ -320,8 +313,8 @@ def _fault(session: Session | None, path: str, error: Exception) -> RequestError
     return RequestError(500, f"the gateway failed: {error!r}")
 
 
-async def _texts(events: Events, answering: asyncio.Task[Delivery], news: News) -> AsyncIterator[str]:
-    """A stream's events, those that are known at the same time together, and signs of life between.
+async def _texts(events: Events, answering: Answering, news: News) -> Texts:
+    """A stream's events, joined if they come at the same time, with signs of life between.
 
     Raises:
         RequestError: there is no answer.

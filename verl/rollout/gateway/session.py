@@ -182,21 +182,22 @@ class Session:
         """
         if request.top_log_probs and not self._client.tells_top:
             raise RequestError(400, f"'top_logprobs': {NO_TOP}", "top_logprobs", "unsupported_parameter")
-        for name in sorted(request.sampling.keys() - _logged) if self.is_policy else ():
-            _logged.add(name)
-            logger.info("requests of the agent set %s; in training the run's own sampling holds", name)
+        if self.is_policy and (names := sorted(request.sampling.keys() - _logged)):
+            _logged.update(names)
+            logger.info("requests of the agent set %s; in training the run's own sampling holds", ", ".join(names))
         digest = hashlib.blake2b(body, digest_size=16).digest()
         earlier, retries = self._sent.get(digest), headers.get("x-stainless-retry-count", "0")
         if retries.isdigit() and int(retries) and earlier is not None and not earlier.is_delivered:
             for call in earlier.calls:  # sampled but never delivered: only what is sampled now is trained
                 call.excluded = "retried"
         replies = await self._pending(request)
-        prompt, count = replies[0].prompt, len(replies[0].tokens)
+        count = len(replies[0].tokens)
+        cached = count - len(replies[0].prompt.read)  # which an earlier call had
         reserved, samples = request.n * replies[0].params.max_new_tokens, list[Sample]()
         self._reserved += reserved
         if tell is not None:
             empty = tuple(Reply(reply.shown_id, Message("assistant"), "stop") for reply in replies)
-            tell(ChatAnswer(request.model, int(time.time()), empty, Usage(count, prompt.cached)))
+            tell(ChatAnswer(request.model, int(time.time()), empty, Usage(count, cached)))
             for index, reply in enumerate(replies):
                 reply.stream_to(index, tell)
         try:
@@ -213,7 +214,7 @@ class Session:
         # Only now, so that calls are in the order of their ids.
         calls = [reply.call(sample, headers) for reply, sample in zip(replies, samples, strict=True)]
         shown = tuple(reply.shown(call) for reply, call in zip(replies, calls, strict=True))
-        usage = Usage(count, prompt.cached, sum(len(sample.tokens) for sample in samples))
+        usage = Usage(count, cached, sum(len(sample.tokens) for sample in samples))
         delivery = self._sent[digest] = Delivery(ChatAnswer(request.model, int(time.time()), shown, usage), calls)
         return delivery
 
