@@ -91,7 +91,11 @@ class GraphRun:
     """
 
     def __init__(self, graph: Graph, batch: Batch, calls: TimedCalls, locks: Mapping[str, NodeLock]) -> None:
-        _check_inputs(graph, batch)
+        # Nodes after a source work on samples, which bring columns of their own: checked when they are there.
+        for node in [graph.source] if graph.source is not None else graph.nodes.values():
+            for column, is_needed in node.reads.items():
+                if is_needed and column not in batch and (column not in graph.writers or node is graph.source):
+                    raise DataError(f"node '{node.name}' reads column '{column}', which the batch lacks: {batch!r}")
         self.graph, self.batch, self._calls = graph, batch, calls
         self._locks: dict[str, NodeLock] = defaultdict(NodeLock, locks)
         #: The samples that each group will have: the id, and the row of the batch it comes from.
@@ -260,14 +264,6 @@ async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
     return results  # type: ignore[return-value]
-
-
-def _check_inputs(graph: Graph, batch: Batch) -> None:
-    # Nodes after a source work on samples, which bring columns of their own: checked when they are there.
-    for node in [graph.source] if graph.source is not None else graph.nodes.values():
-        for column in graph.external(node):
-            if column not in batch:
-                raise DataError(f"node '{node.name}' reads column '{column}', which the batch lacks: {batch!r}")
 
 
 def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:

@@ -211,11 +211,6 @@ class Graph:
             path.append(next(need for need in waiting[path[-1]] if need in waiting))
         return path[path.index(path[-1]) :][::-1]
 
-    def external(self, node: Node) -> list[str]:
-        """Columns that `node` reads and no other node writes: the run's batch has to bring them."""
-        reads = [column for column, is_needed in node.reads.items() if is_needed]
-        return [c for c in reads if c not in self.writers or node.kind == "source"]
-
     def __eq__(self, other: object) -> bool:
         """Same structure: nodes by name, kind, columns, slot and order. Functions, tuning and the
         order in which nodes were written down are left out."""

@@ -17,7 +17,6 @@ from pydantic import Field
 
 from verl._base.checked import checked
 from verl._base.record import Staleness
-from verl.batch import Batch
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
@@ -107,12 +106,15 @@ class InterleavedTrainer(Trainer):
         waited = time.perf_counter() - began
         landed = {name: flight for name, flight in self._flights.items() if flight.future.done()}
         drawn = {name: flight.future.result() for name, flight in landed.items()}
-        staleness = {name: self._staleness(samples.rows) for name, samples in drawn.items()}
+        version = self.actor.policy_version
+        staleness = {name: version - min(samples.rows["policy_version"]) for name, samples in drawn.items()}
+        if (age := max(staleness.values())) > self.max_staleness:
+            raise TrainingError(f"a sample is {age} updates old, and at most {self.max_staleness} was asked for")
         for name in landed:
             del self._flights[name]
         record = self._learn_from(drawn)
-        of_tasks = {f"task/{name}/rollout/staleness/max": float(age) for name, age in staleness.items()}
-        self._add(record, {**of_tasks, "rollout/staleness/max": float(max(staleness.values())), "time/wait": waited})
+        of_tasks = {f"task/{name}/rollout/staleness/max": float(of_task) for name, of_task in staleness.items()}
+        self._add(record, {**of_tasks, "rollout/staleness/max": float(age), "time/wait": waited})
         return self._finish_step(record, began)
 
     def rollback(self, step: int, *, skip_data: bool = False) -> None:
@@ -126,12 +128,6 @@ class InterleavedTrainer(Trainer):
             **position,
             "tasks": position["tasks"] | {name: flight.position for name, flight in self._flights.items()},
         }
-
-    def _staleness(self, samples: Batch) -> int:
-        age: int = self.actor.policy_version - min(samples["policy_version"])
-        if age > self.max_staleness:
-            raise TrainingError(f"a sample is {age} updates old, and at most {self.max_staleness} was asked for")
-        return age
 
     def _land(self) -> None:
         """Let what is on its way end, and forget it: a later `fit` draws its prompts again."""
