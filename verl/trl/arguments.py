@@ -8,9 +8,10 @@ import json
 import typing
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import yaml  # type: ignore[import-untyped]
+from pydantic import Field
 from transformers import TrainingArguments
 
 from verl._base.checked import validated
@@ -23,23 +24,8 @@ ConfigT = TypeVar("ConfigT")
 #: How a command line gives an argument that may be True: with a value or without.
 _FLAG = {"nargs": "?", "const": True}
 _SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
-#: What an argument may be, where that is less than its annotation says, which is for command lines.
-_BOUNDS: dict[str, Any] = {
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"), Count),
-    **dict.fromkeys(("max_completion_length", "num_iterations"), Count),
-    **dict.fromkeys(("generation_batch_size", "steps_per_generation", "num_generations_eval"), Count | None),
-    **dict.fromkeys(("num_train_epochs", "logging_steps", "save_steps"), Positive),
-    **dict.fromkeys(("learning_rate", "temperature"), NotNegative),
-    **dict.fromkeys(("save_strategy", "eval_strategy"), Literal["no", "steps", "epoch"]),
-    **dict.fromkeys(("lr_scheduler_kwargs", "model_init_kwargs", "chat_template_kwargs"), Mapping | str | None),
-    **dict.fromkeys(("warmup_steps", "max_grad_norm"), NotNegative | None),
-    "importance_sampling_level": Literal["token", "sequence"],
-    "train_sampling_strategy": Literal["random", "sequential"],
-    "truncation_mode": Literal["keep_start", "keep_end"],
-    "scale_rewards": Literal["group", "batch", "none", True, False],
-    "max_steps": int, "seed": Seed, "data_seed": Seed | None, "eval_steps": Positive | None,
-    "warmup_ratio": Share | None, "max_tool_calling_iterations": Natural | None,
-}  # fmt: skip
+_Steps = Annotated[int, Field(lt=2**31)]
+_Mapping = Mapping[str, Any] | str | None  # a command line has JSON
 
 
 def _default(name: str) -> Any:
@@ -79,35 +65,35 @@ class Config:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     output_dir: str | None = None
-    learning_rate: float = 1e-6
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    num_train_epochs: float = 3.0
-    max_steps: int = -1
+    learning_rate: NotNegative = 1e-6
+    per_device_train_batch_size: Count = 8
+    gradient_accumulation_steps: Count = 1
+    num_train_epochs: Positive = 3.0
+    max_steps: _Steps = -1
     lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: str | None = None
-    warmup_steps: float = 0
-    warmup_ratio: float = 0.0
+    lr_scheduler_kwargs: _Mapping = None
+    warmup_steps: NotNegative | None = 0
+    warmup_ratio: Share | None = 0.0
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative | None = 1.0
     optim: str = "adamw_torch_fused"
-    logging_steps: float = 10
+    logging_steps: Positive = 10
     report_to: str = "none"
     run_name: str | None = None
     project: str = "huggingface"
-    save_strategy: str = "steps"
-    save_steps: float = 500
+    save_strategy: Literal["no", "steps", "epoch"] = "steps"
+    save_steps: Positive = 500
     save_total_limit: int | None = None
-    eval_strategy: str = "no"
-    eval_steps: float | None = None
+    eval_strategy: Literal["no", "steps", "epoch"] = "no"
+    eval_steps: Positive | None = None
     bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     gradient_checkpointing: bool = False
-    seed: int = 42
-    data_seed: int | None = None
-    model_init_kwargs: str | None = None
+    seed: Seed = 42
+    data_seed: Seed | None = None
+    model_init_kwargs: _Mapping = None
     trust_remote_code: bool = False
     use_cpu: bool = False
 
@@ -126,7 +112,7 @@ class Config:
         if hint and value is not None and value != field.default and (value or field.default):
             raise ConfigError(f"{kind}: {name}={shown(value)} is not done here: {hint}")
         hints = type(self)._hints()
-        if value is None and name in hints and name not in _BOUNDS and type(None) not in typing.get_args(hints[name]):
+        if value is None and hints.get(name) in (bool, int, float):
             value = field.default  # nobody said anything
         if name in hints:
             validated(kind, hints, {name: value})
@@ -135,11 +121,9 @@ class Config:
     @classmethod
     @functools.cache
     def _hints(cls) -> dict[str, Any]:
-        """What arguments are: those that have an effect here, and are no text."""
-        hints = {name: typing.get_type_hints(cls)[name] for name in cls.defaults()}
-        kinds = (bool, int, float, type(None))
-        plain = {name for name, hint in hints.items() if set(typing.get_args(hint) or (hint,)) <= {*kinds}}
-        return {name: _BOUNDS.get(name, hint) for name, hint in hints.items() if name in plain or name in _BOUNDS}
+        """Types and bounds of the arguments that have an effect here, without texts and lists."""
+        hints, unbounded = typing.get_type_hints(cls, include_extras=True), (str, str | None, list[float] | None)
+        return {name: hints[name] for name in cls.defaults() if hints[name] not in unbounded}
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
@@ -254,24 +238,24 @@ class Config:
 class OnlineConfig(Config):
     """Arguments of all trainers on sampled completions."""
 
-    num_generations: int = 8
-    num_generations_eval: int | None = None
-    max_completion_length: int = 512
+    num_generations: Count = 8
+    num_generations_eval: Count | None = None
+    max_completion_length: Count = 512
     max_prompt_length: int | None = None
     shuffle_dataset: bool = True
-    generation_batch_size: int | None = None
-    steps_per_generation: int | None = None
-    temperature: float = 1.0
+    generation_batch_size: Count | None = None
+    steps_per_generation: Count | None = None
+    temperature: NotNegative = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
     use_vllm: bool = False
     beta: float = 0.0
-    num_iterations: int = 1
+    num_iterations: Count = 1
     epsilon: float = 0.2
     epsilon_high: float | None = None
     reward_weights: list[float] | None = None
-    chat_template_kwargs: str | None = None
+    chat_template_kwargs: _Mapping = None
 
     def prompts(self) -> int:
         """Prompts of one rollout.
@@ -310,11 +294,11 @@ class OnlineConfig(Config):
     log_completions_hub_repo=(None, "nothing is uploaded: leave it out"),
 )
 class GRPOConfig(OnlineConfig):
-    max_tool_calling_iterations: int | None = None
+    max_tool_calling_iterations: Natural | None = None
     use_bias_correction_kl: bool = True
     delta: float | None = None
-    importance_sampling_level: str = "token"
-    scale_rewards: str = "group"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    scale_rewards: Literal["group", "batch", "none", True, False] = "group"
     loss_type: str = "dapo"
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
@@ -331,7 +315,7 @@ class GRPOConfig(OnlineConfig):
 
 @_record(reward_clip_range=(None, "clip what your reward function returns"))
 class RLOOConfig(OnlineConfig):
-    num_generations: int = 2
+    num_generations: Count = 2
     beta: float = 0.05
     normalize_advantages: bool = False
 
@@ -341,8 +325,8 @@ class _OfflineConfig(Config):
     """Arguments of all trainers on recorded responses."""
 
     max_length: int | None = 1024
-    train_sampling_strategy: str = "random"
-    truncation_mode: str = "keep_start"
+    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
 
 
 @_record(
@@ -365,7 +349,7 @@ class KTOConfig(_OfflineConfig):
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     loss_type: str = "kto"
-    train_sampling_strategy: str = "sequential"
+    train_sampling_strategy: Literal["random", "sequential"] = "sequential"
 
 
 @_record(
@@ -373,7 +357,7 @@ class KTOConfig(_OfflineConfig):
     dataset_kwargs=(None, "leave it out"),
 )
 class SFTConfig(_OfflineConfig):
-    learning_rate: float = 2e-5
+    learning_rate: NotNegative = 2e-5
     loss_type: str = "nll"
     completion_only_loss: bool | None = dataclasses.field(default=None, metadata=_FLAG)
     assistant_only_loss: bool = False
@@ -384,7 +368,7 @@ class SFTConfig(_OfflineConfig):
 
 @_record(eos_token=(None, "set the tokenizer's eos_token"))
 class RewardConfig(_OfflineConfig):
-    learning_rate: float = 1e-4
+    learning_rate: NotNegative = 1e-4
     center_rewards_coefficient: float | None = None
     chat_template_path: str | None = None
 

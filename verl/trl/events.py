@@ -178,9 +178,7 @@ class Events:
         if self.control.should_save and trainer.checkpoints is not None:
             trainer.checkpoints.save(trainer)
             self._note_save(trainer)
-        if self.control.should_evaluate and trainer.held_out is not None:
-            trainer.evaluate_held_out()
-        elif self._every and (self.control.should_evaluate or trainer.steps % self._every == 0):
+        if self._every and (self.control.should_evaluate or trainer.steps % self._every == 0):
             self._evaluate()
         if math.floor(self.state.epoch or 0) > epoch:
             self.call("on_epoch_end")
@@ -273,10 +271,6 @@ class ObservedTrainer(Trainer):
         if kl_in == "reward" and latest is not None and "update/empty" not in metrics:
             metrics["kl"] = kl_of_tokens(latest[1][self.task.name])
         return metrics
-
-    def evaluate_held_out(self) -> dict[str, Any]:
-        self.events.begin_evaluation()
-        return super().evaluate_held_out()
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         return whole(super().evaluate_loss(batch))

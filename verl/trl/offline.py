@@ -15,7 +15,6 @@ from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.errors import ConfigError
 from verl.models.heads import SCORE_AT_EOS, as_classifier, share_head
 from verl.roles.actor import Actor
-from verl.trainer.evaluation import HeldOut
 from verl.trl.arguments import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, TokenRows, TRLLoader
 from verl.trl.losses import dpo_algorithm
@@ -77,9 +76,6 @@ class _Offline(BaseTrainer):
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
         metrics = self.trainer.evaluate_loss(self._recorded(rows).batch)
         return {**metrics, "loss/actor": metrics["loss"]}
-
-    def _held_out(self, rows: Any, every: int) -> HeldOut:
-        return HeldOut(self._recorded(rows).batch, every, name="eval_dataset")
 
 
 class SFTTrainer(_Offline):

@@ -19,7 +19,6 @@ from verl.errors import ConfigError
 from verl.rewards.signatures import OF_TRL
 from verl.roles.reward import Reward
 from verl.rollout.environments import EnvironmentEpisode
-from verl.trainer.evaluation import Evaluation, HeldOut
 from verl.trl.arguments import GRPOConfig, OnlineConfig, RLOOConfig
 from verl.trl.events import Events
 from verl.trl.losses import grpo_algorithm, rloo_algorithm
@@ -154,25 +153,13 @@ class GRPOTrainer(BaseTrainer):
         return load_prompts(rows, chat_template_kwargs=self._variables)
 
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        evaluation = self.trainer.evaluate(self._prompts(rows).batch, **self._drawn())
-        return {**evaluation.metrics, **self._loss_of(evaluation)}
-
-    def _loss_of(self, evaluation: Evaluation) -> dict[str, float]:
-        """The loss of an evaluation's samples, if one has a reward."""
-        if all(reward is None for reward in evaluation.rows["reward"]):
-            return {}
-        metrics = self.trainer.evaluate_loss(evaluation.samples)
-        return {**metrics, "loss/actor": metrics["loss"]}
-
-    def _report(self, result: Mapping[str, Any], evaluation: Any) -> None:
-        self._events.evaluated({**result["metrics"], **self._loss_of(evaluation)}, self.eval_dataset)
-
-    def _held_out(self, rows: Any, every: int) -> HeldOut:
-        return HeldOut(self._prompts(rows), every, **self._drawn(), name="eval_dataset")
-
-    def _drawn(self) -> dict[str, Any]:
         args = self.args
-        return {"n": args.num_generations_eval or args.num_generations, "temperature": args.temperature}
+        n = args.num_generations_eval or args.num_generations
+        evaluation = self.trainer.evaluate(self._prompts(rows).batch, n=n, temperature=args.temperature)
+        if all(reward is None for reward in evaluation.rows["reward"]):  # there is no loss
+            return evaluation.metrics
+        metrics = self.trainer.evaluate_loss(evaluation.samples)
+        return {**evaluation.metrics, **metrics, "loss/actor": metrics["loss"]}
 
     def _training(self) -> dict[str, Any]:
         args, samples = self.args, self.args.samples()

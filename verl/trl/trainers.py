@@ -26,7 +26,6 @@ from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
 from verl.roles.handle import LoraBase
 from verl.roles.reward import Reward
-from verl.trainer.evaluation import HeldOut
 from verl.training.options import OptimConfig
 from verl.trl.arguments import Config
 from verl.trl.entries import entries_of
@@ -188,10 +187,7 @@ class BaseTrainer(ABC):
         """
         self.actor.save_pretrained(str(output_dir or self._folder), adapter=has_adapters(self.actor.modules))
 
-    def _report(self, result: Mapping[str, Any], evaluation: Any) -> None:
-        self._events.evaluated(result["metrics"], self.eval_dataset)
-
-    def _evaluate_several(self) -> None:
+    def _evaluate_and_log(self) -> None:
         measured = self.evaluate()
         self.trainer.logger.log(
             self.trainer.steps, {f"eval/{name.removeprefix('eval_')}": value for name, value in measured.items()}
@@ -221,10 +217,6 @@ class BaseTrainer(ABC):
     @abstractmethod
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
         """Metrics of held-out data, as `Trainer` names them."""
-
-    @abstractmethod
-    def _held_out(self, rows: Any, every: int) -> HeldOut:
-        """Held-out data as the trainer takes them."""
 
     @abstractmethod
     def _algorithm(self) -> BaseAlgorithm:
@@ -332,12 +324,8 @@ class BaseTrainer(ABC):
             ),
         )
         trainer.events = self._events
-        often = self._every("eval")
-        if isinstance(self.eval_dataset, Mapping) and often is not None:
-            self._events.evaluate_every(often, self._evaluate_several)
-        elif self.eval_dataset is not None and often is not None:
-            trainer.held_out = self._held_out(self.eval_dataset, often)
-            trainer.held_out.on_result = self._report
+        if self.eval_dataset is not None and (often := self._every("eval")) is not None:
+            self._events.evaluate_every(often, self._evaluate_and_log)
         return trainer
 
     @property
