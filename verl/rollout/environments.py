@@ -361,9 +361,10 @@ def as_episode(source: Any) -> Any:
     if inspect.isclass(source):
         makes = hasattr(source, "reset")
     else:  # a function that can be called without arguments: an episode takes two
-        makes = not inspect.iscoroutinefunction(source)
+        makes = callable(source) and not inspect.iscoroutinefunction(source)
         try:
-            inspect.signature(source).bind()
+            if makes:
+                inspect.signature(source).bind()
         except (TypeError, ValueError):
             makes = False
     return _of_factory(source) if makes else source
