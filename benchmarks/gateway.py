@@ -43,7 +43,7 @@ def conversation(template: ChatTemplate, limit: int) -> list[tuple[int, float]]:
         tokens = tokenizer(TEXT + CALL * says_call, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         start = time.process_time()
         request = CHAT.read(json.loads(body))
-        prompt = episode.ask(request.messages, request.tools)
+        prompt = episode.prompt(request.messages, request.tools)
         length = len(prompt.tokens)
         reply = template.parse(template.text(tokens), prompt.text, prompt.tools)
         call = episode.answer(prompt, Sample("", tokens, [0.0] * len(tokens), "stop", 0), reply)

@@ -366,7 +366,7 @@ def test_faults(dialect: str, fault: str, tmp_path: Path, monkeypatch: pytest.Mo
     if fault == "engine":
         options = {"engine": Broken}
     elif fault == "gateway":
-        monkeypatch.setattr(Conversations, "ask", lambda *arguments: 1 / 0)
+        monkeypatch.setattr(Conversations, "prompt", lambda *arguments: 1 / 0)
     elif fault == "late":
         monkeypatch.setattr(server, "BODY_SECONDS", 0.3)
         paths = {"chat": "/chat/completions", "responses": "/responses", "anthropic": "/v1/messages"}

@@ -101,7 +101,7 @@ class Both:
         """Ask; the policy writes this, in tokens that no tokenizer would choose. Returns its message."""
         body = {"model": "any", "messages": messages, **({"tools": list(tools)} if tools else {})}
         request = CHAT.read(json.loads(json.dumps(body)))
-        prompt = self.ours.ask(request.messages, request.tools)
+        prompt = self.ours.prompt(request.messages, request.tools)
         tokens = [token for letter in wrote for token in self.tokenizer(letter, add_special_tokens=False)["input_ids"]]
         tokens += [self.tokenizer.convert_tokens_to_ids(self.last)] if ended else []
         number = len(self.ours.calls)

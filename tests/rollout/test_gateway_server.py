@@ -697,7 +697,7 @@ def test_an_engine_that_fails_is_no_fault_of_the_agent() -> None:
 
 
 def test_a_fault_of_the_gateway_itself_runs_the_agent_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Conversations.ask
+    real = Conversations.prompt
     faults = [RuntimeError("broken")]
 
     def ask(self: Any, messages: Any, tools: Any = ()) -> Any:
@@ -705,7 +705,7 @@ def test_a_fault_of_the_gateway_itself_runs_the_agent_once_more(monkeypatch: pyt
             raise faults.pop()
         return real(self, messages, tools)
 
-    monkeypatch.setattr(Conversations, "ask", ask)
+    monkeypatch.setattr(Conversations, "prompt", ask)
     seen: list[httpx.Response] = []
     run = Run(asking(seen, {"messages": HELLO}))
     assert [answer.status_code for answer in seen] == [500, 200]

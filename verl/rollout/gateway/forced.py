@@ -25,7 +25,7 @@ _CALLS = {
 _NO_CALL = r"[^{\s<][\s\S]*"
 
 
-def asks_form(request: ChatRequest) -> bool:
+def constrains_reply(request: ChatRequest) -> bool:
     """Whether a request constrains its reply."""
     is_held = request.choice not in ("auto", "none") or (request.choice == "auto" and bool(request.strict))
     return is_held or request.schema is not None
@@ -40,7 +40,7 @@ def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Gram
     Raises:
         RequestError: no grammar can hold that.
     """
-    if not asks_form(request):
+    if not constrains_reply(request):
         return None
     is_forced = request.choice not in ("auto", "none")
     is_strict = request.choice == "auto" and bool(request.strict)

@@ -242,5 +242,5 @@ def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> 
 
 
 def _call_id(response: str) -> str:
-    """The id of a call, from that of its response in a dialect."""
+    """The id of a call, from the id of its response in a dialect."""
     return response.rpartition("_")[2].rpartition("-")[2]

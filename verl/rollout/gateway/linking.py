@@ -112,7 +112,7 @@ class Conversations:
         self._known: dict[Message, Message] = {}
         self._by_messages: defaultdict[int, list[Call]] = defaultdict(list)
 
-    def ask(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
         """The prompt of a call.
 
         Raises:

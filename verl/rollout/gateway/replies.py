@@ -185,7 +185,7 @@ class ReplyParser:
 
     Args:
         tokenizer: whose `response_template` parses, where it has one.
-        source: its chat template, which tells the family otherwise.
+        source: its chat template, which shows the family otherwise.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:

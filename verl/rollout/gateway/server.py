@@ -225,8 +225,8 @@ class Listener:
     async def _replied(self, request: Any, session: Session, dialect: Dialect, body: Body, content: bytes) -> Any:
         asked = dialect.read(body)
         news: News = asyncio.Queue()
-        tell = news.put_nowait if asked.stream else None
-        with session.during(session.answer(asked, request.headers, content, tell)) as answering:
+        send = news.put_nowait if asked.stream else None
+        with session.during(session.answer(asked, request.headers, content, send)) as answering:
             if asked.stream:
                 answering.add_done_callback(lambda done: news.put_nowait(None))
                 texts = _texts(dialect.events(asked), answering, news)

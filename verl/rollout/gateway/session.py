@@ -18,7 +18,7 @@ from verl.rollout.base import LongPromptError, Sample, SamplingParams, as_sampli
 from verl.rollout.episode import NO_TOP, Client
 from verl.rollout.gateway.dialects import base
 from verl.rollout.gateway.dialects.base import ChatAnswer, ChatRequest, Reply, RequestError, Usage
-from verl.rollout.gateway.forced import asks_form, grammar_of, only_choices
+from verl.rollout.gateway.forced import constrains_reply, grammar_of, only_choices
 from verl.rollout.gateway.linking import Call, Conversations, Prompt
 from verl.rollout.gateway.messages import Message
 from verl.rollout.gateway.replies import Tools
@@ -36,7 +36,7 @@ LARGE = 65_536
 #: Stands for a model's address: the weights that training began with.
 START = "start"
 #: Takes the answer as it is before its replies begin, then their deltas.
-Tell = Callable[[ChatAnswer | base.Part], None]
+Send = Callable[[ChatAnswer | base.Part], None]
 _logged: set[str] = set()
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -170,12 +170,12 @@ class Session:
             self._answering.discard(task)
 
     async def answer(
-        self, request: ChatRequest, headers: Mapping[str, str], body: bytes, tell: Tell | None = None
+        self, request: ChatRequest, headers: Mapping[str, str], body: bytes, send: Send | None = None
     ) -> Delivery:
         """Replies of the policy.
 
         Args:
-            tell: called with the answer before any reply begins, and with deltas while they are sampled.
+            send: called with the answer before any reply begins, and with deltas while they are sampled.
 
         Raises:
             RequestError: the request cannot be answered.
@@ -195,11 +195,11 @@ class Session:
         cached = count - len(replies[0].prompt.read)  # which an earlier call had
         reserved, samples = request.n * replies[0].params.max_new_tokens, list[Sample]()
         self._reserved += reserved
-        if tell is not None:
+        if send is not None:
             empty = tuple(Reply(reply.shown_id, Message("assistant"), "stop") for reply in replies)
-            tell(ChatAnswer(request.model, int(time.time()), empty, Usage(count, cached)))
+            send(ChatAnswer(request.model, int(time.time()), empty, Usage(count, cached)))
             for index, reply in enumerate(replies):
-                reply.stream_to(index, tell)
+                reply.stream_to(index, send)
         try:
             samples = await asyncio.gather(*(reply.sample() for reply in replies))
             for reply, sample in zip(replies, samples, strict=True):
@@ -236,12 +236,12 @@ class Session:
         Raises:
             RequestError: the template or the grammar refuses it, or the bounds are used up.
         """
-        ask, grammar = partial(self.conversations.ask, request.messages, request.tools), None
+        make_prompt, grammar = partial(self.conversations.prompt, request.messages, request.tools), None
         is_large = sum(len(message.content) for message in request.messages) >= LARGE
         try:
             async with self._lock:
-                prompt = await asyncio.to_thread(ask) if is_large else ask()
-                if asks_form(request):  # compiled in a thread, as the loop serves all episodes
+                prompt = await asyncio.to_thread(make_prompt) if is_large else make_prompt()
+                if constrains_reply(request):  # compiled in a thread, as the loop serves all episodes
                     grammar = await asyncio.to_thread(grammar_of, request, self._template.parse.family, prompt.text)
                 most = self._client.params.max_new_tokens
                 # Open requests may not use all that they have reserved.
@@ -314,13 +314,13 @@ class _PendingReply:
         #: Agents give rewards by the ids of the policy's replies.
         self.shown_id = self.id if self.session.is_policy else f"{START}{self.id}"
 
-    def stream_to(self, index: int, tell: Tell) -> None:
+    def stream_to(self, index: int, send: Send) -> None:
         """Show the reply while it is sampled."""
 
-        def tell_part(reasoning: str, content: str) -> None:
-            tell(base.Part(index, reasoning, content))
+        def send_part(reasoning: str, content: str) -> None:
+            send(base.Part(index, reasoning, content))
 
-        self.stream = ReplyStream(self.template, self.params, self.prompt.text, self.tools, tell_part)
+        self.stream = ReplyStream(self.template, self.params, self.prompt.text, self.tools, send_part)
 
     async def sample(self) -> Sample:
         read, top = None if self.stream is None else self.stream.read, self.request.top_log_probs
@@ -348,7 +348,7 @@ class _PendingReply:
             text = cut_text(self.template.text, sample.tokens, self.params)
         reply = self.template.parse(text, self.prompt.text, self.tools)
         if self.stream is not None:
-            self.stream.tell_rest(reply)
+            self.stream.send_rest(reply)
         is_excluded = headers.get("X-Verl-Train") == "0"
         options = {
             "name": headers.get("X-Verl-Name", ""),

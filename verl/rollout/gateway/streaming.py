@@ -19,14 +19,14 @@ class ReplyStream:
     Attributes:
         prompt: the rendered chat before it.
         tools: those that it may call.
-        tell: called with the deltas of its thought and of its text.
+        send: called with the deltas of its thought and of its text.
     """
 
     template: ChatTemplate
     params: SamplingParams
     prompt: str
     tools: Tools
-    tell: Callable[[str, str], None]
+    send: Callable[[str, str], None]
 
     def __post_init__(self) -> None:
         self._watch = StopWatch(self.template.text, self.params.stop, self.params.min_new_tokens)
@@ -37,7 +37,7 @@ class ReplyStream:
         if len(tokens) > self._count:
             self._advance(tokens)
             text = without_begun(self._watch.text, self.params.stop)
-            self._tell_all(*self.template.parse.settled(text, self.prompt, self.tools))
+            self._send(*self.template.parse.settled(text, self.prompt, self.tools))
 
     def finish(self, tokens: Sequence[int]) -> str:
         """The text of the finished reply, up to the stop string that ended it."""
@@ -45,8 +45,8 @@ class ReplyStream:
         self._watch.saw_stop(tokens, final=True)
         return self._watch.text
 
-    def tell_rest(self, reply: Message) -> None:
-        self._tell_all(reply.reasoning, reply.content)
+    def send_rest(self, reply: Message) -> None:
+        self._send(reply.reasoning, reply.content)
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """Each token by itself, as the engine looks for stop strings."""
@@ -54,8 +54,8 @@ class ReplyStream:
             self._watch.saw_stop(tokens[:count])
         self._count = len(tokens)
 
-    def _tell_all(self, *parts: str) -> None:
+    def _send(self, *parts: str) -> None:
         new = [part[len(shown) :] for part, shown in zip(parts, self._shown, strict=True)]
         if any(new):
             self._shown = (self._shown[0] + new[0], self._shown[1] + new[1])
-            self.tell(*new)
+            self.send(*new)
