@@ -174,7 +174,7 @@ def test_an_offloaded_optimizer_has_no_gradients_during_a_rollout(tiny: Path, of
     held: list[int] = []
 
     async def counting(client: Client, row: Mapping[str, Any]) -> list[Turns]:
-        weights = actor.group.worker.engine.steps.optimizer.gradients.weights
+        weights = actor.group.worker.engine.optimizer.gradients.weights
         sums = [weight.gradient for weight in weights] + [weight.source.grad for weight in weights]
         held.append(sum(found.nbytes for found in sums if found is not None))
         return [Turns().wrote(await client.generate(row["prompt_tokens"], _short(client.params)))]

@@ -204,13 +204,13 @@ def gradients_of(engine: TorchEngine, parts: Sequence[LossTerm]) -> dict[str, Te
             assert math.isfinite(grad_norm)
             found.update({w.name: w.gradient.clone() for w in self.optimizer.gradients.weights if w.has_gradient})
 
-    assert engine.steps is not None
-    optimizer = engine.steps.optimizer
-    engine.steps.optimizer = Spy(optimizer)  # type: ignore[assignment]
+    assert engine.optimizer is not None
+    optimizer = engine.optimizer
+    engine.optimizer = Spy(optimizer)  # type: ignore[assignment]
     try:
         engine.update(parts)
     finally:
-        engine.steps.optimizer = optimizer
+        engine.optimizer = optimizer
     return found
 
 

@@ -54,8 +54,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def held(engine: TorchEngine) -> int:
     """Bytes of the optimizer's and the gradients' tensors on this rank, beside the weights."""
-    assert engine.steps is not None
-    gradients = [weight.gradient for weight in engine.steps.optimizer.gradients.weights if weight.gradient is not None]
+    assert engine.optimizer is not None
+    gradients = [weight.gradient for weight in engine.optimizer.gradients.weights if weight.gradient is not None]
     return sum(tensor.nbytes for tensor in gradients)
 
 

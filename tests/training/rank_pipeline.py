@@ -47,7 +47,7 @@ def most_alive(engine: TorchEngine) -> int:
         def __del__(self) -> None:
             alive[self.of] -= 1
 
-    hook = engine.runner.forward.register_forward_pre_hook(begins)
+    hook = engine.forward.register_forward_pre_hook(begins)
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         update(engine, ragged_batch(ROWS))
     hook.remove()
@@ -77,7 +77,7 @@ def skipped(engine: TorchEngine) -> tuple[float, float]:
     before = [shard.tensor.clone() for shard in engine.shards()]
     found = update(engine, ragged_batch(ROWS), overflowing)
     assert all(torch.equal(a, shard.tensor) for a, shard in zip(before, engine.shards(), strict=True))
-    return found["update/skipped"], engine.steps.optimizer.gradients.loss_scale
+    return found["update/skipped"], engine.optimizer.gradients.loss_scale
 
 
 def one_row(group: Any) -> float:

@@ -42,14 +42,14 @@ def computed(kind: str, layout: Layout, group: Any = None, **options: Any) -> tu
     mesh = Mesh(tuple(range(layout.size)), layout)
     settings = EngineOptions(optim=FIRST, max_tokens_per_micro_batch=60, **options)
     engine = TorchEngine(tiny_model(kind, layers=4), settings, mesh=mesh, group=group)
-    batch, counts, pack = forked_batch(), [], engine.runner.forward.pack
+    batch, counts, pack = forked_batch(), [], engine.forward.pack
 
     def counted(*args: Any) -> Any:
         flat = pack(*args)
         counts.append(sum(row.length for row in flat_rows(flat)))
         return flat
 
-    engine.runner.forward.pack = counted  # type: ignore[method-assign]
+    engine.forward.pack = counted  # type: ignore[method-assign]
     log_probs = engine.predict(batch, ("log_probs",))["log_probs"]
     counts.clear()
     engine.update([part(batch, entropy=True)])

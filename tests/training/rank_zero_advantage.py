@@ -154,7 +154,7 @@ def compare(case: Case | Zero | Megatron, group: Any) -> Iterator[tuple[str, Any
             stepped(engine, tasks, role=case.role, skip=is_on, whole=lambda e: whole(e, group))
         )
         forwards.append(forwards_of(engine, run)[0])
-        in_step = engine.runner.parallel.in_step
+        in_step = engine.parallel.lockstep
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, forwards[0], group=group)
     yield "apart", farthest(found[0].weights, found[1].weights)

@@ -27,7 +27,7 @@ def test_checkpointing_switches_dropout_off_for_good() -> None:
     engine = make_engine(model, optim=OPTIM, gradient_checkpointing=True)
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
     batch = ragged_batch(ROWS)
-    engine.steps.optimizer.config = OPTIM.model_copy(update={"lr": 0.0, "weight_decay": 0.0})
+    engine.optimizer.config = OPTIM.model_copy(update={"lr": 0.0, "weight_decay": 0.0})
     assert update(engine, batch) == update(engine, batch)
 
 

@@ -53,7 +53,7 @@ def trained(kind: str, lora: bool = False, **options: Any) -> tuple[list[torch.T
 def test_log_probs_and_gradients_are_those_of_the_model(kind: str, options: dict[str, Any]) -> None:
     want, _ = trained(kind, **options)
     found, engine = trained(kind, **options, use_torch_compile=True)
-    assert engine.runner.forward.packed.fused is None
+    assert engine.forward.packed.fused is None
     for a, b in zip(found, want, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-10)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

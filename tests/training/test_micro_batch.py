@@ -12,8 +12,7 @@ from tests.training.cases import ROWS, policy_loss, ragged_batch, token_weights
 from tests.training.cases import part as loss_part
 from verl.algorithms.loss_terms import Loss, LossInput
 from verl.batch import Batch
-from verl.training.micro_batch import Limits, balanced, deal
-from verl.training.mini_batch import MiniBatch
+from verl.training.micro_batch import Limits, MiniBatch, balanced, partition
 
 _ROWS = st.lists(
     st.tuples(st.integers(0, 4), st.integers(0, 30)),  # which prompt, response length
@@ -38,7 +37,7 @@ def _batch(rows: list[tuple[int, int]], prompts_a_group: int = 1) -> Batch:
 
 def split(batch: Batch, limits: Limits, coupled: bool = False) -> list[list[int]]:
     """The micro-batches of one rank that computes all rows."""
-    (dealt,), _ = deal(batch, range(len(batch)), 1, limits, coupled=coupled)
+    (dealt,), _ = partition(batch, range(len(batch)), 1, limits, coupled=coupled)
     return dealt
 
 
@@ -123,32 +122,32 @@ def test_no_cut_of_the_sorted_units_has_a_smaller_largest_part(lengths: list[int
 @_RELAXED
 @given(_ROWS, _CAP, _MAX_ROWS, st.integers(1, 4), st.booleans(), st.booleans())
 def test_ranks_together_compute_every_row_once(
-    rows: list[tuple[int, int]], cap: int | None, max_rows: int | None, ranks: int, coupled: bool, in_step: bool
+    rows: list[tuple[int, int]], cap: int | None, max_rows: int | None, ranks: int, coupled: bool, lockstep: bool
 ) -> None:
     batch, limits = _batch(rows), Limits(cap, max_rows)
-    dealt, _ = deal(batch, range(len(rows)), ranks, limits, coupled=coupled, in_step=in_step)
+    dealt, _ = partition(batch, range(len(rows)), ranks, limits, coupled=coupled, lockstep=lockstep)
     by_rank = balanced(batch, ranks, coupled) if ranks > 1 else [list(range(len(rows)))]
     assert [sorted(row for part in parts for row in part) for parts in dealt] == by_rank
     for parts, here in zip(dealt, by_rank, strict=True):  # as it would cut a batch of its rows alone
         assert [[here.index(row) for row in part] for part in parts if part] == split(batch.take(here), limits, coupled)
-    if in_step:
+    if lockstep:
         assert len({len(parts) for parts in dealt}) == 1
 
 
 @_RELAXED
 @given(_ROWS, _CAP, st.integers(1, 4), st.sets(st.integers(0, 23)), st.booleans())
 def test_of_a_selection_all_rows_and_no_others_are_dealt(
-    rows: list[tuple[int, int]], cap: int | None, ranks: int, chosen: set[int], in_step: bool
+    rows: list[tuple[int, int]], cap: int | None, ranks: int, chosen: set[int], lockstep: bool
 ) -> None:
     """A rank that is left without rows runs as many empty micro-batches as the busiest one has."""
     batch, limits, computed = _batch(rows), Limits(cap), sorted(row for row in chosen if row < len(rows))
-    dealt, tree = deal(batch, computed, ranks, limits, in_step=in_step)
+    dealt, tree = partition(batch, computed, ranks, limits, lockstep=lockstep)
     assert sorted(row for parts in dealt for part in parts for row in part) == computed
-    alone, same = deal(batch.take(computed), range(len(computed)), ranks, limits, in_step=in_step)
+    alone, same = partition(batch.take(computed), range(len(computed)), ranks, limits, lockstep=lockstep)
     assert tree.take(computed) == same
     assert dealt == [[[computed[row] for row in part] for part in parts] for parts in alone]
     full = [sum(map(bool, parts)) for parts in dealt]
-    assert [len(parts) for parts in dealt] == ([max(full)] * ranks if in_step else full)
+    assert [len(parts) for parts in dealt] == ([max(full)] * ranks if lockstep else full)
 
 
 def test_totals_are_of_all_rows_whichever_are_computed() -> None:
@@ -159,7 +158,7 @@ def test_totals_are_of_all_rows_whichever_are_computed() -> None:
         seen.append(x)
         return policy_loss(x)
 
-    (dealt,), _ = deal(batch, [1, 4], 1, Limits(max_rows=1))
+    (dealt,), _ = partition(batch, [1, 4], 1, Limits(max_rows=1))
     assert dealt == [[1], [4]]
     mini_batch = MiniBatch(loss_part(batch, loss), torch.float64)
     for rows in dealt:

@@ -54,7 +54,7 @@ def test_shards_get_their_memory_where_torch_demands_it(monkeypatch: pytest.Monk
         if isinstance(module, FSDPModule):
             module._get_fsdp_state()._fsdp_param_group._validate_cpu_offload_params()  # type: ignore[union-attr]
     assert {shard.tensor.device.type for shard in engine.shards()} == {"cpu"}
-    assert engine.runner.forward.packed.device == DEVICE, "where it computes"
+    assert engine.forward.packed.device == DEVICE, "where it computes"
 
 
 def test_messages_lie_where_the_other_side_receives_them(monkeypatch: pytest.MonkeyPatch) -> None:

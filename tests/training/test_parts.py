@@ -20,7 +20,7 @@ from tests.training.cases import (
     tiny_model,
 )
 from verl.algorithms.loss_terms import Loss, LossInput, LossTerm
-from verl.training.mini_batch import MiniBatch
+from verl.training.micro_batch import MiniBatch
 
 OTHER_ROWS = [(2, 3), (2, 6), (6, 1)]
 

@@ -15,7 +15,7 @@ from tests.ranks import job
 from tests.training.cases import tiny_model
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel
-from verl.training.parallel.stages import StageSplit
+from verl.training.parallel.pipeline import StageSplit
 from verl.weights.meta import on_meta
 
 

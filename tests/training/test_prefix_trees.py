@@ -37,7 +37,7 @@ from verl.batch import Batch
 from verl.models.heads import ValueModel
 from verl.models.packed import PackedModel
 from verl.training.forward import Forward
-from verl.training.micro_batch import Limits, deal, shared_tokens
+from verl.training.micro_batch import Limits, partition, shared_tokens
 from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
 SCRIPT = Path(__file__).with_name("rank_prefix_trees.py")
@@ -79,7 +79,7 @@ def test_gradients_of_forks_in_three_levels_are_those_of_flat_rows_at_less_work(
     assert_same(found, expected, 1e-6 if kind == "gemma" else 1e-10)  # its norms are fp32
     assert tokens == [distinct_beginnings(batch), fed(batch)]
     assert tokens[0] < 0.6 * tokens[1] and shared_tokens(batch) == tokens[1] - tokens[0]
-    (rows,) = deal(batch, range(len(batch)), 1, Limits()).micro_batches
+    (rows,) = partition(batch, range(len(batch)), 1, Limits()).micro_batches
     assert len(rows) == 1
 
 
@@ -208,9 +208,9 @@ def test_models_with_state_stay_flat(tokens: list[int]) -> None:
     config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4)
     torch.manual_seed(0)
     engine = make_engine(AutoModelForCausalLM.from_config(config, dtype=torch.float64), optim=OPTIM)
-    assert not engine.runner.shares_prefixes
+    assert not engine.shares_prefixes
     batch = forked_batch()
-    dealt, _ = deal(batch, range(len(batch)), 1, engine.runner._limits()._replace(max_tokens=60))
+    dealt, _ = partition(batch, range(len(batch)), 1, engine._limits()._replace(max_tokens=60))
     for rows in dealt[0]:
         prompts = {tuple(batch["prompt_tokens"][row]) for row in rows}
         assert sum(map(len, prompts)) + sum(len(batch["response_tokens"][row]) - 1 for row in rows) <= 60
@@ -253,7 +253,7 @@ def trajectories(draw: st.DrawFn) -> Batch:
 def test_every_row_once_within_the_limits_and_trees_whole(
     batch: Batch, max_tokens: int | None, max_rows: int | None, ranks: int
 ) -> None:
-    dealt, tree = deal(batch, range(len(batch)), ranks, Limits(max_tokens, max_rows))
+    dealt, tree = partition(batch, range(len(batch)), ranks, Limits(max_tokens, max_rows))
     parts = [rows for rank in dealt for rows in rank]
     assert sorted(row for rows in parts for row in rows) == list(range(len(batch)))
     for rows in parts:

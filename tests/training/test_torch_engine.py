@@ -85,7 +85,7 @@ def shared_engine(
 ) -> TorchEngine:
     """An engine for tests that do not step, with these caps."""
     engine = _engine(kind, dtype, share)
-    engine.runner.options = EngineOptions(
+    engine.options = EngineOptions(
         optim=OPTIM, max_tokens_per_micro_batch=max_tokens, micro_batch_size=max_rows, share_prompts=share
     )
     return engine
@@ -115,7 +115,7 @@ def test_padded_rows_give_the_losses_of_packed_ones(kind: str) -> None:
         make_engine(tiny_model(kind), optim=OPTIM, micro_batch_size=4, remove_padding=flag) for flag in (True, False)
     )
     shapes = set()
-    padded.runner.forward.packed.backbone.register_forward_pre_hook(
+    padded.forward.packed.backbone.register_forward_pre_hook(
         lambda module, args, given: shapes.add(tuple(given["input_ids"].shape)), with_kwargs=True
     )
     for _ in range(3):

@@ -16,7 +16,7 @@ from tests.varlen import varlen_attn
 from tests.waits import no_waits, unwatched
 from verl.attention import flash
 from verl.models.heads import ValueModel
-from verl.training.mini_batch import MiniBatch
+from verl.training.micro_batch import MiniBatch
 from verl.training.torch_engine import TorchEngine
 from verl.workers.update import MiniBatchPlan, TaskLoss, run_updates
 
@@ -42,12 +42,12 @@ def watch(
 ) -> None:
     """What is computed of micro-batches is watched; how rows of the host become tensors is not."""
     monkeypatch.setattr(MiniBatch, "_input", unwatched(MiniBatch._input))
-    monkeypatch.setattr(engine.runner.forward, "pack", unwatched(engine.runner.forward.pack))
-    original = engine.runner.schedule.forward_backward
+    monkeypatch.setattr(engine.forward, "pack", unwatched(engine.forward.pack))
+    original = engine.schedule.forward_backward
 
     def forward_backward(batches: Iterator[Any], scale: float) -> Iterator[Any]:
         for batch in batches:
             with watched():
                 yield from original(iter([batch]), scale)
 
-    monkeypatch.setattr(engine.runner.schedule, "forward_backward", forward_backward)
+    monkeypatch.setattr(engine.schedule, "forward_backward", forward_backward)

@@ -112,7 +112,7 @@ def test_a_step_of_which_all_rows_are_left_out_is_a_step_with_a_gradient_of_0(mo
     algorithm, batches = without_rejected("grpo")
     engines = [engine_of(optim=optim) for _ in range(2)]
     for engine in engines:
-        engine.steps.optimizer.gradients._is_scaled = True  # type: ignore[union-attr]
+        engine.optimizer.gradients._is_scaled = True  # type: ignore[union-attr]
         stepped(engine, [(algorithm, batches[:1])], skip=True)
     before = weights_of(engines[0])
     with counted(monkeypatch) as forwards:

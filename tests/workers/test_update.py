@@ -81,7 +81,7 @@ def test_gradient_sums_are_freed_after_an_update_where_a_device_has_the_memory(m
         batch = ragged_batch([(p, 5) for p in range(4)])
         for round_ in range(2):
             run_updates(engine, [TaskLoss(batch, Objective())], MiniBatchPlan(2), round_)
-            sums = [weight.gradient for weight in engine.steps.optimizer.gradients.weights]
+            sums = [weight.gradient for weight in engine.optimizer.gradients.weights]
             assert all((total is None) is has_device for total in sums)
         results.append([weight.detach().clone() for weight in engine.model.parameters()])
     assert all(map(torch.equal, *results))

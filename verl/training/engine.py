@@ -1,42 +1,108 @@
-"""The contract of a training engine, and what all of them do alike.
+"""The contract of a training engine, and what every engine does alike: predictions and losses of micro-batches, and one
+optimizer step on the sum of their gradients.
+
+    update -> partition -> for each micro-batch: forward, loss, backward -> reductions over ranks -> optimizer.step
 
 Shapes: R response tokens of all rows, row after row; S rows.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.loss_terms import LossTerm
+from verl._host.device import return_free_memory
+from verl.algorithms.loss_terms import Loss, LossTerm, combine_metrics
+from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
-from verl.errors import TrainingError
+from verl.errors import DataError, TrainingError
 from verl.models.lora import adapters_off, reference_weights, shape_of
 from verl.models.packed import PackedModel
+from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.forward import Forward
 from verl.training.local_weights import LocalWeights
+from verl.training.micro_batch import Limits, MiniBatch, partition
+from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, Head, check_training
-from verl.training.ranks import Ranks
-from verl.training.runner import Metrics, MicroBatchRunner
-from verl.training.steps import Steps
-from verl.weights.layout import Mesh
-from verl.weights.shard import Shard, WeightSpec
+from verl.training.ranks import Parallel, Ranks, gather_json
+from verl.weights.layout import DATA_DIMS, Mesh
+from verl.weights.shard import Shard, Stream, WeightSpec
 
+Metrics: TypeAlias = dict[str, float]
 #: The weights of a model that is laid out, for one that was made without.
 WeightSource = Callable[[Any], Iterable[Shard]]
+
+#: The row of an empty micro-batch, which a rank runs for the sake of the others' collectives.
+IDLE = Batch.from_columns({"prompt_tokens": [[0]], "response_tokens": [[0]]})
+#: Key in the metrics of a backward pass: how many losses with rows depend on what the model predicts.
+DEPENDS = "loss/depends"
+NO_GRADIENT = (
+    "the loss does not depend on what the model predicts: compute it from log_probs, values or scores, without detach "
+    "or no_grad"
+)
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward.
+
+    Attributes:
+        want: the predictions to make of them.
+        finish: turns the predictions into the result of the micro-batch: a `Loss`, or anything.
+        tree: the prefixes that they share.
+    """
+
+    batch: Batch
+    want: tuple[str, ...]
+    temperature: float
+    finish: Callable[[dict[str, Tensor]], Any]
+    tree: PrefixTree | None = None
+
+
+class Schedule(Protocol):
+    """How this rank runs the micro-batches of its rows. Results come in their order."""
+
+    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        """What `finish` returns for each; nothing on a rank without the model's head."""
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        """The losses, detached, after the backward pass of each times `loss_scale`."""
+
+
+class OneStage:
+    """One micro-batch after the other, through a model in one piece.
+
+    Args:
+        wrapped: `forward` in what calls it for us; None: itself.
+    """
+
+    def __init__(self, forward: Forward, wrapped: Callable[..., dict[str, Tensor]] | None = None) -> None:
+        self._forward, self._wrapped = forward, wrapped or forward
+
+    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        for one in micro_batches:
+            with self._forward.precision():
+                outputs = self._wrapped(self._forward.pack(one.batch, one.tree), one.want, one.temperature)
+            yield one.finish(outputs)
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        for loss in self.forward(micro_batches):
+            if loss.total.requires_grad:
+                with self._forward.precision():
+                    (loss.total * loss_scale).backward()
+            yield loss.detached()
 
 
 class TrainEngine(ABC):
     """A model that predicts and learns, and its optimizer, laid out over the ranks of a mesh and seen from one of them.
     The ranks of `mesh` call the same methods in one order. Dropout is off, in training too.
-
-    It is put together from three parts, which each back end makes of its own kind in `assemble`: `runner`, `weights`
-    and `steps`.
 
     Args:
         model: a causal LM, or a value or reward model, whole and equal on all ranks.
@@ -52,10 +118,10 @@ class TrainEngine(ABC):
 
     Attributes:
         model: as it is laid out.
-        mesh: the ranks that share it.
-        runner: from rows to predictions, losses and metrics.
+        forward: the model as a function of a micro-batch.
+        schedule: the order in which micro-batches go forward and backward.
         weights: this rank's part of the weights.
-        steps: from losses to steps of the optimizer, and its state; None: the model is only read.
+        optimizer: None: the model is only read.
         has_auxiliary_loss: the model adds a loss of its own to gradients, such as one that balances experts. None of
             the engines here has one.
 
@@ -64,10 +130,9 @@ class TrainEngine(ABC):
             the model or the optimizer.
     """
 
-    model: Any
-    runner: MicroBatchRunner
+    parallel: Parallel
     weights: LocalWeights
-    steps: Steps | None = None
+    optimizer: Any = None
     has_auxiliary_loss: ClassVar[bool] = False
 
     def __init__(
@@ -83,30 +148,31 @@ class TrainEngine(ABC):
         weights: WeightSource | None = None,
         device: str | None = None,
     ) -> None:
-        self.model, self.mesh = model, mesh or Mesh()
-        forward = Forward(model, head, packed, options, device)
+        self.model, self.mesh, self.options = model, mesh or Mesh(), options
+        self.forward = forward = Forward(model, head, packed, options, device)
         check_training(options, self.mesh.layout, shape_of(model), **forward.asked())
-        ranks = Ranks(self.mesh, group, parts)
+        self.ranks = Ranks(self.mesh, group, parts)
         model.eval()
         if options.use_torch_compile:
             forward.compile_layers()
         if options.gradient_checkpointing:
-            from verl.training.checkpointing import enable_checkpointing
-
             enable_checkpointing(forward.packed.model)
-        self.assemble(forward, ranks, options, weights)
+        #: The dtype of losses and predictions.
+        self.precision = torch.float64 if forward.packed.dtype == torch.float64 else torch.float32
+        self.assemble(weights)
+        self.schedule: Schedule = self.parallel.schedule or OneStage(forward)
         #: What the reference of adapters reads beside the base.
         self._first = reference_weights(self.model) if options.trains and head == "lm" else {}
 
     @abstractmethod
-    def assemble(self, forward: Forward, ranks: Ranks, options: EngineOptions, source: WeightSource | None) -> None:
-        """Lay the model of `forward` out over the ranks, read its weights from `source` where it has none, and make
-        `runner`, `weights` and, of a model that is trained, `steps`."""
+    def assemble(self, source: WeightSource | None) -> None:
+        """Lay the model out over the ranks, read its weights from `source` where it has none, and set `parallel`,
+        `weights` and, of a model that is trained, `optimizer`."""
 
     @property
-    def precision(self) -> torch.dtype:
-        """The dtype of losses and predictions: fp32, or fp64 for an fp64 model."""
-        return self.runner.precision
+    def shares_prefixes(self) -> bool:
+        """Whether what rows begin with is computed once. Padded rows, as those of models with state, have each all."""
+        return self.options.share_prompts and not self.forward.is_padded
 
     @torch.no_grad()
     def predict(
@@ -122,23 +188,47 @@ class TrainEngine(ABC):
 
         Returns:
             By name, in `precision`, on the host: `log_probs` of the response tokens, `entropy` in nats of the
-            distributions they were drawn from, `values` of the states before them (all `[R]`); `scores` `[S]`, read at
-            the last token of each row.
+            distributions they were sampled from, `values` of the states before them (all `[R]`); `scores` `[S]`, read
+            at the last token of each row.
 
         Raises:
             TrainingError: the model has no head for a prediction.
             DataError: a token or position is outside of the model's tables.
         """
         self.weights.check_present()
+        names = tuple(want)
+        self.forward.check_wanted(names)
+        self.forward.check_batch(batch)
+        lengths = [1] * len(batch) if self.forward.head == "score" else batch.lengths("response_tokens")
+        batch = batch.drop(["response_mask"])  # all tokens are predicted
+        (split,), tree = partition(batch, range(len(batch)), 1, self._limits())
+        if self.parallel.lockstep:
+            most = torch.tensor(len(split))  # forwards of the rank with the most
+            self.ranks.all_reduce([most], dist.ReduceOp.MAX, *DATA_DIMS)
+            split += [[]] * (int(most) - len(split))
+        micro_batches = (
+            MicroBatch(_rows(batch, rows), names, temperature, _on_host, tree.take(rows) if rows else None)
+            for rows in split
+        )
+        predicted = {name: torch.empty(sum(lengths), dtype=self.precision) for name in names}
+        by_row = {name: values.split(lengths) for name, values in predicted.items()}
         with nullcontext() if adapters else adapters_off(self.model, self._first):
-            return self.runner.predict(batch, want, temperature)
+            # Not strict: a pipeline stage without the head runs every micro-batch and yields nothing; `take_last` gives
+            # it the predictions of the last stage. Empty micro-batches have no rows to fill.
+            for outputs, rows in zip(self.schedule.forward(micro_batches), split, strict=False):
+                for name in names if rows else ():
+                    values = outputs[name].split([lengths[row] for row in rows])
+                    for row, of_row in zip(rows, values, strict=True):
+                        by_row[name][row].copy_(of_row)
+        self.ranks.take_last([*predicted.values()], "pp")
+        return predicted
 
     def update(self, parts: Sequence[LossTerm]) -> Metrics:
         """One optimizer step on the sum of all parts' losses. Cutting it into micro-batches never changes the gradient.
 
         Every rank is given all parts with the rows of all ranks, and computes those of its data-parallel index. A rank
-        that has no rows of a part takes part in its collectives nevertheless. Rows that are left out are computed by
-        none; where they are all, no rank runs a forward pass, and the optimizer steps on a gradient of zeros.
+        that has no rows of a part takes part in its collectives nevertheless. Skipped rows are computed by none; where
+        they are all, no rank runs a forward pass, and the optimizer steps on a gradient of zeros.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `lr`, `update/skipped` and the losses' own metrics; metrics of one
@@ -150,20 +240,106 @@ class TrainEngine(ABC):
             TrainingError: the engine has no optimizer, or no loss depends on the model.
         """
         self.weights.check_present()
-        return self._trained().update(parts)
+        optimizer: MixedPrecisionOptimizer = self._trained()
+        gradients, on_cpu = optimizer.gradients, self.forward.packed.device.type == "cpu"
+        if not on_cpu:  # else all is there
+            optimizer.move(to_host=False)
+        try:
+            losses: list[Loss] = []
+            if nothing_to_compute(parts):
+                gradients.fill_zeros()
+            else:
+                # `backward` leaves no gradient in `.grad`: each goes into the fp32 sum of its weight as it is computed,
+                # by our own functions or by a hook, so that one weight's exists at a time.
+                with gradients.collecting():
+                    losses = self.backward(parts, gradients.loss_scale)
+                # The sums are of this rank's rows, stage and heads until here.
+                for reduce in self.parallel.reductions:
+                    reduce(gradients)
+            return self._step(optimizer, losses)
+        finally:
+            gradients.clear()
+            if self.options.fsdp_config.optimizer_offload:
+                optimizer.move(to_host=True)
+                gradients.free()
+            if on_cpu:
+                return_free_memory()
+
+    def _step(self, optimizer: MixedPrecisionOptimizer, losses: Sequence[Loss]) -> Metrics:
+        gradients, lr = optimizer.gradients, optimizer.lr
+        metrics = self.metrics(losses)
+        grad_norm = gradients.norm(self.parallel.replication)
+        if dims := self.parallel.cut_dims:  # each element counts once
+            square = torch.tensor(grad_norm**2, dtype=torch.float64)
+            self.ranks.all_reduce([square], dist.ReduceOp.SUM, *dims)
+            grad_norm = float(square.sqrt())
+        depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
+        if not gradients.any() or not depends:
+            raise TrainingError(NO_GRADIENT)
+        # Loss and norm are those of all ranks, equal on each. So either all of them step or none does; a rank that
+        # judged by its own gradient would leave the others with other weights.
+        skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
+        if skipped:
+            gradients.rejected()
+        else:
+            optimizer.step(grad_norm)
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
+
+    def backward(self, parts: Sequence[LossTerm], loss_scale: float) -> list[Loss]:
+        """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`. Their metrics
+        have `DEPENDS`."""
+        with recomputing(self.forward.model) if self.options.gradient_checkpointing else nullcontext():
+            return [*self.schedule.forward_backward(self._micro_batches(parts, trains=True), loss_scale)]
 
     @torch.no_grad()
     def loss(self, parts: Sequence[LossTerm]) -> Metrics:
         """`loss` and the losses' own metrics, as `update` returns them, without a step."""
         self.weights.check_present()
-        return self.runner.loss(parts)
+        return self.metrics([*self.schedule.forward(self._micro_batches(parts))])
+
+    def metrics(self, losses: Sequence[Loss]) -> Metrics:
+        """`loss` and metrics of the micro-batches of all ranks."""
+        here = combine_metrics([loss.metrics for loss in losses])
+        here["loss"] = sum(float(loss.total) for loss in losses)
+        return combine_metrics(gather_json(here, self.ranks.group("pp", *DATA_DIMS)))
+
+    def _micro_batches(self, parts: Sequence[LossTerm], *, trains: bool = False) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank, part after part, with their losses."""
+        if not any(len(part.rows) for part in parts):
+            raise DataError("the mini-batch has no rows: there is nothing to train on")
+        for part in (part for part in parts if part.computed):
+            self.forward.check_batch(part.rows)
+            mini_batch = MiniBatch(part, self.precision)
+            want = self.forward.wanted(part.needs)
+            # Every rank is given the rows of all and takes its own: then totals and the partition need no
+            # communication, and no rank can be given another one's rows.
+            coupled, lockstep = part.needs.coupled, self.parallel.lockstep
+            index, size = self.mesh.rows(self.ranks.rank) or (0, 1)
+            split, tree = partition(part.rows, part.computed, size, self._limits(), coupled=coupled, lockstep=lockstep)
+            for rows in split[index]:
+                batch = _rows(part.rows, rows)
+                finish = partial(mini_batch.loss, rows, batch) if rows else no_loss
+                finish = partial(self._with_depends, finish) if rows and trains else finish
+                yield MicroBatch(batch, want, part.needs.temperature, finish, tree.take(rows) if rows else None)
+
+    def _with_depends(self, finish: Callable[[dict[str, Tensor]], Loss], outputs: dict[str, Tensor]) -> Loss:
+        """The loss, whose metrics say whether it depends on the predictions. In lockstep it has a backward pass in any
+        case: a micro-batch without rows has one too, and would wait in it for this rank."""
+        loss = finish(outputs)
+        depends = loss.total.requires_grad
+        total = loss.total if depends or not self.parallel.lockstep else loss.total + no_loss(outputs).total
+        return Loss(total=total, metrics={**loss.metrics, DEPENDS: float(depends)})
+
+    def _limits(self) -> Limits:
+        options, packed = self.options, not self.forward.is_padded
+        return Limits(options.max_tokens_per_micro_batch, options.micro_batch_size, options.share_prompts, packed)
 
     def specs(self) -> dict[str, WeightSpec]:
         """Every weight of the model, by checkpoint name; equal on all ranks."""
         return dict(self.weights.specs)
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's pieces of the weights: the live tensors, unless these are wider than `specs`. No collectives."""
+        """This rank's shards of the weights: the live tensors, unless these are wider than `specs`. No collectives."""
         self.weights.check_present()
         return self.weights.shards()
 
@@ -173,22 +349,22 @@ class TrainEngine(ABC):
         return self.weights.merged()
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
-        """Replace this rank's pieces (and their masters) by what of them is in `shards`, however those are cut.
+        """Replace this rank's shards (and their masters) by what of them is in `shards`, however those are cut.
 
         Raises:
             CheckpointError: a weight is unknown, has another shape, or did not come whole.
         """
         self.weights.check_present()
         self.weights.load(shards)
-        if self.steps is not None:
-            self.steps.refresh_masters()
+        if self.optimizer is not None:
+            self.optimizer.refresh_masters()
 
     def release_weight(self, name: str) -> int:
-        """Free the memory of this rank's piece of a weight, whose values the caller holds from now on; until
+        """Free the memory of this rank's shard of a weight, whose values the caller holds from now on; until
         `restore_weights`, whatever needs the weights raises `TrainingError`.
 
         Returns:
-            Bytes freed; 0 where it keeps the piece: the live one is wider than `specs`, or shares its memory.
+            Bytes freed; 0 where it keeps the shard: the live one is wider than `specs`, or shares its memory.
         """
         return self.weights.release(name)
 
@@ -196,15 +372,16 @@ class TrainEngine(ABC):
         """Put a released weight, all shards of it, back to where it was.
 
         Raises:
-            CheckpointError: a piece did not come whole.
+            CheckpointError: a shard did not come whole.
         """
         self.weights.restore(name, shards)
 
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
-        """Optimizer state: this rank's pieces of the tensors "<weight name>.<state>", and JSON values. Each piece is
-        made as it is drawn, and may be the live one: draw them, as often as needed, before the next step."""
+        """Optimizer state: this rank's shards of the tensors "<weight name>.<state>", and JSON values. Each shard is
+        made as it is read, and may be the live one: read them, as often as needed, before the next step."""
         self.weights.check_present()
-        return self._trained().state()
+        optimizer = self._trained()
+        return Stream(lambda: self.weights.state_shards(optimizer.tensors())), optimizer.meta()
 
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
@@ -214,14 +391,34 @@ class TrainEngine(ABC):
         Raises:
             CheckpointError: it is of another optimizer, model or dtype, or incomplete.
         """
-        self._trained().load_state(shards, meta)
+        self._trained().load_state(self.weights.local_state(shards), meta)
 
     def free_gradients(self) -> None:
         """Free the memory of gradient sums until the next `update`."""
-        if self.steps is not None:
-            self.steps.free_gradients()
+        if self.optimizer is not None:
+            self.optimizer.gradients.free()
 
-    def _trained(self) -> Steps:
-        if self.steps is None:
+    def _trained(self) -> Any:
+        if self.optimizer is None:
             raise TrainingError("this model is only read: make its engine with `optim` to train it")
-        return self.steps
+        return self.optimizer
+
+
+def nothing_to_compute(parts: Sequence[LossTerm]) -> bool:
+    """Whether there are rows, and all of them are skipped. Every rank is given the same parts, so all ranks agree."""
+    return any(len(part.rows) for part in parts) and not any(part.computed for part in parts)
+
+
+def no_loss(outputs: dict[str, Tensor]) -> Loss:
+    """Nothing, with a gradient of zeros for every weight that the outputs depend on."""
+    # A constant 0 would have no backward pass, and FSDP gathers and reduces in that pass: the other ranks, which have
+    # rows, would wait for this one forever. So the 0 depends on all outputs.
+    return Loss(total=torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0)
+
+
+def _on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values.cpu() for name, values in outputs.items()}
+
+
+def _rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    return batch.take(rows) if rows else IDLE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from verl.errors import ConfigError, DataError, TrainingError
 from verl.kernels.inductor import lacking
 from verl.models.packed import PackedModel
 from verl.training.options import EngineOptions, Head
-from verl.training.parallel.stages import Stage
+
+if TYPE_CHECKING:
+    from verl.training.parallel.pipeline import Stage
 
 _PREDICTS = {"lm": ("log_probs", "entropy"), "value": ("values",), "score": ("scores",)}
 #: What `LossInput` calls the statistics of `token_log_probs`.

@@ -112,13 +112,13 @@ class Gradients:
             weight._sum().zero_()
             weight.has_gradient = True
 
-    def norm(self, copies: Callable[[Weight], int] = lambda _: 1) -> float:
+    def norm(self, replication: Callable[[Weight], int] = lambda _: 1) -> float:
         """Global 2-norm of the sums; NaN or infinite if any element is. The square of each weight's is divided by its
-        `copies`, so that squares of ranks that hold the same one add up to it."""
+        `replication`, so that squares of ranks that hold the same one add up to it."""
         # A plain fp32 norm of 3e7 elements is wrong by 1e-3 on CPU: norms of rows first, then fp64.
         squares = [
             torch.linalg.vector_norm(torch.linalg.vector_norm(w.gradient, dim=-1), dtype=torch.float64).square().cpu()
-            / copies(w)
+            / replication(w)
             for w in self.weights
             if w.has_gradient and w.gradient is not None
         ]

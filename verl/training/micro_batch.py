@@ -1,6 +1,6 @@
 """The dealing of rows: which rank computes which rows of a mini-batch, and in which micro-batches.
 
-Only here may rows be missing (`computed` of `deal`): those whose gradient is known to be 0 (`zero_gradient_rows`).
+Only here may rows be missing (`computed` of `partition`): those whose gradient is known to be 0 (`zero_gradient_rows`).
 Mini-batches and shuffles (`workers.update`), weights, denominators and totals (`MiniBatch`), and whether there is an
 optimizer step, are decided over all rows.
 
@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from verl.algorithms.loss_terms import LossNeeds
+from verl._host.device import to_device
+from verl.algorithms.loss_terms import Loss, LossInput, LossNeeds, LossTerm
 from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.batch import Batch
+from verl.errors import DataError, TrainingError
 
 Numbers = npt.NDArray[np.int64]
 
@@ -47,7 +50,7 @@ class Limits(NamedTuple):
     share_responses: bool = True
 
 
-class Deal(NamedTuple):
+class Partition(NamedTuple):
     """Who computes which rows.
 
     Attributes:
@@ -66,31 +69,33 @@ class _Unit(NamedTuple):
     tokens: int
 
 
-def deal(
-    batch: Batch, computed: Sequence[int], ranks: int, limits: Limits, *, coupled: bool = False, in_step: bool = False
-) -> Deal:
-    """The rows of each micro-batch of each rank. Every rank makes the same deal.
+def partition(
+    batch: Batch, computed: Sequence[int], ranks: int, limits: Limits, *, coupled: bool = False, lockstep: bool = False
+) -> Partition:
+    """The rows of each micro-batch of each rank. Every rank makes the same partition.
 
     Args:
         batch: a mini-batch, the rows of all ranks.
         computed: the rows to compute, ascending; together the micro-batches of all ranks are these, each once.
         coupled: rows of one `group` meet in one micro-batch.
-        in_step: all ranks must run equally many forwards, because these have collectives of ranks with different rows.
+        lockstep: all ranks must run equally many forwards, because these have collectives of ranks with different rows.
             Then the micro-batches of a rank with fewer than the busiest, or without any rows, end with empty ones: it
             runs a forward and backward there whose loss is 0.
     """
     if len(computed) < len(batch):
-        dealt, tree = deal(batch.take(computed), range(len(computed)), ranks, limits, coupled=coupled, in_step=in_step)
+        split, tree = partition(
+            batch.take(computed), range(len(computed)), ranks, limits, coupled=coupled, lockstep=lockstep
+        )
         paths: list[tuple[int, ...]] = [()] * len(batch)
         for row, path in zip(computed, tree.paths, strict=True):
             paths[row] = path
-        numbered = [[[computed[row] for row in rows] for rows in micro_batches] for micro_batches in dealt]
-        return Deal(numbered, PrefixTree(tree.lengths, paths))
+        numbered = [[[computed[row] for row in rows] for rows in micro_batches] for micro_batches in split]
+        return Partition(numbered, PrefixTree(tree.lengths, paths))
     costs = _Costs(batch, limits, coupled)
     by_rank = _over_ranks(costs, ranks) if ranks > 1 else [list(computed)]
     micro_batches = [_split(costs, rows, limits) for rows in by_rank]
-    most = max(map(len, micro_batches)) if in_step else 0
-    return Deal([parts + [[]] * (most - len(parts)) for parts in micro_batches], costs.tree)
+    most = max(map(len, micro_batches)) if lockstep else 0
+    return Partition([parts + [[]] * (most - len(parts)) for parts in micro_batches], costs.tree)
 
 
 def zero_gradient_rows(rows: Batch, weights: Tensor, needs: LossNeeds, *, auxiliary_loss: bool = False) -> list[int]:
@@ -163,13 +168,13 @@ def _over_ranks(costs: _Costs, parts: int) -> list[list[int]]:
         tokens = costs.by_unit(units)
     total = int(tokens.sum())
     middle = 2 * tokens.cumsum() - tokens
-    dealt = np.minimum(parts * middle // max(2 * total, 1), parts - 1)
-    if np.bincount(dealt, tokens, parts).max() > _FAIR * total / parts:
+    split = np.minimum(parts * middle // max(2 * total, 1), parts - 1)
+    if np.bincount(split, tokens, parts).max() > _FAIR * total / parts:
         loads = [0] * parts
         for unit in np.argsort(-tokens, kind="stable").tolist():
-            dealt[unit] = loads.index(min(loads))
-            loads[dealt[unit]] += int(tokens[unit])
-    ranks = dealt[units]
+            split[unit] = loads.index(min(loads))
+            loads[split[unit]] += int(tokens[unit])
+    ranks = split[units]
     return [np.flatnonzero(ranks == rank).tolist() for rank in range(parts)]
 
 
@@ -273,3 +278,90 @@ def _fill(units: list[_Unit], max_tokens: int, max_rows: int | None) -> list[lis
             tokens, rows = unit.tokens, len(unit.rows)
         parts[-1].append(unit)
     return parts
+
+
+class MiniBatch:
+    """Weights, totals and columns of a part's rows.
+
+    Args:
+        precision: of weights and float columns.
+
+    Raises:
+        DataError: there is not one weight a response token.
+    """
+
+    def __init__(self, part: LossTerm, precision: torch.dtype) -> None:
+        rows, weights = part.rows, part.weights
+        lengths = rows.lengths("response_tokens")
+        if weights.shape != (sum(lengths),):
+            raise DataError(f"{sum(lengths)} response tokens need as many weights, got shape {list(weights.shape)}")
+        ends = list(accumulate(lengths))
+        self._part, self._precision = part, precision
+        self._weights = [weights[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        masked = "response_mask" in rows
+        active = int(weights.count_nonzero())
+        self._totals: dict[str, Any] = {
+            "total_sequences": len(rows),
+            "total_tokens": int(rows.tensor("response_mask").count_nonzero()) if masked else sum(lengths),
+            "total_active": active,
+            "total_groups": len(rows.group_indices()),
+            "computed_tokens": active - sum(int(self._weights[row].count_nonzero()) for row in part.skipped),
+            "computed_sequences": len(part.computed),
+        }
+
+    def loss(self, rows: list[int], batch: Batch, outputs: dict[str, Tensor]) -> Loss:
+        """The loss of the micro-batch `batch`, which has these rows of the mini-batch.
+
+        Raises:
+            TrainingError: the loss function returns something else than a `Loss` of one number.
+            DataError: a column has not one value a response token.
+        """
+        loss: object = self._part.loss(self._input(rows, batch, outputs))
+        if not isinstance(loss, Loss):
+            raise TrainingError(f"compute_loss must return a Loss, got {type(loss).__name__}: return Loss(total=...)")
+        if loss.total.dim() != 0:
+            raise TrainingError(f"Loss.total must be one number, got shape {list(loss.total.shape)}: sum it")
+        return loss
+
+    def _input(self, rows: list[int], batch: Batch, outputs: dict[str, Any]) -> LossInput:
+        device = next(iter(outputs.values())).device
+        lengths = batch.lengths("response_tokens")
+        mask = _aligned(batch, "response_mask", lengths) if "response_mask" in batch else torch.ones(sum(lengths))
+        wanted = self._part.needs.columns
+        columns = {name: self._column(batch, name, lengths, device) for name in wanted if name in batch}
+        if "old_log_probs" in wanted and "log_probs" in outputs:
+            # One step on the policy's own samples: the policy that wrote them is the one of this very forward.
+            columns.setdefault("old_log_probs", outputs["log_probs"].detach())
+        mask = to_device(mask, device, torch.bool)
+        # So that ratios are 1 where the head skips tokens.
+        columns |= {name: torch.where(mask, columns[name], 0.0) for name in columns if name.endswith("log_probs")}
+        return LossInput(
+            **outputs,
+            weights=to_device(torch.cat([self._weights[row] for row in rows]), device, self._precision),
+            mask=mask,
+            sequence=to_device(torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)), device),
+            num_sequences=len(rows),
+            columns=columns,
+            **self._totals,
+        )
+
+    def _column(self, batch: Batch, name: str, lengths: list[int], device: torch.device) -> Tensor:
+        """`group` as an index `[S]`, ragged columns flat `[R]`, others `[S]`."""
+        if name == "group":
+            index = torch.empty(len(batch), dtype=torch.int64)
+            for number, rows in enumerate(batch.group_indices()):
+                index[rows] = number
+            return to_device(index, device)
+        is_ragged = hasattr(batch.arrow(name).type, "value_type")
+        values = _aligned(batch, name, lengths) if is_ragged else batch.tensor(name)
+        return to_device(values, device, self._precision if values.is_floating_point() else None)
+
+
+def _aligned(batch: Batch, name: str, lengths: list[int]) -> Tensor:
+    """The flat values of a column that has one value a response token."""
+    counts = batch.lengths(name)
+    for row, (have, want) in enumerate(zip(counts, lengths, strict=True)):
+        if have != want:
+            sample = f" (id {batch['id'][row]})" if "id" in batch else ""
+            raise DataError(f"column '{name}' has {have} values for {want} response tokens in a row{sample}")
+    return batch.tensor(name)

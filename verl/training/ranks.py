@@ -20,7 +20,7 @@ from verl.weights.layout import DIMS, Mesh
 from verl.weights.shard import buckets
 
 if TYPE_CHECKING:
-    from verl.training.runner import Schedule
+    from verl.training.engine import Schedule
 
 _BUCKET_BYTES = 64 << 20
 #: Combines tensors over ranks in place, by a `torch.distributed.ReduceOp`.
@@ -104,7 +104,7 @@ class Parallel:
             of a step.
         cut_dims: mesh dimensions along which ranks have different pieces of gradients.
         shard_counts: of weights that are no DTensors, but of which ranks along `cut_dims` have shards: how many.
-        in_step: a forward has collectives of ranks with different rows, so all must run equally many.
+        lockstep: a forward has collectives of ranks with different rows, so all must run equally many forwards.
     """
 
     mesh: Mesh
@@ -114,7 +114,7 @@ class Parallel:
     reductions: list[Callable[[Gradients], None]] = field(default_factory=list)
     cut_dims: tuple[str, ...] = ()
     shard_counts: dict[str, int] = field(default_factory=dict)
-    in_step: bool = False
+    lockstep: bool = False
 
     def sum_over(self, ranks: Ranks, dim: str, names: Collection[str]) -> None:
         """Add the gradients of these weights, of which each rank along `dim` has a summand, up over them."""
@@ -125,7 +125,7 @@ class Parallel:
                 )
             )
 
-    def copies(self, weight: Weight) -> int:
+    def replication(self, weight: Weight) -> int:
         """Of the ranks along `cut_dims`, how many hold the same piece of a weight as this one."""
         stages = 2 if weight.name in self.tied else 1
         ranks: int = stages * math.prod(getattr(self.mesh.layout, dim) for dim in self.cut_dims if dim != "pp")

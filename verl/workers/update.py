@@ -145,8 +145,8 @@ def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchP
         "update/skipped": float(len(skipped)),
         "update/rows_left_out": rows_left_out / plan.epochs,
         "update/tokens_left_out": tokens_left_out / plan.epochs,
-        "update/tokens_shared": shared * engine.runner.shares_prefixes / plan.epochs,
-        "update/tokens_flat": shared * (not engine.runner.shares_prefixes) / plan.epochs,
+        "update/tokens_shared": shared * engine.shares_prefixes / plan.epochs,
+        "update/tokens_flat": shared * (not engine.shares_prefixes) / plan.epochs,
     }
     if not steps:
         return {"loss": 0.0, "grad_norm": 0.0, **counts, "update/empty": 1.0}

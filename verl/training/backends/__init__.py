@@ -1,4 +1,4 @@
 """Back ends with an optimizer of their own: DeepSpeed, Megatron-LM.
 
-Reading order: `deepspeed`, `zero`, `megatron`, `megatron_model`.
+Reading order: `deepspeed`, `megatron`.
 """

@@ -1,31 +1,54 @@
-"""The training engine on DeepSpeed's ZeRO: rows, losses and metrics are those of every engine, steps and this rank's
-pieces of weights DeepSpeed's."""
+"""The training engine on DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): rows, losses and metrics are
+those of every engine; steps and this rank's shards of the weights are DeepSpeed's.
+
+DeepSpeed flattens the weights and cuts what it flattened into equal parts, one a rank: fp32 masters and moments (stage
+1), sums of gradients (2) and the weights themselves (3). So a rank holds a run of a weight's elements.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import sys
+import warnings
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.algorithms.loss_terms import Loss, LossTerm
-from verl.errors import TrainingError
+from verl._host.device import variable
+from verl.algorithms.loss_terms import Loss, LossNeeds, LossTerm
+from verl.errors import ConfigError, TrainingError
 from verl.models.lora import merged_shards
-from verl.training.backends.zero import MasterRange, ZeroAdamW, flat_part, held_run, zero_engine
-from verl.training.engine import TrainEngine, WeightSource
+from verl.training.engine import (
+    DEPENDS,
+    IDLE,
+    NO_GRADIENT,
+    Metrics,
+    MicroBatch,
+    OneStage,
+    TrainEngine,
+    WeightSource,
+    no_loss,
+    nothing_to_compute,
+)
 from verl.training.forward import Forward
 from verl.training.local_weights import LocalWeights
-from verl.training.optimizer import MOMENTS, check_masters, check_optimizer, fill_state
-from verl.training.options import EngineOptions, OptimConfig
+from verl.training.optimizer import MOMENTS, adamw_options, check_masters, check_optimizer, fill_state, lr_factor
+from verl.training.options import FSDPConfig, OptimConfig
+from verl.training.parallel.data import units
 from verl.training.ranks import Parallel, Ranks
-from verl.training.runner import DEPENDS, NO_GRADIENT, Metrics, MicroBatch, MicroBatchRunner, OneStage
-from verl.training.steps import nothing_to_compute
 from verl.weights.meta import give_memory
 from verl.weights.shard import Shard, ShardedDim, Stream, WeightSpec, run_blocks
 from verl.weights.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
 
+#: Elements of gradients that are reduced at once.
+_BUCKET = 1 << 24
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -39,18 +62,47 @@ class DeepSpeedEngine(TrainEngine):
         ConfigError: DeepSpeed is not installed, or the model or the options need another engine.
     """
 
-    def assemble(self, forward: Forward, ranks: Ranks, options: EngineOptions, source: WeightSource | None) -> None:
+    optimizer: ZeroAdamW
+
+    def assemble(self, source: WeightSource | None) -> None:
+        forward, options = self.forward, self.options
         if source is not None:  # whole: DeepSpeed cuts what is there
             give_memory(forward, forward.packed.device)
             load_model_shards(self.model, source(self.model))
         stage = options.deepspeed_config.zero_stage
         if stage == 3:
             forward.packed.fused = None
-        engine, adam = zero_engine(forward, stage, options.optim or OptimConfig(), ranks)
-        parallel = Parallel(self.mesh, schedule=_ZeroSchedule(forward, engine), in_step=True)
-        self.runner = MicroBatchRunner(forward, ranks, options, parallel)
+        self._zero, self.optimizer = zero_engine(forward, stage, options.optim or OptimConfig(), self.ranks)
+        self.parallel = Parallel(self.mesh, schedule=_ZeroSchedule(forward, self._zero), lockstep=True)
         self.weights = ZeroWeights(self.model)
-        self.steps = ZeroSteps(self.runner, engine, adam, self.weights)
+
+    def update(self, parts: Sequence[LossTerm]) -> Metrics:
+        adam, losses = self.optimizer, list[Loss]()
+        if nothing_to_compute(parts):  # DeepSpeed has no other way to a gradient of zeros
+            idle = MicroBatch(IDLE, self.forward.wanted(LossNeeds()), 1.0, no_loss)
+            [*self.schedule.forward_backward(iter([idle]), 1.0)]
+        else:  # DeepSpeed takes the mean over ranks, of what adds up
+            losses = self.backward(parts, self.mesh.size)
+        metrics, lr = self.metrics(losses), adam.next_lr
+        depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
+        before = adam.completed_steps
+        adam.may_step, adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
+        self._zero.step()
+        if not depends:
+            raise TrainingError(NO_GRADIENT)
+        skipped = float(adam.completed_steps == before)
+        return {**metrics, "grad_norm": adam.grad_norm, "lr": lr, "update/skipped": skipped}
+
+    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
+        meta = {"completed_steps": self.optimizer.completed_steps, "values": {}, "optimizer": "AdamW"}
+        return Stream(self.optimizer.shards), meta
+
+    @torch.no_grad()
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
+        self.optimizer.load_state(shards, meta, {n: torch.Size(spec.shape) for n, spec in self.weights.specs.items()})
+
+    def free_gradients(self) -> None:
+        """Nothing: DeepSpeed has its own sums, which it frees."""
 
 
 class ZeroWeights(LocalWeights):
@@ -78,74 +130,6 @@ class ZeroWeights(LocalWeights):
         fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
 
 
-class ZeroSteps:
-    """Steps that DeepSpeed makes, on the decisions of `ZeroAdamW`."""
-
-    def __init__(self, runner: MicroBatchRunner, engine: Any, adam: ZeroAdamW, weights: ZeroWeights) -> None:
-        self._runner, self._engine, self.optimizer, self._weights = runner, engine, adam, weights
-        self.refresh_masters = adam.refresh_masters
-
-    def free_gradients(self) -> None:
-        """Nothing: DeepSpeed has its own sums, which it frees."""
-
-    def update(self, parts: Sequence[LossTerm]) -> Metrics:
-        adam = self.optimizer
-        # DeepSpeed takes the mean over ranks, of what adds up.
-        losses: list[Loss] = []
-        if nothing_to_compute(parts):
-            self._runner.backward_of_nothing()
-        else:
-            losses = self._runner.backward(parts, self._runner.ranks.mesh.size)
-        metrics, lr = self._runner.metrics(losses), adam.next_lr
-        depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
-        before = adam.completed_steps
-        adam.may_step, adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
-        self._engine.step()
-        if not depends:
-            raise TrainingError(NO_GRADIENT)
-        skipped = float(adam.completed_steps == before)
-        return {**metrics, "grad_norm": adam.grad_norm, "lr": lr, "update/skipped": skipped}
-
-    def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
-        meta = {"completed_steps": self.optimizer.completed_steps, "values": {}, "optimizer": "AdamW"}
-        return Stream(self._state_shards), meta
-
-    def _state_shards(self) -> Iterator[Shard]:
-        for part in self.optimizer.ranges:
-            yield Shard.whole(f"{part.name}.step", self.optimizer.state[part.flat]["step"])
-            for key, tensor in self._state_of(part):
-                for offset, block in part.blocks(tensor):
-                    yield Shard(f"{part.name}.{key}", part.shape, offset, block)
-
-    def _state_of(self, part: MasterRange) -> Iterator[tuple[str, Tensor]]:
-        """Tensors laid out like the masters that a continuation needs, by the last part of their names."""
-        for key in MOMENTS:
-            yield key, self.optimizer.state[part.flat][key]
-        if part.dtype in _HALF:
-            yield "master", part.flat.detach()
-
-    @torch.no_grad()
-    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
-        check_optimizer("AdamW", meta)
-        targets = {f"{p.name}.{key}": (p, tensor) for p in self.optimizer.ranges for key, tensor in self._state_of(p)}
-        sizes = {part.name: part.size for part in self.optimizer.ranges}
-
-        def fill(name: str, key: str, shard: Shard) -> int:
-            if shard.name not in targets:  # steps, and masters of weights in full precision
-                return sizes.get(name, 0)
-            part, tensor = targets[shard.name]
-            return sum(fill_block(offset, block, shard) for offset, block in part.blocks(tensor))
-
-        weights = {name: (torch.Size(spec.shape), sizes.get(name, 0)) for name, spec in self._weights.specs.items()}
-        came = fill_state(shards, weights, fill)
-        check_masters({part.name: torch.empty(0, dtype=part.dtype) for part in self.optimizer.ranges}, came)
-        for part, tensor in (targets[name] for name in targets.keys() - came):  # of a weight without gradient so far
-            part.of(tensor).zero_()
-        self.optimizer.completed_steps = int(meta["completed_steps"])
-        for part in self.optimizer.ranges:
-            self.optimizer.state[part.flat]["step"].fill_(self.optimizer.completed_steps)
-
-
 class _ZeroSchedule(OneStage):
     """One micro-batch after the other. DeepSpeed reduces the gradients of each, in the first stage of the last."""
 
@@ -159,10 +143,245 @@ class _ZeroSchedule(OneStage):
         while one is not None:
             following = next(ahead, None)
             self._engine.set_gradient_accumulation_boundary(following is None)
-            loss = one.finish(self._outputs(one))
-            self._engine.backward(loss.total * loss_scale)
-            yield loss.detached()
+            for loss in self.forward([one]):
+                self._engine.backward(loss.total * loss_scale)
+                yield loss.detached()
             one = following
+
+
+@dataclass(frozen=True)
+class MasterSlice:
+    """The elements of a trained weight whose master and moments this rank keeps.
+
+    Attributes:
+        start: where they begin in the flattened weight.
+        flat: the master of all pieces of this rank, an optimizer's parameter.
+        flat_start: where this piece begins there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    size: int
+    flat: Tensor
+    flat_start: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The piece of a tensor that is laid out like `flat`."""
+        return flat[self.flat_start : self.flat_start + self.size]
+
+    def blocks(self, flat: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        return run_blocks(self.shape, self.start, self.of(flat))
+
+
+class ZeroAdamW(torch.optim.AdamW):
+    """AdamW on this rank's pieces, as DeepSpeed calls it in its step. It decides on the norm over all ranks, clipping,
+    the learning rate, and whether to step at all, so that steps are those of every other engine.
+
+    Attributes:
+        completed_steps: optimizer steps so far.
+        may_step: whether the loss was finite. The caller sets it before each step.
+        grad_norm: of the last step's gradient, before clipping; NaN where DeepSpeed itself found it not to be finite.
+    """
+
+    def __init__(self, forward: Forward, config: OptimConfig, ranks: Ranks) -> None:
+        trained = [weight for weight in forward.parameters() if weight.requires_grad]
+        super().__init__(trained, **adamw_options(config), fused=True)
+        self._model, self._config, self._ranks = forward.model, config, ranks
+        self.slices: list[MasterSlice] = []
+        self._flats: list[Tensor] = []
+        self.completed_steps, self.may_step, self.grad_norm = 0, True, math.nan
+
+    def begin(self, slices: list[MasterSlice], flats: list[Tensor]) -> None:
+        """Take over the pieces that DeepSpeed has made: until then its calls of `step` do nothing."""
+        self.slices, self._flats = slices, flats
+        for flat in flats:
+            step = torch.zeros((), dtype=torch.float32, device=flat.device)
+            self.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
+
+    @property
+    def next_lr(self) -> float:
+        return self._config.lr * lr_factor(self._config, self.completed_steps)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self._flats:
+            return
+        self.grad_norm = self._norm()
+        if not (self.may_step and math.isfinite(self.grad_norm)):
+            return
+        limit = self._config.max_grad_norm
+        if limit is not None and self.grad_norm + 1e-6 > limit:
+            for flat in self._flats:
+                if flat.grad is not None:
+                    flat.grad.mul_(limit / (self.grad_norm + 1e-6))
+        for group in self.param_groups:
+            group["lr"] = self.next_lr
+        super().step()
+        self.completed_steps += 1
+
+    def _norm(self) -> float:
+        """The norm of the gradient over the shards of all ranks."""
+        squares = [
+            torch.linalg.vector_norm(part.of(part.flat.grad), dtype=torch.float64).square().cpu()
+            for part in self.slices
+            if part.flat.grad is not None
+        ]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        self._ranks.all_reduce([total], dist.ReduceOp.SUM, "replicate", "shard")
+        return float(total.sqrt())
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Masters anew from the live weights, after these have been replaced from outside."""
+        live = {name: flat_part(weight) for name, weight in self._model.named_parameters()}
+        for part in self.slices:
+            weight = live[part.name]
+            whole = weight.numel() == math.prod(part.shape)
+            part.of(part.flat.detach()).copy_(weight[part.start :][: part.size] if whole else weight[: part.size])
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's shards of the state."""
+        for part in self.slices:
+            yield Shard.whole(f"{part.name}.step", self.state[part.flat]["step"])
+            for key, tensor in self._state_of(part):
+                for offset, block in part.blocks(tensor):
+                    yield Shard(f"{part.name}.{key}", part.shape, offset, block)
+
+    def _state_of(self, part: MasterSlice) -> Iterator[tuple[str, Tensor]]:
+        """Tensors laid out like the masters that a continuation needs, by the last part of their names."""
+        yield from ((key, self.state[part.flat][key]) for key in MOMENTS)
+        if part.dtype in _HALF:
+            yield "master", part.flat.detach()
+
+    def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+        """See `TrainEngine.load_state`; `shapes` of all weights."""
+        check_optimizer("AdamW", meta)
+        targets = {f"{p.name}.{key}": (p, tensor) for p in self.slices for key, tensor in self._state_of(p)}
+        sizes = {part.name: part.size for part in self.slices}
+
+        def fill(name: str, key: str, shard: Shard) -> int:
+            if shard.name not in targets:  # steps, and masters of weights in full precision
+                return sizes.get(name, 0)
+            part, tensor = targets[shard.name]
+            return sum(fill_block(offset, block, shard) for offset, block in part.blocks(tensor))
+
+        names = fill_state(shards, {name: (shape, sizes.get(name, 0)) for name, shape in shapes.items()}, fill)
+        check_masters({part.name: torch.empty(0, dtype=part.dtype) for part in self.slices}, names)
+        for part, tensor in (targets[name] for name in targets.keys() - names):  # of a weight without gradient so far
+            part.of(tensor).zero_()
+        self.completed_steps = int(meta["completed_steps"])
+        for part in self.slices:
+            self.state[part.flat]["step"].fill_(self.completed_steps)
+
+
+def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks) -> tuple[Any, ZeroAdamW]:
+    """DeepSpeed's engine around `forward`, and the optimizer in it. From then on the weights are views of what it has
+    flattened; in stage 3 they have no elements outside of a forward or backward pass.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed.
+    """
+    device = forward.packed.device
+    deepspeed = _deepspeed(device)
+    adam = ZeroAdamW(forward, config, ranks)
+    if stage == 3:
+        layers = [*{type(layer) for layer in units(forward.packed, FSDPConfig())}]
+        deepspeed.utils.set_z3_leaf_modules(forward, layers)  # a layer's weights are gathered at once
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": _BUCKET,
+            "sub_group_size": 1 << 62,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+        "bf16": {"enabled": forward.packed.dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "gradient_clipping": 0.0,
+    }
+    with variable("LOCAL_RANK", os.environ.get("LOCAL_RANK", str(device.index or 0))):
+        engine, *_ = deepspeed.initialize(
+            args=Namespace(device_rank=device.index or 0),
+            model=forward,
+            optimizer=adam,
+            config=settings,
+            mpu=_data_parallel(ranks.group("replicate", "shard")),
+        )
+    if stage == 3 and forward.head == "lm":  # the head's weight is read outside of its module
+        for weight in forward.packed.head():
+            if weight is not None:
+                deepspeed.zero.register_external_parameter(forward, weight)
+    flats = [weight for group in adam.param_groups for weight in group["params"]]
+    flats = flats or [*engine.optimizer.fp32_partitioned_groups_flat]  # stage 3 shows them while it steps only
+    adam.begin([*_master_slices(forward.model, deepspeed, flats)], flats)
+    return engine, adam
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The package, silent on standard output and without code that it would compile at the start."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError("strategy 'deepspeed' needs DeepSpeed: pip install 'verl-hybrid[deepspeed]'") from error
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory, for inference alone
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed.c10d_logger")  # its calls
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    return deepspeed
+
+
+def _data_parallel(group: Any) -> Namespace:
+    """What DeepSpeed asks for the ranks that share a model, in the place of all ranks of the job."""
+    return Namespace(
+        get_data_parallel_group=lambda: group,
+        get_data_parallel_world_size=lambda: dist.get_world_size(group),
+        get_data_parallel_rank=lambda: dist.get_rank(group),
+        get_model_parallel_group=lambda: None,
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+    )
+
+
+def flat_part(weight: Any) -> Tensor:
+    """The live elements of a weight that this rank holds, in one dimension."""
+    if not hasattr(weight, "ds_tensor"):
+        return weight.detach().reshape(-1)  # type: ignore[no-any-return]
+    return weight.ds_tensor.detach()[: held_run(weight)[1]]  # type: ignore[no-any-return]
+
+
+def held_run(weight: Any) -> tuple[int, int]:
+    """Where the run of a cut weight begins that this rank holds (`ds_tensor`, padded at its end), and its size."""
+    start = weight.ds_tensor.ds_numel * dist.get_rank(weight.ds_process_group)
+    return start, max(0, min(weight.ds_tensor.ds_numel, weight.ds_numel - start))
+
+
+def _master_slices(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Iterator[MasterSlice]:
+    for name, weight in model.named_parameters():
+        cut: Any = weight
+        if not weight.requires_grad:
+            continue
+        if hasattr(cut, "ds_tensor"):
+            master, shape = deepspeed.utils.safe_get_local_fp32_param(cut), tuple(cut.ds_shape)
+            start, size = held_run(cut)
+        elif cut._hp_mapping is not None:
+            address, shape = cut._hp_mapping.lp_fragment_address, tuple(cut.shape)
+            master, start, size = cut._hp_mapping.get_hp_fragment(), address.start, address.numel
+        else:
+            continue
+        (flat,) = (f for f in flats if f.untyped_storage().data_ptr() == master.untyped_storage().data_ptr())
+        if size:
+            flat_start = master.storage_offset() - flat.storage_offset()
+            yield MasterSlice(name, shape, weight.dtype, start, size, flat, flat_start)
 
 
 def _shape(weight: Any) -> tuple[int, ...]:

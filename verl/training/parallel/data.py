@@ -82,7 +82,7 @@ def shard(forward: Forward, ranks: Ranks, parallel: Parallel, config: FSDPConfig
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     parallel.cut_dims += ("shard",)
-    parallel.in_step = True
+    parallel.lockstep = True
 
 
 def _precision(config: FSDPConfig, half: torch.dtype | None) -> MixedPrecisionPolicy:

@@ -54,7 +54,7 @@ def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
         # Around the block's own forward, not in place of the block: weights keep their names, readers its attributes.
         block.forward = _Dispatch(block, ranks.group("ep"), size)
     parallel.cut_dims += ("ep",)
-    parallel.in_step = True
+    parallel.lockstep = True
 
 
 def _has_fused_experts(module: nn.Module) -> bool:
