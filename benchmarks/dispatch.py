@@ -25,7 +25,7 @@ from verl.batch import Batch
 from verl.cluster.group import RankGroup
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.rank_context import ALONE, RankContext, RoleMeshes, dispatch
-from verl.cluster.ray.controller import RayJob
+from verl.cluster.ray.transport import RayTransport
 from verl.weights.layout import Mesh
 
 #: Milliseconds a step; the move's share of the speed of a copy.
@@ -83,7 +83,7 @@ def main() -> None:
     for name, default in (("workers", 4), ("samples", 1024), ("tokens", 512), ("megabytes", 256), ("repeats", 50)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     args = parser.parse_args()
-    job = RayJob(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
+    job = RayTransport(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
     ranks = tuple(range(args.workers))
     group = RankGroup(
         RoleMeshes("idle", {"train": Mesh.data_parallel(ranks)}), partial(Idle, args.samples, args.tokens), job

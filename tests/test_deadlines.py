@@ -34,7 +34,7 @@ BOUNDED = {
 #: What waits for nobody, or not without end by itself, and why.
 OTHERS = {
     ("cli/doctor.py", "check_host", "getaddrinfo"): "the system's resolver has deadlines of its own",
-    ("cluster/ray/controller.py", "__init__", "connect"): "verl._host.ray_session.connect",
+    ("cluster/ray/transport.py", "__init__", "connect"): "verl._host.ray_session.connect",
     ("cluster/ray/pool.py", "_start", "connect"): "verl._host.ray_session.connect",
     ("data/buffers.py", "__init__", "connect"): "verl._host.ray_session.connect",
     ("roles/standalone.py", "__init__", "connect"): "verl._host.ray_session.connect",

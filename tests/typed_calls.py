@@ -6,7 +6,7 @@ from __future__ import annotations
 import verl
 from verl.algorithms.baselines import GRPO
 from verl.batch import Batch
-from verl.cluster.group import Workers
+from verl.cluster.group import RankGroup
 from verl.cluster.rank_context import dispatch
 from verl.roles.handle import ModelHandle
 from verl.workers.actor import ActorWorker, ReferenceWorker
@@ -21,7 +21,7 @@ class Mine(ActorWorker):
         return [factor * len(rows)]
 
 
-def calls(actor: verl.Actor, critic: verl.Critic, mine: Workers[Mine], rows: Batch) -> None:
+def calls(actor: verl.Actor, critic: verl.Critic, mine: RankGroup[Mine], rows: Batch) -> None:
     part = TaskLoss(rows, GRPO().objective("actor"))
     metrics: dict[str, float] = actor.group.call(ActorWorker.update, [part], MiniBatchPlan())
     actor.group.call(ActorWorker.update, [part])  # type: ignore[call-arg]

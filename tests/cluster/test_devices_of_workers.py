@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
@@ -15,7 +16,6 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from verl._host import device
 from verl._host import ray_session as cluster
 from verl.cluster.controller import Controller
-from verl.cluster.local import LocalGroup
 from verl.cluster.ray import pool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,11 +56,12 @@ def visible() -> str | None:
 def test_a_cluster_has_what_the_driver_does_not_use(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("verl.cluster.controller.count", lambda kind: 4)
     assert visible() is None
-    LocalGroup("reward", partial(object), "cpu", ())
+    Controller("cpu").group("reward", partial(object))
     assert visible() is None
     for place, rest in (("cuda:0", "1,2,3"), ("cuda:2", "1,3"), ("cuda:1", "3")):
-        LocalGroup("actor", partial(object), place, ())
+        Controller(place).group("actor", partial(object))
         assert visible() == rest
     monkeypatch.setenv(NAME, "7,5,GPU-1,GPU-2")
     assert visible() == "GPU-2" and not caplog.messages
@@ -75,7 +76,9 @@ def test_a_cluster_has_what_the_driver_does_not_use(
 def test_ranks_of_a_job_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("verl.cluster.torchrun.controller.torchrun_job", lambda timeout, kind: None)
+    monkeypatch.setattr(
+        "verl.cluster.torchrun.transport.torchrun_transport", lambda timeout, kind: SimpleNamespace(size=6)
+    )
     Controller()
     assert visible() == "3"
 

@@ -100,9 +100,9 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def job(cluster: None) -> Iterator[Any]:
-    from verl.cluster.ray.controller import RayJob
+    from verl.cluster.ray.transport import RayTransport
 
-    made = RayJob(DeviceMesh("cpu:0-1"), timeout=60)
+    made = RayTransport(DeviceMesh("cpu:0-1"), timeout=60)
     yield made
     made.close()
 
@@ -225,7 +225,7 @@ def test_slots_have_the_deadline_of_the_trainer_that_places_them(cluster: None, 
 
     def timeouts(placement: Any, deadline: float) -> tuple[float, float]:
         trainer = verl.Trainer(str(tiny), reward_fn=len, placement=placement, deadline=deadline, log_dir=False)
-        return trainer.actor.controller.timeout, trainer.actor.controller._job.timeout
+        return trainer.actor.controller.timeout, trainer.actor.controller.transport.timeout
 
     assert timeouts("cpu:0-1", 77) == (77, 77)
     assert timeouts("cpu:0-1", 88) == (88, 88)  # nothing has started yet

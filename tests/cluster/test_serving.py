@@ -66,7 +66,7 @@ def test_a_rank_that_waits_for_orders_ends_when_the_driver_dies(store: Any, tmp_
     job = Job(store, tmp_path / "script.py", "verl.Controller().start()\nos.kill(os.getpid(), signal.SIGKILL)\n")
     (code, _, _), (other, _, errors) = job.end()
     assert code == -signal.SIGKILL and other == 1
-    assert "ClusterError: rank 1 of 2, host " in errors and "waiting for orders: rank 0, which runs the" in errors
+    assert "ClusterError: rank 1 of 2, host " in errors and "waiting for commands: rank 0, which runs the" in errors
 
 
 def test_a_rank_that_is_busy_ends_when_the_driver_dies(store: Any, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_rank_that_is_busy_ends_when_the_driver_dies(store: Any, tmp_path: Pat
         "verl.everywhere(work)\n"
     )
     _, (code, _, errors) = Job(store, tmp_path / "script.py", text).end()
-    assert code == 1 and "in work: rank 0, which runs the script, died" in errors
+    assert code == 1 and "in 'work': rank 0, which runs the script, died" in errors
 
 
 def test_the_driver_names_a_rank_that_dies_in_a_verb(store: Any, tmp_path: Path) -> None:

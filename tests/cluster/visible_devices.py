@@ -14,7 +14,7 @@ import torch
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from verl._host import device
-from verl.cluster.local import LocalGroup
+from verl.cluster.controller import Controller
 from verl.cluster.ray.pool import Pool, Worker, close_all
 from verl.errors import ClusterError
 from verl.workers.pooled import PooledWorker
@@ -62,7 +62,7 @@ def main() -> None:
     device._accelerators = Accelerators
     device.initialize = lambda: None  # of CUDA, which is not there
     NvidiaGPUAcceleratorManager.get_current_node_num_accelerators = staticmethod(lambda: 4)  # type: ignore[method-assign]
-    LocalGroup("actor", partial(object), "cuda", ())
+    Controller().group("actor", partial(object))
     pool = Lookers(2)
     pool.scale(2)
     seen = []

@@ -46,8 +46,7 @@ def outcome(case: dict[str, Any]) -> str | None:
         return str(error)
     finally:
         type(live).supports_gradient_checkpointing = True
-    job = actor.controller._job
-    assert job is not None and not job.has_started
+    assert not actor.controller.transport.has_started
     return None
 
 

@@ -58,17 +58,17 @@ def stop_in(module: str, owner: str, name: str, count: int, number: int) -> None
 
 def stop_at_the_start(number: int) -> None:
     """Of ranks on Ray, that join when the driver tells them to."""
-    from verl.cluster.ray import controller as on_ray
+    from verl.cluster.ray import transport as on_ray
 
-    each = on_ray.RayJob.each
+    send = on_ray.RayTransport.send
     on_ray.START_DEADLINE = DEADLINE  # of ranks that join
 
-    def stops(job: Any, method: str, *args: Any) -> Any:
-        if method == "join":
+    def stops(job: Any, commands: Any, *args: Any) -> Any:
+        if commands[0].verb == "join":
             os.kill(job._about[1]["pid"], number)
-        return each(job, method, *args)
+        return send(job, commands, *args)
 
-    on_ray.RayJob.each = stops  # type: ignore[method-assign, assignment]
+    on_ray.RayTransport.send = stops  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
@@ -87,7 +87,7 @@ if __name__ == "__main__":
         if is_ray:
             controller.start()
             if phase != "start":
-                job: Any = controller._job
+                job = controller.transport
                 job.timeout = 120.0  # imports
                 controller.everywhere(stop_in, *PHASES[phase], int(which_signal))
                 job.timeout = DEADLINE

@@ -151,7 +151,7 @@ def test_a_model_and_an_optimizer_without_a_schedule_are_taken(tiny: Path) -> No
     TwoThings.more = (None, None, None)
     with pytest.raises(ConfigError, match="not 4 things"):
         TwoThings(model_name=str(tiny))
-    assert verl.Actor(str(tiny)).controller.devices_a_machine >= 0
+    assert verl.Actor(str(tiny)).controller.transport.devices_a_machine >= 0
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ import logging, ray, torch, verl
 from verl.roles import layouts
 ray.init(num_cpus=2, num_gpus=4, include_dashboard=False)
 actor = verl.Actor({str(tiny)!r}, placement="cuda:0-3", strategy="fsdp")
-print("machine", actor.controller.devices_a_machine, torch.cuda.device_count())
+print("machine", actor.controller.transport.devices_a_machine, torch.cuda.device_count())
 """
     done = subprocess.run([sys.executable, "-c", script], env=ENV, capture_output=True, text=True, timeout=200)
     assert "machine 4 0" in done.stdout, done.stderr[-3000:]

@@ -443,8 +443,8 @@ actor.update(sequences, verl.Reward(reward_fn=lambda texts: [1.0] * len(texts)).
     [
         (TRAINER, "DEBUG", True, (r"step 1: rollout \(actor\) took", r"reward/mean=1\.0")),
         (TRAINER, "warning", False, (r"step 1: rollout \(actor\) took", r"reward/mean=1\.0")),
-        (PLAIN_LOOP, "DEBUG", True, (r"DEBUG verl.cluster.rank_context: actor.(generate|update)\w* took \d",)),
-        (PLAIN_LOOP, "of another program", False, (r"DEBUG verl.cluster.rank_context",)),
+        (PLAIN_LOOP, "DEBUG", True, (r"DEBUG verl.cluster.group: actor.(generate|update)\w* took \d",)),
+        (PLAIN_LOOP, "of another program", False, (r"DEBUG verl.cluster.group",)),
     ],
 )
 def test_log_level_is_followed_in_scripts(

@@ -1,4 +1,5 @@
-"""Ranks and how they are reached: where they are placed, groups of workers, in one process, under torchrun, on Ray.
+"""Ranks and how they are reached: placement, groups of workers, transports.
 
-Reading order: `placement`, `controller`, `group`, `rank_context`, `rank_worker`, `world`, `local`, `torchrun`, `ray`.
+Reading order: `placement`, `controller`, `group`, `transport`, `rank_context`, `rank_worker`, `world`, `torchrun`,
+`ray`.
 """

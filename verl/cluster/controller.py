@@ -12,10 +12,10 @@ from verl._base.combinations import MAKE, check
 from verl._base.record import Seconds
 from verl._host.device import claim, count, default_kind
 from verl._host.ranks import local_ranks, torchrun_ranks
-from verl.cluster.group import Job, RankGroup, Workers
-from verl.cluster.local import LocalGroup
+from verl.cluster.group import RankGroup
 from verl.cluster.placement import DeviceMesh, ResourcePool
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
+from verl.cluster.transport import Command, LocalTransport, Transport, run
 from verl.errors import ConfigError
 from verl.models.lora import shape_of
 from verl.rollout.options import SamplerOptions
@@ -46,32 +46,38 @@ class Controller:
 
     @checked
     def __init__(self, placement: Any = None, *, timeout: Seconds | None = None) -> None:
-        self.timeout = TIMEOUT if timeout is None else timeout
         self._may_change = timeout is None
         ranks = torchrun_ranks()
         self.executor = "torchrun" if ranks > 1 else "local"
-        self._job: Job | None = None
         self._placement = placement
         #: Where models run; a kind alone: on whichever device of that kind they are.
         self.device = default_kind()
         if placement is not None:
             if ranks == 1 and (len(self.mesh.devices) > 1 or self.mesh.devices[0].is_named):
-                self.executor, self._job = "ray", _ray_job(self.mesh, self.timeout)
+                self.executor = "ray"
+                self.transport: Transport = _ray_transport(self.mesh, TIMEOUT if timeout is None else timeout)
             else:
                 self._check(ranks)
             device = self.mesh.devices[0]
             self.device = str(device) if device.kind == "cuda" else device.kind
         if self.executor == "torchrun":
-            from verl.cluster.torchrun.controller import torchrun_job
+            from verl.cluster.torchrun.transport import torchrun_transport
 
             kind = self.mesh.devices[0].kind
             for index in range(local_ranks()):
                 claim(f"{kind}:{index}")
-            self._job = torchrun_job(timeout, kind)
+            self.transport = torchrun_transport(timeout, kind)
+        elif self.executor == "local":
+            self.transport = LocalTransport(self.device)
         #: Whether roles run in this process alone.
         self.is_local = self.executor == "local"
         #: Ranks in all.
-        self.size = len(self.mesh.devices) if self.executor == "ray" else ranks
+        self.size = self.transport.size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that ranks wait for each other."""
+        return self.transport.timeout
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -98,7 +104,7 @@ class Controller:
     @property
     def has_ended(self) -> bool:
         """Whether the processes at its devices were ended, by `close` or by a failure."""
-        return self._job is not None and self._job.ended is not None
+        return self.transport.ended is not None
 
     def group(
         self,
@@ -107,7 +113,7 @@ class Controller:
         options: TrainOptions = _PLAIN,
         model: Any = None,
         rollout: SamplerOptions | None = None,
-    ) -> Workers[W]:
+    ) -> RankGroup[W]:
         """The workers of a role.
 
         Args:
@@ -122,9 +128,9 @@ class Controller:
         meshes = self.meshes(role, options, 1 if rollout is None else rollout.tensor_parallel)
         if model is not None:
             self._check_model(role, meshes, options, model, rollout)
-        if self._job is None:
-            return LocalGroup(role, recipe, self.device, meshes)
-        return RankGroup(RoleMeshes(role, meshes), recipe, self._job)
+        if self.is_local:
+            claim(self.device)
+        return RankGroup(RoleMeshes(role, meshes), recipe, self.transport)
 
     def _check_model(
         self, role: str, meshes: Mapping[str, Mesh], options: TrainOptions, model: Any, rollout: Any
@@ -138,7 +144,7 @@ class Controller:
         if generates is not None:
             generates.layout.check(shape)
             check(generation | shape.asked())
-        if self._job is not None:
+        if not self.is_local:
             splits = 1 if generates is None else generates.layout.tp
             rehearse(model, options, trains.layout, splits=splits, rollout=generation)
 
@@ -180,16 +186,13 @@ class Controller:
     def wait(self, seconds: float) -> None:
         """Have ranks and controller wait so long for each other, where no `timeout` was given. Ranks that have met
         already go on with what they met with."""
-        if self._may_change and not (self._job is not None and self._job.has_started):
-            self.timeout = seconds
-            if self._job is not None:
-                self._job.timeout = seconds
+        if self._may_change and not (self.transport.has_started):
+            self.transport.timeout = seconds
 
     def start(self) -> None:
         """Start or join the processes, which the first call does otherwise. On another rank of a torchrun job than the
         first it does not return: that rank serves the first one until its script ends."""
-        if self._job is not None:
-            self._job.start()
+        self.transport.start()
 
     def everywhere(self, function: Callable[..., Any], *args: Any, each: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
         """Call a function on every rank.
@@ -202,20 +205,16 @@ class Controller:
         Returns:
             The results, by rank.
         """
-        arguments = [(*args, *(each[rank] if each else ())) for rank in range(self.size)]
-        if self._job is None:
-            return [function(*arguments[0])]
-        return self._job.everywhere(function, arguments)
-
-    @property
-    def devices_a_machine(self) -> int:
-        """Most devices that a machine has for ranks, which need not be what this process sees."""
-        return count(self.mesh.devices[0].kind) if self._job is None else self._job.devices_a_machine
+        if self.is_local:
+            return [function(*args, *(each[0] if each else ()))]
+        commands = {rank: Command("run", (function, *args, *(each[rank] if each else ()))) for rank in range(self.size)}
+        answers = dict(run(self.transport, commands, getattr(function, "__name__", "everywhere")))
+        return [answers[rank] for rank in range(self.size)]
 
     def close(self) -> None:
         """End the processes that were started on a Ray cluster; the end of this process does that, too."""
-        if self.executor == "ray" and self._job is not None:
-            self._job.close()
+        if self.executor == "ray":
+            self.transport.close()
 
     def _check(self, ranks: int) -> None:
         if ranks == 1:
@@ -226,9 +225,9 @@ class Controller:
         self.mesh.check({self.mesh.devices[0].kind: ranks}, f"this torchrun job of {ranks} ranks")
 
 
-def _ray_job(mesh: DeviceMesh, timeout: float) -> Job:
+def _ray_transport(mesh: DeviceMesh, timeout: float) -> Transport:
     try:
-        from verl.cluster.ray.controller import RayJob
+        from verl.cluster.ray.transport import RayTransport
     except ImportError as error:
         devices = mesh.devices
         raise ConfigError(
@@ -236,7 +235,7 @@ def _ray_job(mesh: DeviceMesh, timeout: float) -> Job:
             "script is one. Ray would start them: pip install 'ray>=2.59'; or start them with "
             f"torchrun --nproc_per_node={max(device.index for device in devices) + 1}"
         ) from error
-    return RayJob(mesh, timeout)
+    return RayTransport(mesh, timeout)
 
 
 @hinted

@@ -1,38 +1,53 @@
-"""The worker group of a role, as a controller holds it: how the rows of a call are split over ranks that torchrun or
-Ray has started, and how their answers are put together."""
+"""The workers of one role, as the driver holds them: how rows are split over ranks, and answers put together."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
+from itertools import count
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from verl.batch import Batch
-from verl.cluster.rank_context import RoleMeshes, check_answer, check_call, dispatch_of, name_of, timed
-from verl.errors import BrokenCollectiveError, ClusterError
+from verl.cluster.rank_context import ROLE, RoleMeshes, dispatch_of
+from verl.cluster.transport import Command, Transport, run
+from verl.errors import ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
+from verl.weights.layout import Mesh
 
 logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
-W = TypeVar("W")
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: Seconds in which the other ranks may end once one has failed.
-GRACE = 3.0
-#: In the place of the stack of a rank whose process does not run.
-NO_ANSWER = "no answer"
-#: What is collected item by item.
-STREAMS = ("batches", "shards")
+_KEYS = count()
 
 
-class Workers(Protocol[W_co]):
-    """The workers of one role, reached as if they were one. Workers are made at the first call."""
+class RankGroup(Generic[W_co]):
+    """The workers of one role, reached as if they were one. They are made at the first call: a handle is cheap until it
+    is used."""
 
-    role: str
-    size: int
+    def __init__(self, role: RoleMeshes, recipe: partial[W_co], transport: Transport) -> None:
+        self.role, self.meshes, self.transport = role.role, role, transport
+        self.size = len(role.ranks)
+        self._recipe = recipe
+        self._key: int | None = None
+
+    @property
+    def worker(self) -> W_co:
+        """The one in this process."""
+        key = self._make()
+        return self.transport.worker.workers[key][1]  # type: ignore[no-any-return]
+
+    def _make(self) -> int:
+        if self._key is None:
+            self.transport.start()  # under torchrun the script of another rank ends here
+            key = next(_KEYS)
+            command = Command("make", (key, self._recipe, self.meshes), False)
+            dict(run(self.transport, dict.fromkeys(range(self.transport.size), command), f"{self.role}.start"))
+            self._key = key
+        return self._key
 
     def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a call on the ranks of its mesh; data travel as the worker's method declares (`Dispatch`).
@@ -45,163 +60,77 @@ class Workers(Protocol[W_co]):
             ClusterError: a worker died, or a deadline passed.
             Exception: a worker's own, with the worker's traceback, role, rank and host.
         """
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call on its way to the ranks of its mesh.
-
-    Attributes:
-        role: the key of the role's workers.
-        what: "ROLE.METHOD", for messages.
-        rows: the ranks of the mesh in its order, each with its rows of the first argument; None: all of it.
-        answering: the ranks whose answers count.
-        is_stream: whether answers come item by item.
-        is_independent: ranks do not wait for each other in it, so that the failure of some leaves the others in step.
-    """
-
-    role: int
-    what: str
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rows: Mapping[int, Sequence[int] | None]
-    answering: Collection[int]
-    is_stream: bool
-    is_independent: bool
-
-
-class Job(Protocol):
-    """Processes with a rank each: how orders reach them, and answers come back.
-
-    Attributes:
-        timeout: seconds that ranks wait for each other.
-        ended: why the processes were ended; None: they were not.
-    """
-
-    timeout: float
-    ended: str | None
-
-    @property
-    def has_started(self) -> bool: ...
-    @property
-    def devices_a_machine(self) -> int:
-        """Most devices of the placement's kind that a machine has for its ranks."""
-
-    def start(self) -> None:
-        """Start or join the processes, which the first call does otherwise."""
-
-    def make(self, recipe: partial[Any], role: RoleMeshes) -> int:
-        """Make the workers of a role; the key of its calls."""
-
-    def run(self, call: Call) -> Iterator[tuple[int, Any]]:
-        """Each answer with its rank, as they come, and perhaps that of this rank although it is not asked for; all
-        ranks have ended after the last one."""
-
-    def everywhere(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a function on every rank with the arguments of each; the answers by rank."""
-
-    def who(self, rank: int) -> str:
-        """A rank, for messages."""
-
-    def stacks(self) -> Mapping[int, str]:
-        """The stack of every rank; `NO_ANSWER` of one that does not say so within `GRACE` seconds."""
-
-    def close(self, reason: str = ...) -> None:
-        """End the processes."""
-
-
-class RankGroup(Generic[W]):
-    """A worker group on the ranks of a job. See `Workers`."""
-
-    def __init__(self, role: RoleMeshes, recipe: partial[W], job: Job) -> None:
-        self.role, self.meshes, self.job = role.role, role, job
-        self.size = len(role.ranks)
-        self._recipe = recipe
-        self._key: int | None = None
-
-    def call(self, method: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
-        name = name_of(method)
-        spec, what = dispatch_of(self._recipe.func, name), f"{self.role}.{name}"  # type: ignore[arg-type]
-        check_call(what, spec, self.meshes.meshes, args)
-        if self._key is None:
-            self._key = self.job.make(self._recipe, self.meshes)
-        mesh = self.meshes.mesh(spec.mesh)
-        rows: dict[int, Sequence[int] | None] = dict.fromkeys(mesh.ranks)
+        name: str = getattr(method, "__name__", method)  # type: ignore[arg-type]
+        what, spec = f"{self.role}.{name}", dispatch_of(self._recipe.func, name)  # type: ignore[arg-type]
+        known = (ROLE, *self.meshes.meshes)
+        if spec.mesh not in known:
+            raise ConfigError(
+                f"'{what}' is a call of mesh '{spec.mesh}', and this role has no such mesh: {nearest(spec.mesh, known)}"
+            )
+        if spec.split == "rows" and not (args and isinstance(args[0], Batch)):
+            got = type(args[0]).__name__ if args else "none"
+            raise DataError(f"'{what}' is split by rows: its first argument, not by keyword, is a Batch; got {got}")
+        key, mesh = self._make(), self.meshes.mesh(spec.mesh)
         if spec.split == "rows":
-            size = mesh.layout.data_size  # a part may be empty
-            parts = [list(range(len(args[0])))] if size == 1 else balanced(args[0], size)
-            rows = {rank: parts[index] for rank, (index, _) in ((r, mesh.rows(r) or (0, 1)) for r in mesh.ranks)}
-        answering = mesh.answering() if spec.collect in ("rows", "batches") else mesh.answering()[:1]
-        call = Call(
-            role=self._key,
-            what=what,
-            method=name,
-            args=args,
-            kwargs=kwargs,
-            rows=rows,
-            answering=() if spec.collect == "none" else answering,
-            is_stream=spec.collect in STREAMS,
-            is_independent=spec.split == "rows",
-        )
-        if call.is_stream:
-            return (item for rank, item in self.job.run(call) if rank in call.answering)
-        with timed(what):
-            answers = dict(self.job.run(call))
-        if spec.collect == "rows":
-            asked = [(rows[rank] or [], rank) for rank in answering]
-            for part, rank in asked:
-                check_answer(what, rank, len(part), answers[rank])
-            return join_rows([(part, answers[rank]) for part, rank in asked])
-        return None if spec.collect == "none" else answers[answering[0]]
+            return self._call_rows(what, spec.collect, mesh, (key, name), args, kwargs)  # type: ignore[no-any-return]
+        stream = args[0] if args and isinstance(args[0], Iterator) else None
+        order = (key, name, args if stream is None else args[1:], kwargs)
+        first, *_ = mesh.answering()
+        commands = {r: Command("call", order, spec.collect != "none" and r == first) for r in mesh.ranks}
+        answers = run(self.transport, commands, what, stream=stream)
+        if spec.collect == "shards":
+            return _items(answers)  # type: ignore[return-value]
+        with _timed(what):
+            return dict(answers).get(first)  # type: ignore[return-value]
+
+    def _call_rows(
+        self, what: str, collect: str, mesh: Mesh, call: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Each data-parallel index gets its rows of a batch, and the first of the ranks that share them answers."""
+        batch, *rest = args
+        size, answering = mesh.layout.data_size, mesh.answering() if collect != "none" else ()
+        rows = [range(len(batch))] if size == 1 else balanced(batch, size)  # some may be empty
+        orders = [(*call, (part, *rest), kwargs) for part in ([batch] if size == 1 else map(batch.take, rows))]
+        index = {rank: (mesh.rows(rank) or (0, 1))[0] for rank in mesh.ranks}
+        commands = {rank: Command("call", orders[i], rank in answering) for rank, i in index.items()}
+        collective = collect == "batches" and len(answering) < mesh.size
+        answers = run(self.transport, commands, what, is_independent=True, collective=collective)
+        if collect == "batches":
+            return _items(answers)
+        with _timed(what):
+            of_rank = dict(answers)
+        if collect == "none":
+            return None
+        for part, rank in zip(rows, answering, strict=True):
+            answer = of_rank[rank]
+            if not isinstance(answer, Batch) or len(answer) != len(part):
+                got = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
+                raise DataError(
+                    f"'{what}' collects rows, and rank {rank} answered {len(part)} rows with {got}: return a Batch of "
+                    "one row for each that came"
+                )
+        return joined(rows, [of_rank[rank] for rank in answering])
 
 
-def died(who: str, where: str, why: str) -> ClusterError:
-    """The error about a rank whose process is gone."""
-    return ClusterError(
-        f"{who} died {where}: {why}. The run cannot go on without it; the same command resumes it from its last "
-        "checkpoint"
-    )
+def _items(answers: Generator[tuple[int, Any], None, None]) -> Iterator[Any]:
+    with closing(answers):
+        for _, item in answers:
+            yield item
+            del item  # a shard is let go before the next one is made
 
 
-def stalled(job: Job, ranks: Sequence[int], what: str, limit: float) -> ClusterError:
-    """The error of a missed deadline. The stacks of all ranks are logged, and the job ended.
-
-    Args:
-        ranks: those that have not answered. If some of them say no stack either, these are named alone: the others wait
-            for them.
-    """
-    stacks = job.stacks()
-    for rank, stack in stacks.items():
-        logger.error("%s stands at:\n%s", job.who(rank), stack)
-    names = "; ".join(map(job.who, [rank for rank in ranks if stacks[rank] == NO_ANSWER] or ranks))
-    reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
-    job.close(reason)
-    return ClusterError(reason)
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    logger.debug("%s took %.3f s", what, time.perf_counter() - began)
 
 
-def raise_cause(
-    job: Job, errors: Mapping[int, Exception], late: Collection[int], what: str, is_broken: bool
-) -> NoReturn:
-    """Raise, of the errors of several ranks, that of the first rank which did not just wait for another one; if all of
-    them did, those that have not ended are to blame.
-
-    Args:
-        late: the ranks that have not ended.
-        is_broken: ranks may no longer be in step, so that the job is ended, as where some are late.
-    """
-    if late and all(isinstance(error, BrokenCollectiveError) for error in errors.values()):
-        raise stalled(job, sorted(late), what, job.timeout) from next(iter(errors.values()), None)
-    first = (errors[rank] for rank in sorted(errors))
-    cause = min(first, key=lambda error: isinstance(error, BrokenCollectiveError))
-    if late or is_broken:
-        job.close(f"{type(cause).__name__}: {cause}")
-    raise cause from cause.__cause__
-
-
-def join_rows(parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
-    """Answers put back into the order of the rows that were asked about. Columns are those of answers with rows, or,
-    where none has any, of the first."""
-    order = [row for rows, _ in parts for row in rows]
-    answers = [answer for rows, answer in parts if rows] or [parts[0][1]]
-    return Batch.concat(answers).take(sorted(range(len(order)), key=order.__getitem__))
+def joined(rows: Sequence[Sequence[int]], answers: Sequence[Batch]) -> Batch:
+    """Answers about parts of a batch in the order of its rows. Columns are those of answers with rows, or, where none
+    has any, of the first."""
+    if len(answers) == 1:
+        return answers[0]
+    order = [row for part in rows for row in part]
+    filled = [answer for answer in answers if len(answer)] or answers[:1]
+    return Batch.concat(filled).take(sorted(range(len(order)), key=order.__getitem__))

@@ -6,20 +6,15 @@ A role has two meshes (`verl.weights.layout.Mesh`): "train" and "rollout", on th
 from __future__ import annotations
 
 import inspect
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from verl._base.names import check_known
-from verl.batch import Batch
-from verl.errors import ConfigError, DataError, nearest
+from verl.errors import ConfigError, nearest
 from verl.weights.layout import Mesh
 
-logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 Split = Literal["rows", "whole"]
@@ -28,6 +23,8 @@ Collect = Literal["rows", "first", "batches", "shards", "none"]
 _COLLECTS: dict[str, tuple[str, ...]] = {"rows": ("rows", "batches", "none"), "whole": ("first", "shards", "none")}
 #: Seconds that ranks wait for each other when nothing else is set.
 TIMEOUT = 1800.0
+#: What is collected item by item.
+STREAMS = ("batches", "shards")
 #: The mesh of all ranks of a role.
 ROLE = "role"
 #: Key of the process group that weights move over on their way from training to generation, while others compute.
@@ -137,11 +134,6 @@ def dispatch(mesh: str = ROLE, *, split: Split = "whole", collect: Collect = "fi
     return declare
 
 
-def name_of(method: Callable[..., Any] | str) -> str:
-    """The name by which a call travels to ranks, where the class of the worker says what it is."""
-    return method if isinstance(method, str) else method.__name__
-
-
 def dispatch_of(worker: type, name: str) -> Dispatch:
     """The declaration of a worker's method.
 
@@ -156,56 +148,3 @@ def dispatch_of(worker: type, name: str) -> Dispatch:
             f"{worker.__name__} has no method '{name}' that a controller may call: {nearest(name, known)}"
         )
     return declared  # type: ignore[no-any-return]
-
-
-def check_call(what: str, spec: Dispatch, meshes: Iterable[str], args: Sequence[Any]) -> None:
-    """Refuse what no rank could do.
-
-    Args:
-        what: "ROLE.METHOD", for messages.
-        meshes: those of the role.
-
-    Raises:
-        ConfigError: the role has no mesh of that name.
-        DataError: it is split by rows, and its first argument is no batch.
-    """
-    known = (ROLE, *meshes)
-    if spec.mesh not in known:
-        raise ConfigError(
-            f"'{what}' is a call of mesh '{spec.mesh}', and this role has no such mesh: {nearest(spec.mesh, known)}"
-        )
-    if spec.split == "rows" and not (args and isinstance(args[0], Batch)):
-        got = type(args[0]).__name__ if args else "none"
-        raise DataError(f"'{what}' is split by rows: its first argument, not by keyword, is a Batch; got {got}")
-
-
-def check_answer(what: str, rank: int, rows: int, answer: Any) -> None:
-    """Check a rank's answer to a call that collects rows.
-
-    Raises:
-        DataError: a rank's answer is not one row for each that it got.
-    """
-    if not isinstance(answer, Batch) or len(answer) != rows:
-        got = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
-        raise DataError(
-            f"'{what}' collects rows, and rank {rank} answered {rows} rows with {got}: return a Batch of one row for "
-            "each that came"
-        )
-
-
-@contextmanager
-def timed(what: str) -> Iterator[None]:
-    """Log how long a call took."""
-    began = time.perf_counter()
-    yield
-    logger.debug("%s took %.3f s", what, time.perf_counter() - began)
-
-
-@contextmanager
-def noted(text: str) -> Iterator[None]:
-    """Inside, an exception keeps its type and says where it arose, in a note."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(text)
-        raise

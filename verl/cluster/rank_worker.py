@@ -1,4 +1,4 @@
-"""A process with one rank of the job, and that rank's workers of all roles. torchrun or Ray starts it."""
+"""The workers of one rank, of all roles, in the process that has it."""
 
 from __future__ import annotations
 
@@ -7,57 +7,90 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from verl._host.ranks import who
-from verl.cluster.group import STREAMS
-from verl.cluster.rank_context import RoleMeshes, dispatch_of, noted
-from verl.cluster.world import World
+from verl.cluster.rank_context import STREAMS, RankContext, RoleMeshes, dispatch_of
 
 logger = logging.getLogger(__name__)
 
 
+class Job(Protocol):
+    """What this rank knows of the others."""
+
+    def context(self, role: RoleMeshes) -> RankContext | None:
+        """The place of this rank in a role; None: nowhere. Called on all ranks in the same order."""
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """Inside, a broken collective raises `BrokenCollectiveError`."""
+
+
 class RankWorker:
-    """The workers of one rank.
+    """Carries out the commands of the driver, one after another."""
 
-    Args:
-        world: this rank's side of the job.
-    """
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.workers: dict[int, tuple[str, Any]] = {}
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._workers: dict[int, tuple[str, Any]] = {}
+    def carry_out(
+        self, verb: str, args: Sequence[Any], answers: bool, stream: Iterator[Any] | None = None
+    ) -> Generator[Any, None, None]:
+        """What a command returns, item by item; nothing, if it is not to be answered. See `transport.Command`."""
+        items = getattr(self, verb)(*args, *(() if stream is None else (stream,)))
+        if answers:
+            yield from items
+        else:
+            deque(items, maxlen=0)
+        deque(stream or (), maxlen=0)  # what was not drawn here other ranks wait for
 
-    def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> None:
+    def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> Iterable[Any]:
         """This rank's worker of a role, if it has one. Called on all ranks, in the same order."""
         with self._noted(role.role, "start"):
-            context = self.world.context(role)
+            context = self.job.context(role)
             if context is not None:
-                self._workers[key] = (role.role, recipe(context=context))
+                self.workers[key] = (role.role, recipe(context=context))
                 logger.info(
                     "process %d: rank %d of %d of role '%s'", os.getpid(), context.rank, context.size, context.role
                 )
+        return ()
 
-    def execute(self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-        """Results that a call of this rank's worker of a role yields, or the one value that it returns."""
-        role, worker = self._workers[key]
+    def call(
+        self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *stream: Iterator[Any]
+    ) -> Iterator[Any]:
+        """What a method of this rank's worker of a role yields, or the one value that it returns. A stream is its first
+        argument."""
+        role, worker = self.workers[key]
         with self._noted(role, method):
-            answer = getattr(worker, method)(*args, **kwargs)
-            yield from answer if dispatch_of(type(worker), method).collect in STREAMS else (answer,)
+            answer = getattr(worker, method)(*stream, *args, **kwargs)
+            if dispatch_of(type(worker), method).collect in STREAMS:
+                yield from answer
+            else:
+                yield answer
 
-    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """A function in this process."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Iterable[Any]:
+        """What a function returns in this process."""
         name = getattr(function, "__name__", "everywhere")
-        with self.world.collective(name), noted(f"in '{name}', {who()}"):
-            return function(*args)
+        with self.job.collective(name), _noted(f"in '{name}', {who()}"):
+            return (function(*args),)
 
     @contextmanager
     def _noted(self, role: str, method: str) -> Iterator[None]:
-        with self.world.collective(f"{role}.{method}"), noted(f"in role '{role}', {who()}, call '{method}'"):
+        with self.job.collective(f"{role}.{method}"), _noted(f"in role '{role}', {who()}, call '{method}'"):
             yield
+
+
+@contextmanager
+def _noted(text: str) -> Iterator[None]:
+    """Inside, an exception keeps its type and says where it arose, in a note."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
 
 
 def stacks() -> str:

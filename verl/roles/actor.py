@@ -52,7 +52,7 @@ from verl.workers.update import MiniBatchPlan, TaskLoss
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from verl.cluster.group import Workers
+    from verl.cluster.group import RankGroup
     from verl.keywords import ActorKeywords
     from verl.rollout.episode import Episode
 
@@ -211,7 +211,7 @@ class Actor(ModelHandle[ActorWorker]):
             logger.info("generation also stops at %s, with which the chat template ends a reply", turn_end)
         return ends
 
-    def _make_group(self, source: ModelSource) -> Workers[ActorWorker]:
+    def _make_group(self, source: ModelSource) -> RankGroup[ActorWorker]:
         self.resolve_engine()
         recipe = partial(
             ActorWorker,

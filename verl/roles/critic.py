@@ -31,7 +31,7 @@ from verl.workers.update import MiniBatchPlan, TaskLoss
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from verl.cluster.group import Workers
+    from verl.cluster.group import RankGroup
     from verl.keywords import CriticKeywords
     from verl.models.source import ModelFiles, ModelSource
     from verl.roles.actor import Actor
@@ -101,7 +101,7 @@ class Critic(ModelHandle[CriticWorker]):
         """The model; without weights where workers in other processes have it."""
         return self.modules  # type: ignore[no-any-return]
 
-    def _make_group(self, source: ModelSource) -> Workers[CriticWorker]:
+    def _make_group(self, source: ModelSource) -> RankGroup[CriticWorker]:
         recipe = partial(CriticWorker, source, self.train_options)
         return self.controller.group(self.role, recipe, self.train_options, self.modules)
 

@@ -61,5 +61,5 @@ class WorkerGroup:
         return self.actor.group.size
 
     def call(self, method: Callable[Concatenate[ActorWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a call on the actor's ranks, see `verl.cluster.group.Workers`: `call(ActorWorker.exact_rollout)`."""
+        """Run a call on the actor's ranks, see `verl.cluster.group.RankGroup`: `call(ActorWorker.exact_rollout)`."""
         return self.actor.group.call(method, *args, **kwargs)

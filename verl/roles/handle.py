@@ -23,7 +23,7 @@ from verl.workers.update import MiniBatchPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from verl.cluster.group import Workers
+    from verl.cluster.group import RankGroup
 
 P = ParamSpec("P")
 H = TypeVar("H", bound="ModelHandle[Any]")
@@ -76,9 +76,9 @@ class ModelHandle(Generic[W_co]):
     plan: MiniBatchPlan
     files: ModelFiles | None = None
     base: LoraBase | None = None
-    _group: Workers[W_co] | None = None
+    _group: RankGroup[W_co] | None = None
     #: Of an actor: those of its reference policy.
-    _reference: Workers[ReferenceWorker] | None = None
+    _reference: RankGroup[ReferenceWorker] | None = None
     _outline: dict[str, Tensor] | None = None
 
     @classmethod
@@ -87,14 +87,14 @@ class ModelHandle(Generic[W_co]):
         return cls(name, *args, **options)
 
     @property
-    def group(self) -> Workers[W_co]:
+    def group(self) -> RankGroup[W_co]:
         """The workers; made when they are first needed."""
         if self._group is None:
             self._outline = outline(self.modules)
             self._group = self._make_group(self.files or PortableModel(self.modules))
         return self._group
 
-    def _make_group(self, source: ModelSource) -> Workers[W_co]:
+    def _make_group(self, source: ModelSource) -> RankGroup[W_co]:
         """The workers, each of which makes its model from `source`."""
         raise NotImplementedError
 

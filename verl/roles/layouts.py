@@ -151,7 +151,7 @@ def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks:
     device = CPU if is_cpu else sheet_of(device_name(actor.device)) or DEVICES["a100"]
     # The driver of a cluster may see no device: then the data sheet's.
     free = free_memory(actor.device) // (ranks if is_cpu else 1) if is_here(actor.device) else int(device.memory)
-    per_machine = ranks if is_cpu else min(ranks, max(1, actor.controller.devices_a_machine))
+    per_machine = ranks if is_cpu else min(ranks, max(1, actor.controller.transport.devices_a_machine))
     cluster = Cluster(-(-ranks // per_machine), per_machine, device, device.network * per_machine)
     strategy = memory.fsdp(size.itemsize) if train.shard > 1 else memory.ddp(size.itemsize)
     model = Model("actor", size, True, (strategy,))

@@ -16,7 +16,7 @@ from verl._host.log import follow_log_level
 from verl._host.ranks import registry
 from verl.batch import Batch
 from verl.cluster.controller import Controller, start
-from verl.cluster.group import Workers
+from verl.cluster.group import RankGroup
 from verl.errors import CheckpointError, ConfigError, RewardError, nearest
 from verl.models.portable import PortableModel
 from verl.rewards.failures import Failures
@@ -221,7 +221,7 @@ class Reward:
             )
 
 
-def _scores(group: Workers[RewardWorker], tokens: list[list[int]]) -> list[float]:
+def _scores(group: RankGroup[RewardWorker], tokens: list[list[int]]) -> list[float]:
     """The scores of texts by the workers of a reward model."""
     rows = Batch.from_columns({"prompt_tokens": tokens, "response_tokens": [[] for _ in tokens]})
     return list(group.call(RewardWorker.scores, rows)["scores"])

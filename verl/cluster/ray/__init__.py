@@ -1,4 +1,4 @@
 """Ranks as Ray actors.
 
-Reading order: `controller`, `rank`, `pool`.
+Reading order: `transport`, `rank`, `pool`.
 """

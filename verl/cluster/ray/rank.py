@@ -8,11 +8,8 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,8 +18,6 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl._host.ranks import registry, who
-from verl.batch import Batch
-from verl.cluster.rank_context import RoleMeshes
 from verl.cluster.rank_worker import RankWorker, stacks
 from verl.cluster.world import World
 from verl.errors import ClusterError
@@ -42,19 +37,8 @@ class WorkerError(Exception):
         self.error, self.trace = error, trace
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A stream of shards on its way to a worker: references to bunches of them."""
-
-    bunches: Sequence[Any]
-
-    def open(self) -> Iterator[Shard]:
-        for reference in self.bunches:
-            yield from ray.get(reference, timeout=_FETCH)
-
-
 class RayRank:
-    """The methods that the driver calls; one at a time and in the order they were called in, except for `stacks`."""
+    """The methods that the driver calls; one at a time and in the order they were called in, except for `watch`."""
 
     def __init__(self) -> None:
         self._store: Any = None
@@ -98,56 +82,34 @@ class RayRank:
         store = self._store or TCPStore(*meeting, is_master=False, timeout=timedelta(seconds=timeout))
         self.worker = RankWorker(World(rank, len(machines), store, timeout, device))
 
-    def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> None:
-        with self._reported(role.role):
-            self.worker.make(key, recipe, role)
-
-    def call(self, pickled: bytes, *first: Batch | Stream) -> Any:
-        """The result of a call; None from a rank that does not answer.
+    @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
+    def carry_out(
+        self, verb: str, args: tuple[Any, ...], answers: bool, bunches: Sequence[Any] | None
+    ) -> Iterator[list[Any]]:
+        """What a command returns, in lists: shards in bunches, all else one by one.
 
         Args:
-            pickled: arguments of `RankWorker.execute`; this rank's rows of the batch that comes along (None: all of
-                it); and whether it answers.
-            first: the call's first argument, if it is a batch or a stream, which travel separately from the others.
+            bunches: references to those of the stream that is its last argument.
         """
-        return next(self._items(pickled, *first), None)
-
-    @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
-    def stream(self, pickled: bytes, *first: Batch | Stream) -> Iterator[Any]:
-        """Items of a call, shards in bunches; none from a rank that does not answer. Arguments: see `call`."""
-        items = self._items(pickled, *first)
-        item = next(items, None)
-        if isinstance(item, Shard):
-            yield from in_buckets(chain([item], items))
-        elif item is not None:
-            yield item
-            yield from items
-
-    def _items(self, pickled: bytes, *first: Batch | Stream) -> Iterator[Any]:
-        (key, method, args, kwargs), rows, answers = pickle.loads(pickled)
-        with self._reported(method):
-            here = (one.open() if isinstance(one, Stream) else one if rows is None else one.take(rows) for one in first)
-            for item in self.worker.execute(key, method, (*here, *args), kwargs):
-                if answers:
-                    yield item
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """A function in this process."""
-        with self._reported("run"):
-            return self.worker.run(function, args)
-
-    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def stacks(self) -> str:
-        """The stack of every thread, while another method runs."""
-        return stacks()
-
-    @contextmanager
-    def _reported(self, what: str) -> Iterator[None]:
+        if hasattr(self, verb):  # before it has a `RankWorker`
+            yield [getattr(self, verb)(*args)]
+            return
+        stream = None if bunches is None else chain.from_iterable(ray.get(b, timeout=_FETCH) for b in bunches)
         try:
-            yield
+            items = self.worker.carry_out(verb, args, answers, stream)
+            for first in items:
+                if isinstance(first, Shard):
+                    yield from in_buckets(chain([first], items))
+                else:
+                    yield [first]
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            raise WorkerError(_portable(error), f"{who()}, {what}:\n{text}") from None
+            raise WorkerError(_portable(error), f"{who()}, {args[1] if verb == 'call' else verb}:\n{text}") from None
+
+    @ray.method(concurrency_group="watch", num_returns="streaming")  # type: ignore[untyped-decorator]
+    def watch(self, *command: Any) -> Iterator[list[str]]:
+        """The stack of every thread, while another method runs."""
+        yield [stacks()]
 
 
 def _portable(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Ranks of a torchrun job: one controller, the others serve it.
+"""Ranks of a torchrun job: rank 0 drives, the others carry out its commands.
 
-Reading order: `controller`, `meeting`, `codec`, `link`.
+Reading order: `transport`, `worker_loop`, `link`, `codec`, `meeting`.
 """

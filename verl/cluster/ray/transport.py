@@ -1,0 +1,220 @@
+"""Ranks on a Ray cluster: one process each, driven from here."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl._host.ray_session import START_DEADLINE, connect
+from verl._host.user_functions import user_modules
+from verl.cluster.placement import Device, DeviceMesh
+from verl.cluster.rank_worker import RankWorker
+from verl.cluster.ray.rank import RayRank, WorkerError
+from verl.cluster.transport import Command, Event, run
+from verl.errors import ClusterError, ConfigError
+from verl.weights.shard import in_buckets
+
+_LEAST_CPUS = 0.02
+_NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
+_ACCELERATOR = "ray.io/accelerator-type"
+
+
+class RayTransport:
+    """The processes of one placement, started at the first use; its device i is rank i of their world. See `Transport`.
+
+    The cluster is the one that this process is connected to, else the one at `RAY_ADDRESS`, else one that is started
+    on this machine and ends with this process.
+
+    Args:
+        timeout: seconds for any call.
+
+    Raises:
+        ConfigError: the cluster does not have what the placement asks for; says what it has.
+    """
+
+    own_rank = -1
+    worker: RankWorker
+
+    def __init__(self, mesh: DeviceMesh, timeout: float) -> None:
+        self.mesh, self.timeout, self.size = mesh, timeout, len(mesh.devices)
+        self.ended: str | None = None
+        self._lock = threading.RLock()  # commands reach all ranks in one order
+        self._workers: list[Any] = []
+        self._about: list[dict[str, Any]] = [{"host": "?", "pid": "?"}] * self.size
+        self._group: PlacementGroup | None = None
+        connect()
+        self._cpus = _check(mesh)
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self._workers)
+
+    @property
+    def devices_a_machine(self) -> int:
+        kind = "GPU" if self.mesh.devices[0].kind == "cuda" else "CPU"
+        return int(max(node["Resources"].get(kind, 0) for node in _nodes()))
+
+    def start(self) -> None:
+        """Start the processes and let them meet.
+
+        Raises:
+            ClusterError: what the placement asks for is taken by others, or a process does not start.
+        """
+        with self._lock:
+            if self._workers or self.ended is not None:
+                return
+            kind = self.mesh.devices[0].kind
+            nodes = _nodes()
+            bundle = {"GPU": 1.0} if kind == "cuda" else {"CPU": self._cpus}
+            selectors = [_selector(device, nodes) for device in self.mesh.devices]
+            strategy = "PACK" if kind == "cuda" else "SPREAD"
+            self._group = placement_group([bundle] * self.size, strategy, bundle_label_selector=selectors)
+            if not self._group.wait(START_DEADLINE):
+                remove_placement_group(self._group)
+                raise ClusterError(
+                    f"placement: {self.size} devices with {bundle} each found no place on the Ray cluster within "
+                    f"{START_DEADLINE:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
+                    f"{_amounts(ray.available_resources())}"
+                )
+            actor_class = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayRank)
+            for index in range(self.size):
+                where = PlacementGroupSchedulingStrategy(self._group, index)
+                share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
+                self._workers.append(actor_class.options(scheduling_strategy=where, **share).remote())
+            self._meet("cuda:0" if kind == "cuda" else "cpu")
+
+    def _meet(self, device: str) -> None:
+        """Let the ranks meet at a store that rank 0 opens: the port is its own from the beginning."""
+
+        def each(commands: Mapping[int, Command]) -> dict[int, Any]:
+            return dict(run(self, commands, "start", timeout=START_DEADLINE))
+
+        about = each(dict.fromkeys(range(self.size), Command("about")))
+        self._about = [about[rank] for rank in range(self.size)]
+        machines = [one["node"] for one in self._about]
+        is_one = len(set(machines)) == 1
+        port = each({0: Command("open_store", (is_one,))})[0]
+        meeting = "127.0.0.1" if is_one else self._about[0]["address"], port
+        threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
+        joins = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
+        each({rank: Command("join", args) for rank, args in enumerate(joins)})
+
+    def send(
+        self,
+        commands: Mapping[int, Command],
+        what: str,
+        stream: Iterator[Any] | None = None,
+        collective: bool = False,
+    ) -> tuple[dict[Any, int], None]:
+        with self._lock:
+            for module in user_modules.values():  # what comes of a user's own file, and is no module elsewhere
+                ray.cloudpickle.register_pickle_by_value(module)
+            bunches = None if stream is None else [ray.put(bunch) for bunch in in_buckets(stream)]
+            # What cannot travel is refused before the start. Several ranks may get the same.
+            put = {id(command.args): ray.put(command.args) for command in commands.values()}
+            self.start()
+            if self.ended is not None:
+                raise ClusterError(f"the ranks have been ended: {self.ended}")
+            sent = {}
+            for rank, (verb, args, answers) in commands.items():
+                method = self._workers[rank].watch if verb == "stacks" else self._workers[rank].carry_out
+                sent[method.remote(verb, put[id(args)], answers, bunches)] = rank
+        return sent, None
+
+    def receive(self, sent: dict[Any, int], seconds: float) -> list[Event]:
+        done, _ = ray.wait([*sent], timeout=max(0.0, seconds)) if sent else ([], [])
+        events = []
+        for call in done:
+            rank = sent[call]
+            try:
+                events += [Event(rank, "item", item) for item in ray.get(next(call), timeout=START_DEADLINE)]
+                continue
+            except StopIteration:
+                events.append(Event(rank, "end"))
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, WorkerError):
+                    seen = cause.error
+                    seen.__cause__ = ClusterError(f"the worker's own traceback: {cause.trace}")
+                else:
+                    seen = ClusterError(f"{self.who(rank)} failed: {error}")
+                events.append(Event(rank, "error", seen))
+            except ray.exceptions.RayError as error:
+                events.append(Event(rank, "gone", " ".join(str(error).split())))
+            del sent[call]
+        return events
+
+    def who(self, rank: int) -> str:
+        about = self._about[rank]
+        where = f"device {self.mesh.devices[rank]}, host {about['host']}, pid {about['pid']}"
+        return f"rank {rank} of {self.size} ({where})"
+
+    def close(self, reason: str = "close() was called") -> None:
+        """End the processes and give what they took of the cluster back."""
+        with self._lock:
+            if self.ended is None:
+                self.ended = reason
+                for worker in self._workers:
+                    ray.kill(worker)
+                if self._group is not None:
+                    remove_placement_group(self._group)
+
+
+def _check(mesh: DeviceMesh) -> float:
+    """Compare a placement with the cluster; the CPUs that a rank on a CPU takes of it."""
+    nodes = _nodes()
+    for device in mesh.devices:
+        _selector(device, nodes)
+    total = ray.cluster_resources()
+    if mesh.devices[0].kind == "cuda":
+        mesh.check({"cuda": int(total.get("GPU", 0))}, f"the Ray cluster of {len(nodes)} nodes")
+        return 0.0
+    # Half of what is free, so that a second placement and other work find a place.
+    free, count = ray.available_resources().get("CPU", 0.0), len(mesh.devices)
+    share: float = min(1.0, free / 2 / count)
+    if share < _LEAST_CPUS:
+        raise ConfigError(
+            f"placement: {count} cpu devices take {_LEAST_CPUS} CPUs each or more, and of the {total.get('CPU', 0):g} "
+            f"CPUs of the Ray cluster {free:g} are free, half of which a placement may take"
+        )
+    return math.floor(share * 1e4) / 1e4  # the cluster's own precision
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """The living nodes of the cluster, the head first."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(alive, key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeName"], n["NodeID"]))
+
+
+def _selector(device: Device, nodes: list[dict[str, Any]]) -> dict[str, str]:
+    """The labels of the nodes that a rank may stand on."""
+    matching, labels = nodes, {}
+    if device.node:
+        matching = [n for i, n in enumerate(nodes) if device.node in (str(i), *(n[key] for key in _NODE_KEYS))]
+        if len(matching) != 1:
+            known = ", ".join(f"{i} ({n['NodeName']})" for i, n in enumerate(nodes))
+            raise ConfigError(f"placement: device {device} names no one node of the Ray cluster; it has {known}")
+        labels["ray.io/node-id"] = matching[0]["NodeID"]
+    if device.accelerator:
+        kinds = {n["Labels"].get(_ACCELERATOR, "none") for n in matching}
+        if device.accelerator not in kinds:
+            raise ConfigError(
+                f"placement: device {device} wants accelerator {device.accelerator}, and the Ray cluster has: "
+                f"{', '.join(sorted(kinds))}"
+            )
+        labels[_ACCELERATOR] = device.accelerator
+    if device.kind == "cuda" and device.node and device.index >= (count := int(matching[0]["Resources"].get("GPU", 0))):
+        raise ConfigError(f"placement: device {device} is not there: node {device.node} has {count} GPUs")
+    return labels
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))

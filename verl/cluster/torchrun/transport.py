@@ -1,0 +1,261 @@
+"""Ranks that torchrun has started, seen from rank 0, which runs the script and its own part of each call.
+
+All ranks run the script up to its first call. There they compare what they have registered; from then on the script is
+that of rank 0 alone, and the others are in their `worker_loop` until it ends, or rank 0 is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from verl._host import ranks
+from verl._host.ranks import local_ranks, rank_here, registry, torchrun_ranks
+from verl.cluster.rank_context import TIMEOUT
+from verl.cluster.rank_worker import RankWorker
+from verl.cluster.torchrun.codec import decode_error
+from verl.cluster.torchrun.link import Link, Message, control_group
+from verl.cluster.torchrun.worker_loop import LEAVING, WorkerLoop, after
+from verl.cluster.transport import GRACE, Command, Event, died
+from verl.cluster.world import World
+from verl.errors import BrokenCollectiveError, ClusterError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Sent:
+    """Commands on their way.
+
+    Attributes:
+        pending: ranks that have not ended.
+        collective: they wait while this rank does not draw its own part.
+        inbox: what they have sent.
+    """
+
+    serial: int
+    what: str
+    pending: set[int]
+    collective: bool
+    inbox: queue.SimpleQueue[tuple[int, Message]] = field(default_factory=queue.SimpleQueue)
+
+
+class TorchrunTransport:
+    """The ranks of this torchrun job; there is one a process. See `Transport`.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+    """
+
+    own_rank = 0
+    worker: RankWorker
+
+    def __init__(self) -> None:
+        self.timeout, self.kind = TIMEOUT, "cpu"
+        self.ended: str | None = None
+        self.size, self.devices_a_machine, self.has_started = torchrun_ranks(), local_ranks(), False
+        self._links: dict[int, Link] = {}
+        self._about: dict[int, Mapping[str, Any]] = {}
+        self._gone: dict[int, str] = {}
+        self._lock = threading.RLock()  # commands reach all ranks in the order in which they are carried out here
+        self._serials, self._sent = itertools.count(1), dict[int, _Sent]()
+
+    def start(self) -> None:
+        """The first call: on rank 0 it returns once all ranks are there, on another rank it never returns.
+
+        Raises:
+            ClusterError: the ranks have made other handles, or the same in another order.
+        """
+        with self._lock:
+            if self.has_started:
+                return
+            local = os.environ.get("LOCAL_RANK", str(rank_here()))
+            device = f"cuda:{local}" if self.kind == "cuda" else self.kind
+            world = World(rank_here(), self.size, None, self.timeout, device)
+            group = control_group(world.rank, world.size, self.timeout)
+            self.worker, registry.is_closed, self.has_started = RankWorker(world), True, True
+            if world.rank != 0:
+                WorkerLoop(self.worker, group).run()
+            self._meet(group, world)
+
+    def _meet(self, group: Any, world: World) -> None:
+        for rank in range(1, world.size):
+            link = Link(group, rank, partial(self._deliver, rank))
+            try:
+                self._about[rank] = link.receive().body
+            except RuntimeError as error:
+                raise ClusterError(
+                    f"rank {rank} of {world.size} died before the first call: it was silent ({error})"
+                ) from error
+            self._links[rank] = link
+        for link in self._links.values():
+            link.open()
+        atexit.register(self._end, world)
+        for rank, about in self._about.items():
+            if (reason := _first_difference(registry.labels, about["labels"], rank)) is not None:
+                self.close(reason)
+                raise ClusterError(reason)
+
+    def send(
+        self,
+        commands: Mapping[int, Command],
+        what: str,
+        stream: Iterator[Any] | None = None,
+        collective: bool = False,
+    ) -> tuple[_Sent, Iterator[Any] | None]:
+        self.start()
+        serial, messages, encoded = next(self._serials), {}, dict[int, Message]()
+        for rank, (verb, args, answers) in commands.items():
+            if rank in self._links:
+                if id(args) not in encoded:  # several ranks may get the same
+                    encoded[id(args)] = Message.of("command", serial, (what, verb, args, stream is not None))
+                messages[rank] = replace(encoded[id(args)], answers=answers)
+        sent = _Sent(serial, what, {*messages}, collective)
+        with self._lock:
+            if what == "stacks":  # a rank that is stopped does not take it
+                self._sent[serial] = sent
+                for rank in messages:
+                    self._tell(Message("stacks", serial), [rank], wait=0.0)
+                return sent, None
+            self._check_free(messages, what)
+            self._sent |= {serial: sent} if messages else {}
+            for rank, message in messages.items():
+                try:
+                    self._links[rank].send(message)
+                except BrokenCollectiveError as error:  # before the reading thread has noticed
+                    self._deliver(rank, Message("gone", tree=str(error)))
+        return sent, None if stream is None else self._fed(stream, [*messages])
+
+    def _check_free(self, ranks_: Iterable[int], what: str) -> None:
+        if self.ended is not None:
+            raise ClusterError(f"the ranks have been ended: {self.ended}")
+        for rank in ranks_:
+            if rank in self._gone:
+                raise ClusterError(died(self.who(rank), "before this call", self._gone[rank]))
+            for sent in self._sent.values():
+                if sent.collective and rank in sent.pending:
+                    raise ClusterError(
+                        f"'{what}' was called while the stream of '{sent.what}' is open: its ranks are busy until it "
+                        "ends. Exhaust the iterator or close() it first"
+                    )
+
+    def _fed(self, stream: Iterator[Any], to: Sequence[int]) -> Iterator[Any]:
+        """The stream, whose items are sent to other ranks on the way."""
+        try:
+            for item in stream:
+                message = Message.of("item", body=item)
+                for rank in to:
+                    self._links[rank].send(message)
+                yield item
+        except BaseException:
+            self._tell(Message("cut"), to)
+            raise
+        self._tell(Message("last"), to)
+
+    def receive(self, sent: _Sent, seconds: float) -> list[Event]:
+        try:
+            rank, message = sent.inbox.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return []
+        if message.do == "item":
+            return [Event(rank, "item", message.body)]
+        sent.pending.discard(rank)
+        if not sent.pending:
+            self._sent.pop(sent.serial, None)
+        if message.do == "error":
+            error = decode_error(message.body, self.who(rank))
+            error.__cause__ = ClusterError(f"the worker's own traceback: {message.body['traceback']}")
+            return [Event(rank, "error", error)]
+        return [Event(rank, message.do, message.tree)]
+
+    def _deliver(self, rank: int, message: Message) -> None:
+        """Called by the reading thread of a link."""
+        if message.do == "signal":
+            on_signal = ranks.on_signal or partial(os.kill, os.getpid())
+            on_signal(int(message.tree))
+            return
+        waiting = [self._sent.get(message.serial)]
+        if message.do == "gone":
+            self._gone[rank] = str(message.tree)
+            if self.ended is None:  # torchrun may end this process before it has raised the error
+                logger.error("%s died: %s", self.who(rank), message.tree)
+            waiting = [sent for sent in [*self._sent.values()] if rank in sent.pending]
+        for sent in filter(None, waiting):
+            sent.inbox.put((rank, message))
+            if message.do in ("gone", "error"):
+                after(GRACE, self._free, sent)
+
+    def _free(self, sent: _Sent) -> None:
+        """Free this rank if it has not read of a failure since: it may be in a collective that a failed rank does not
+        come to, and gloo frees it only when the other processes have ended."""
+        if not sent.inbox.empty():
+            self.close("another rank failed in a call that this rank is still in")
+
+    def who(self, rank: int) -> str:
+        about = self._about.get(rank, {"host": socket.gethostname(), "pid": os.getpid()})
+        return f"rank {rank} of {self.size} (host {about['host']}, pid {about['pid']})"
+
+    def close(self, reason: str = "close() was called") -> None:
+        """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
+        if self.ended is None:
+            self.ended = reason
+            self._tell(Message("exit"), list(self._links), wait=1.0)
+
+    def _tell(self, message: Message, to: Sequence[int], wait: float = GRACE) -> None:
+        """Send a message to ranks, of which one that is stopped does not take it: leave it so after `wait` seconds."""
+        threads = [threading.Thread(target=self._links[rank].try_to_send, args=(message,), daemon=True) for rank in to]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + wait
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _end(self, world: World) -> None:
+        """At the end of the script. An error that ended it ends the others with an exit code of 1."""
+        failed = getattr(sys, "last_value", None) is not None
+        self._tell(Message("end", tree=int(failed)), [rank for rank in self._links if rank not in self._gone])
+        for link in self._links.values():
+            link.close()
+            link.reader.join(LEAVING)
+        world.leave()
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str], rank: int) -> str | None:
+    for number, (mine, other) in enumerate(itertools.zip_longest(ours, theirs, fillvalue="nothing")):
+        if mine != other:
+            return (
+                f"ranks 0 and {rank} made different handles before the first call: number {number} is {mine} on rank "
+                f"0 and {other} on rank {rank}. Make the same handles in the same order on every rank; what must "
+                "happen once belongs after the first call, where only rank 0 runs the script"
+            )
+    return None
+
+
+@functools.cache
+def _this_job() -> TorchrunTransport:
+    return TorchrunTransport()
+
+
+def torchrun_transport(timeout: float | None, kind: str) -> TorchrunTransport:
+    """The ranks of this torchrun job, one object a process; until it has started, the latest arguments count.
+
+    Args:
+        timeout: None: as it is.
+        kind: "cpu" or "cuda".
+    """
+    job = _this_job()
+    if not job.has_started:
+        job.timeout, job.kind = job.timeout if timeout is None else timeout, kind
+    return job

@@ -1,0 +1,118 @@
+"""What the ranks of a torchrun job other than 0 do from the first call on: they carry out commands, one by one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from verl._host.ranks import registry, who
+from verl.cluster.rank_worker import RankWorker, stacks
+from verl.cluster.torchrun.codec import encode_error
+from verl.cluster.torchrun.link import Link, Message
+from verl.cluster.transport import GRACE
+from verl.errors import ClusterError
+
+#: Seconds for the threads of a link at the end of the process.
+LEAVING = 5.0
+_IDLE = "waiting for commands"
+
+
+class WorkerLoop:
+    """One of these ranks."""
+
+    def __init__(self, worker: RankWorker, group: Any) -> None:
+        self.worker = worker
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.link = Link(group, 0, self._deliver)
+        self.doing = _IDLE
+        self.is_ending = False
+
+    def run(self) -> NoReturn:
+        """Until the driver ends; the process ends with it."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the driver too
+            signal.signal(signal.SIGTERM, self._forward)
+        about = {"labels": registry.labels, "host": socket.gethostname(), "pid": os.getpid()}
+        self.link.send(Message.of("hello", body=about))
+        self.link.open()
+        while (message := self.inbox.get()).do != "end":
+            if message.do == "command":
+                self._carry_out(message)
+        self.link.close()
+        self.link.try_to_send(Message("bye"))
+        if message.tree:  # torchrun takes the first process that fails for the cause: that is the driver
+            self.link.reader.join(LEAVING)
+        _leave(int(message.tree))
+
+    def _carry_out(self, message: Message) -> None:
+        try:
+            what, verb, args, has_stream = message.body
+            self.doing = f"in '{what}'"
+            stream = self._stream() if has_stream else None
+            for item in self.worker.carry_out(verb, args, message.answers, stream):
+                self.link.send(Message.of("item", message.serial, item))
+            ended = Message("end", message.serial)
+        except Exception as error:
+            trace = f"{who()}, {self.doing}:\n{''.join(traceback.format_exception(error))}"
+            ended = Message.of("error", message.serial, {**encode_error(error), "traceback": trace})
+        finally:
+            self.doing = _IDLE
+        try:
+            self.link.send(ended)
+        except ClusterError:  # the driver is gone: the reading thread says so
+            self.link.reader.join(LEAVING)
+            _leave(1)
+
+    def _stream(self) -> Iterator[Any]:
+        """The items that the driver sends after a command."""
+        while (message := self.inbox.get()).do == "item":
+            yield message.body
+        if message.do != "last":
+            raise ClusterError(f"{who()}: the driver did not finish the stream it was sending")
+
+    def _deliver(self, message: Message) -> None:
+        """Called by the reading thread, so that a rank which is busy or stuck ends too."""
+        if message.do == "exit":
+            _leave(0)
+        elif message.do == "gone":
+            if self.is_ending:
+                return
+            where = f"{who()}, {self.doing}"
+            sys.stderr.write(f"ClusterError: {where}: rank 0, which runs the script, died: {message.tree}\n")
+            _leave(1)
+        elif message.do == "stacks":
+            self.link.send(Message.of("item", message.serial, stacks()))
+        else:
+            self.is_ending = message.do == "end"
+            self.inbox.put(message)
+            if self.is_ending:
+                after(LEAVING + GRACE, _leave, 1)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """A signal is for the driver. The code that it interrupts may be sending, so that another thread sends it."""
+        threading.Thread(target=self.link.try_to_send, args=(Message("signal", tree=number),), daemon=True).start()
+
+
+def after(seconds: float, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function later, unless this process has ended by then."""
+    timer = threading.Timer(seconds, function, args)
+    timer.daemon = True
+    timer.start()
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process from any thread, without what the script would do at its end."""
+    after(LEAVING, os._exit, code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -1,0 +1,262 @@
+"""How commands reach ranks: `Transport`, which torchrun and Ray each have one of, and `run`, which gathers the answers.
+
+RankGroup.call -> run -> Transport.send     -> RankWorker.carry_out -> the worker's method
+                      <- Transport.receive  <-
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+from verl._host.device import count
+from verl.cluster.rank_context import TIMEOUT, RankContext, RoleMeshes
+from verl.cluster.rank_worker import RankWorker, stacks
+from verl.errors import BrokenCollectiveError, ClusterError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds in which the other ranks may end once one has failed.
+GRACE = 3.0
+_NO_ANSWER = "no answer"
+
+
+class Command(NamedTuple):
+    """What one rank has to do.
+
+    Attributes:
+        verb: a method of `RankWorker`, or "stacks".
+        args: of it.
+        answers: whether what it returns is sent back.
+    """
+
+    verb: str
+    args: tuple[Any, ...] = ()
+    answers: bool = True
+
+
+class Event(NamedTuple):
+    """What a rank sent: an "item", the "end" of its command, an "error" (an exception), or "gone" and why."""
+
+    rank: int
+    kind: str
+    value: Any = None
+
+
+class Transport(Protocol):
+    """The way to the ranks of a job.
+
+    Attributes:
+        size: ranks of the job.
+        own_rank: the one in this process, which runs its commands here; -1: there is none.
+        worker: its workers, once it `has_started`.
+        timeout: seconds that ranks wait for each other.
+        ended: why the processes were ended; None: they were not.
+        devices_a_machine: most devices of the placement's kind that a machine has for its ranks.
+    """
+
+    timeout: float
+    ended: str | None
+    worker: RankWorker
+    own_rank: int
+    size: int
+
+    @property
+    def has_started(self) -> bool: ...
+    @property
+    def devices_a_machine(self) -> int: ...
+
+    def start(self) -> None:
+        """Start or join the processes, which the first `send` does otherwise."""
+
+    def send(
+        self,
+        commands: Mapping[int, Command],
+        what: str,
+        stream: Iterator[Any] | None = None,
+        collective: bool = False,
+    ) -> tuple[Any, Iterator[Any] | None]:
+        """Begin commands of other ranks, by rank.
+
+        Args:
+            what: "ROLE.METHOD", for messages.
+            stream: goes to all of them, as their last argument.
+            collective: they compute together with this rank, and wait while it is not drawn.
+
+        Returns:
+            What `receive` takes, and the stream for this rank, which feeds the others while it is drawn.
+
+        Raises:
+            ClusterError: a rank is gone or busy, or the job has ended.
+        """
+
+    def receive(self, sent: Any, seconds: float) -> list[Event]:
+        """What comes next; nothing: no rank sent anything within so many seconds."""
+
+    def who(self, rank: int) -> str:
+        """A rank, for messages."""
+
+    def close(self, reason: str = ...) -> None:
+        """End the processes."""
+
+
+class LocalTransport:
+    """One process: its rank is the only one."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.timeout, self.own_rank, self.size = device, TIMEOUT, 0, 1
+        self.ended: str | None = None
+        self.has_started = False
+        self.worker = RankWorker(self)
+
+    @property
+    def devices_a_machine(self) -> int:
+        return count(self.device.partition(":")[0])
+
+    def context(self, role: RoleMeshes) -> RankContext:
+        return RankContext(role=role.role, device=self.device)
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start(self) -> None: ...
+
+    def send(
+        self,
+        commands: Mapping[int, Command],
+        what: str,
+        stream: Iterator[Any] | None = None,
+        collective: bool = False,
+    ) -> tuple[None, Iterator[Any] | None]:
+        return None, stream
+
+    def receive(self, sent: None, seconds: float) -> list[Event]:
+        return []
+
+    def who(self, rank: int) -> str:
+        return "this process"
+
+    def close(self, reason: str = "") -> None: ...
+
+
+def run(
+    transport: Transport,
+    commands: Mapping[int, Command],
+    what: str,
+    *,
+    stream: Iterator[Any] | None = None,
+    is_independent: bool = False,
+    collective: bool = False,
+    timeout: float | None = None,
+) -> Generator[tuple[int, Any], None, None]:
+    """Have ranks carry out their commands; yields each answer with its rank, as it comes.
+
+    Args:
+        stream, collective: see `Transport.send`.
+        is_independent: ranks do not wait for each other, so that the failure of some leaves the others in step.
+        timeout: seconds in which some rank must send something; None: those of the transport.
+
+    Raises:
+        ClusterError: a rank died, or the deadline passed.
+        Exception: a worker's own.
+    """
+    own, is_read, has_dead = transport.own_rank, True, False
+    sent, stream = transport.send(commands, what, stream, collective)
+    if own in commands:  # begun after the others have theirs: a collective in it would wait for them
+        items = transport.worker.carry_out(*commands[own], stream)
+    else:
+        deque(stream or (), maxlen=0)
+    pending, errors, since = {*commands}, dict[int, Exception](), time.monotonic()
+    while pending:
+        is_here, limit, had_errors = own in pending, timeout or transport.timeout, bool(errors)
+        until = since + (min(GRACE, limit) if errors else limit)
+        events = transport.receive(sent, 0.0 if is_here else until - time.monotonic())
+        if is_here:
+            try:
+                events.append(Event(own, "item", next(items)))
+            except StopIteration:
+                events.append(Event(own, "end"))
+            except Exception as error:
+                if len(commands) == 1:
+                    raise
+                if isinstance(stream, Generator):
+                    stream.close()  # tells the others
+                events.append(Event(own, "error", error))
+        elif not events:
+            break
+        for rank, kind, value in events:
+            if kind == "item" and is_read:
+                try:
+                    yield rank, value
+                except GeneratorExit:
+                    is_read = False
+            elif kind != "item" and rank in pending:
+                pending.discard(rank)
+                has_dead |= kind == "gone"
+                if kind == "error":
+                    errors[rank] = value
+                elif kind == "gone":  # one that this process has ended is not the cause
+                    error_class = ClusterError if transport.ended is None else BrokenCollectiveError
+                    errors[rank] = error_class(died(transport.who(rank), f"in '{what}'", value))
+            del value  # the next one may be made only once this one is let go
+        if not had_errors:
+            since = time.monotonic()
+        if not is_read and pending == {own}:  # nobody else is left waiting in the stream
+            items.close()
+            return
+    if pending or errors:
+        is_broken = has_dead or not (is_independent or len(errors) == len(commands))
+        raise _cause(transport, errors, sorted(pending), what, limit, is_broken)
+
+
+def died(who: str, where: str, why: str) -> str:
+    """What there is to say of a rank whose process is gone."""
+    return (
+        f"{who} died {where}: {why}. The run cannot go on without it; the same command resumes it from its last "
+        "checkpoint"
+    )
+
+
+def _cause(
+    transport: Transport, errors: Mapping[int, Exception], late: list[int], what: str, limit: float, is_broken: bool
+) -> Exception:
+    """Of the errors of several ranks, that of the first which did not just wait for another one; if all of them did,
+    those that are late are to blame. The job is ended where ranks may no longer be in step.
+
+    Args:
+        late: the ranks that have not ended.
+    """
+    by_rank = [errors[rank] for rank in sorted(errors)]
+    if late and all(isinstance(error, BrokenCollectiveError) for error in by_rank):
+        stalled = ClusterError(_stall(transport, late, what, limit))
+        stalled.__cause__ = next(iter(by_rank), None)
+        return stalled
+    cause = min(by_rank, key=lambda error: isinstance(error, BrokenCollectiveError))
+    if late or is_broken:
+        transport.close(f"{type(cause).__name__}: {cause}")
+    return cause
+
+
+def _stall(transport: Transport, late: list[int], what: str, limit: float) -> str:
+    """Log the stacks of all ranks and end the job; what there is to say of the missed deadline. If some of the ranks
+    that are late send no stack either, these are named alone: the others wait for them."""
+    own = transport.own_rank
+    found = dict.fromkeys(range(transport.size), _NO_ANSWER)
+    if own in found:
+        found[own] = stacks()
+    if transport.ended is None:
+        sent, _ = transport.send({rank: Command("stacks") for rank in found if rank != own}, "stacks")
+        until = time.monotonic() + GRACE
+        while _NO_ANSWER in found.values() and (events := transport.receive(sent, until - time.monotonic())):
+            found |= {rank: str(value) for rank, kind, value in events if kind != "end"}
+    for rank, stack in found.items():
+        logger.error("%s stands at:\n%s", transport.who(rank), stack)
+    silent = [rank for rank in late if found[rank] == _NO_ANSWER] or late
+    names = "; ".join(map(transport.who, silent))
+    reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
+    transport.close(reason)
+    return reason
