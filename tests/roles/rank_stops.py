@@ -32,7 +32,7 @@ PHASES: dict[str, tuple[str, str, str, int]] = {
     "generate": ("verl.rollout.embedded.engine", "EmbeddedEngine", "step", 2),
     "transfer": ("verl.weights.transfer", "Transfer", "_post", 2),
     "update": ("verl.training.engine", "TrainEngine", "_step", 2),
-    "hand-over": ("verl.workers.actor", "ActorWorker", "_hand_over", 1),
+    "hand-over": ("verl.workers.actor", "ActorWorker", "_sync_weights", 1),
     "save": ("verl.workers.saving", "RankFiles", "gathered", 1),
 }
 

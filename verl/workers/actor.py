@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cached_property
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +29,7 @@ from verl.rollout.episode import Episode, outcomes
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import SamplerOptions
 from verl.rollout.rows import episode_rows
-from verl.rollout.turns import Outcome, sampled_columns
+from verl.rollout.turns import sampled_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 #: Makes a rollout engine: (model, tokenizer, eos ids, options) -> engine. A class that is made so is one, too.
 EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "SamplerOptions"], RolloutEngine]
@@ -144,7 +145,6 @@ class ActorWorker(TrainedWorker):
         self._meta_model: Any = empty_copy(live, "meta") if apart else None
         #: It computes with weights of its own, and takes those of another layout piece by piece.
         self._takes_shards = apart and engine_factory(rollout.name) is _vllm and not has_adapters(live)
-        self._generation: GenerationModel | None = None
         self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if generates and not apart else None
         self.engine = train_engine(live, self.train, head, here, self._packed, weights)
         if self._packed is not None and self._packed.tensor_group is not None:
@@ -161,14 +161,12 @@ class ActorWorker(TrainedWorker):
         if self._meta_model is None or self._takes_shards:
             yield self.engine
             return
-        with self._generation_model().filled(overlap=overlap) as engine:
+        with self._generation_model.filled(overlap=overlap) as engine:
             yield engine
 
+    @cached_property
     def _generation_model(self) -> GenerationModel:
-        assert self._meta_model is not None
-        if self._generation is None:
-            self._generation = GenerationModel(self._meta_model, self.train, self.context, self.engine)
-        return self._generation
+        return GenerationModel(self._meta_model, self.train, self.context, self.engine)
 
     @property
     def rollout_engine(self) -> RolloutEngine:
@@ -180,7 +178,7 @@ class ActorWorker(TrainedWorker):
                 if self._takes_shards:
                     packed = PackedModel(self._meta_model, device=self.context.device or "cpu")
                 else:
-                    packed = self._packed or self._generation_model().packed
+                    packed = self._packed or self._generation_model.packed
                 self._rollout_engine = make_rollout_engine(packed, self.tokenizer, self.eos_token_ids, self.rollout)
                 self._rollout_engine.load_shards(self._served(weights), self.policy_version)
             if hasattr(self._rollout_engine, "score"):
@@ -226,20 +224,34 @@ class ActorWorker(TrainedWorker):
         greedy = replace(params, temperature=0.0)
         baseline = prompts["baseline"] if "baseline" in prompts else [False] * len(prompts)
         rows = [greedy if is_baseline else params for is_baseline in baseline]
-        is_double = precision == torch.float64
+        is_double, version = precision == torch.float64, engine.policy_version
+        ended: Any
         if episode is None:
-            groups = _single_turns(engine, prompts, rows, is_double)
+            requests = starmap(Request, zip(prompts["id"], prompts["prompt_tokens"], rows, strict=True))
+            ended, row_of = generate(engine, requests), {id_: row for row, id_ in enumerate(prompts["id"])}
         else:
             if (check_values := getattr(episode, "check_values", None)) is not None:
                 check_values("the prompts", prompts)
             options: Any = {"tokenizer": self.tokenizer, "ends": self.eos_token_ids, "start": self._start_engine}
             ended = outcomes(engine, list(prompts.rows()), rows, episode, **options)
-            groups = _played(engine, prompts, ended, is_double)
-        with closing(groups):  # cancels unfinished requests before the engine is used again
-            for group in groups:
+        group_of = {row: group for group in prompts.group_indices() for row in group}
+        done: dict[int, Any] = {}
+        with closing(ended):  # cancels unfinished requests before the engine is used again
+            for last in ended:
+                row = row_of[last.id] if episode is None else last.index
+                done[row], group = last, group_of[row]
+                if not all(row in done for row in group):
+                    continue
+                results, inputs = [done.pop(row) for row in group], prompts.take(group)
+                if episode is None:
+                    finished = inputs.add(sampled_columns(results, is_double))
+                else:
+                    for error in filter(None, (outcome.error for outcome in results)):
+                        logger.warning("%s", error)
+                    finished = episode_rows(inputs, results, version, is_double)
                 if self._sync is not None:
-                    self._sync.offer(group)
-                yield group
+                    self._sync.offer(finished)
+                yield finished
 
     @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
@@ -277,7 +289,7 @@ class ActorWorker(TrainedWorker):
         self.policy_version += 1
         if self.context.is_apart:
             broadcast_weights(self.engine, self.context)
-        return self._hand_over()
+        return self._sync_weights()
 
     @dispatch("rollout", collect="shards")
     def merged_shards(self) -> Iterator[Shard]:
@@ -285,18 +297,18 @@ class ActorWorker(TrainedWorker):
         if self._meta_model is None:
             yield from self.engine.merged_shards()
             return
-        whole = self._generation_model()
+        whole = self._generation_model
         if whole.packed.tensor_group is not None:  # adapters are merged into whole weights
             whole = GenerationModel(self._meta_model, self.train, self.context, self.engine, whole=True)
         with whole.filled() as engine:
             yield from engine.merged_shards()
 
-    def _hand_over(self) -> dict[str, float]:
+    def _sync_weights(self) -> dict[str, float]:
         """Give the rollout engine the weights and their version; the metrics of `SyncCheck`."""
         engine = self._rollout_engine
         if engine is None:
             return {}
-        if self._meta_model is not None and type(engine) in (EmbeddedEngine, HFEngine):
+        if self._meta_model is not None and getattr(engine, "is_live", False):
             engine.load_shards((), self.policy_version)  # they read the model in a rollout
             return {}
         with self._weights() as weights:
@@ -374,42 +386,3 @@ def load_episode(episode: Episode | str | None) -> Episode | None:
     if not callable(played):
         raise ConfigError(f"episode: must be a function `async episode(client, row)`, not {shown(played)}")
     return played
-
-
-def _single_turns(
-    engine: RolloutEngine, prompts: Batch, params: Sequence[SamplingParams], is_double: bool
-) -> Generator[Batch, None, None]:
-    """The groups of one response a row."""
-    row_of = {id_: row for row, id_ in enumerate(prompts["id"])}
-    columns = zip(prompts["id"], prompts["prompt_tokens"], params, strict=True)
-    with closing(generate(engine, (Request(*row) for row in columns))) as samples:
-        ended = ((row_of[sample.id], sample) for sample in samples)
-        for rows, of_rows in _finished_groups(ended, prompts):
-            yield rows.add(sampled_columns(of_rows, is_double))
-
-
-def _played(
-    engine: RolloutEngine, prompts: Batch, outcomes: Generator[Outcome, None, None], is_double: bool
-) -> Generator[Batch, None, None]:
-    """The groups of episodes."""
-    version = engine.policy_version
-    with closing(outcomes):
-        for rows, of_rows in _finished_groups(((outcome.index, outcome) for outcome in outcomes), prompts):
-            for outcome in of_rows:
-                if outcome.error:
-                    logger.warning("%s", outcome.error)
-            yield episode_rows(rows, of_rows, version, is_double)
-
-
-def _finished_groups(ended: Iterable[tuple[int, T]], prompts: Batch) -> Iterator[tuple[Batch, list[T]]]:
-    """The rows of each group once its last one has ended, and what came of them; the rows of a group keep their order.
-
-    `ended`: rows as they end, in whatever order.
-    """
-    groups = {row: rows for rows in prompts.group_indices() for row in rows}
-    done: dict[int, T] = {}
-    for last, result in ended:
-        done[last] = result
-        rows = groups[last]
-        if all(row in done for row in rows):
-            yield prompts.take(rows), [done.pop(row) for row in rows]

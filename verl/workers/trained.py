@@ -167,7 +167,7 @@ class TrainedWorker:
     @dispatch(collect="none")
     def load_shards(self, shards: Iterable[Shard]) -> None:
         self.engine.load_shards(shards)
-        self._hand_over()
+        self._sync_weights()
 
     @dispatch(collect="none")
     def load(
@@ -191,8 +191,8 @@ class TrainedWorker:
         self.engine.load_shards(saved)
         if "train" in self.context.meshes:
             self.engine.load_state(read_shards(map(Path, optimizer)), rest)
-        self._hand_over()
+        self._sync_weights()
 
-    def _hand_over(self) -> dict[str, float]:
+    def _sync_weights(self) -> dict[str, float]:
         """Give the weights to what else works with them here; metrics of that."""
         return {}

@@ -41,7 +41,51 @@ def encode(value: Any) -> tuple[Any, list[torch.Tensor]]:
         ConfigError: it cannot travel; says what to do.
     """
     buffers: list[torch.Tensor] = []
-    return _Encoder(buffers).tree(value), buffers
+    return _encoded(value, buffers), buffers
+
+
+def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
+    if value is None or type(value) in _PLAIN:
+        return value
+    if (plain := next((kind for kind in _PLAIN if isinstance(value, kind)), None)) is not None:
+        return plain(value)  # of a number of numpy, or an enumeration
+    if type(value) is list:
+        return [_encoded(item, buffers) for item in value]
+    if (number := registry.number(value)) is not None:
+        return {"$": "known", "number": number, **_changes(value, buffers)}
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        buffers.append(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"$": "tensor", "at": len(buffers) - 1, "dtype": dtype, "shape": list(value.shape)}
+    for name, form in _FORMS.items():
+        if isinstance(value, form.kind):
+            return {"$": name, "parts": _encoded(form.parts(value), buffers)}
+    if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
+        fields = {name: _encoded(getattr(value, name), buffers) for name in _field_names(type(value))}
+        # An algorithm may change from batch to batch.
+        state = {"state": _encoded(value.state_dict(), buffers)} if isinstance(value, BaseAlgorithm) else {}
+        return {"$": "record", "name": _name(type(value)), "fields": fields, **state}
+    raise ConfigError(
+        f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__}) was made after the "
+        "first call: the other ranks of the torchrun job do not run the script any more, and nothing is pickled. "
+        "Make it, and the handle that it belongs to, before the first call; or give a module-level function, a "
+        "dataclass, or 'FILE.py:NAME'"
+    )
+
+
+def _changes(value: Any, buffers: list[torch.Tensor]) -> dict[str, Any]:
+    """What may have changed of a registered algorithm; an option that cannot travel is as it was."""
+    if not isinstance(value, BaseAlgorithm):
+        return {}
+    fields = {}
+    for name in _field_names(type(value)):
+        held = len(buffers)
+        try:
+            fields[name] = _encoded(getattr(value, name), buffers)
+        except ConfigError:
+            del buffers[held:]
+    return {"fields": fields, "state": _encoded(value.state_dict(), buffers)}
 
 
 def decode(tree: Any, buffers: list[torch.Tensor]) -> Any:
@@ -50,60 +94,32 @@ def decode(tree: Any, buffers: list[torch.Tensor]) -> Any:
     Raises:
         ClusterError: the message names what is not there, or fields that its class does not have.
     """
-    return _Decoder(buffers).value(tree)
-
-
-class _Encoder:
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self.buffers = buffers
-
-    def tree(self, value: Any) -> Any:
-        if value is None or type(value) in _PLAIN:
-            return value
-        if (plain := next((kind for kind in _PLAIN if isinstance(value, kind)), None)) is not None:
-            return plain(value)  # of a number of numpy, or an enumeration
-        if type(value) is list:
-            return [self.tree(item) for item in value]
-        if (number := registry.number(value)) is not None:
-            return {"$": "known", "number": number, **self.changes(value)}
-        if isinstance(value, torch.Tensor):
-            return {"$": "tensor", **self.tensor(value)}
-        for name, form in _FORMS.items():
-            if isinstance(value, form.kind):
-                return {"$": name, "parts": self.tree(form.parts(value))}
-        if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
-            return {"$": "record", "name": _name(type(value)), "fields": self.fields(value), **self.state(value)}
-        raise ConfigError(
-            f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__}) was made after the "
-            "first call: the other ranks of the torchrun job do not run the script any more, and nothing is pickled. "
-            "Make it, and the handle that it belongs to, before the first call; or give a module-level function, a "
-            "dataclass, or 'FILE.py:NAME'"
-        )
-
-    def tensor(self, value: torch.Tensor) -> dict[str, Any]:
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        self.buffers.append(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
-        return {"at": len(self.buffers) - 1, "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
-
-    def fields(self, value: Any) -> dict[str, Any]:
-        return {name: self.tree(getattr(value, name)) for name in _field_names(type(value))}
-
-    def state(self, value: Any) -> dict[str, Any]:
-        """The state of an algorithm that changes from batch to batch."""
-        return {"state": self.tree(value.state_dict())} if isinstance(value, BaseAlgorithm) else {}
-
-    def changes(self, value: Any) -> dict[str, Any]:
-        """The state of a registered algorithm that may have changed; an option that cannot travel is as it was."""
-        if not isinstance(value, BaseAlgorithm):
-            return {}
-        fields = {}
-        for name in _field_names(type(value)):
-            held = len(self.buffers)
-            try:
-                fields[name] = self.tree(getattr(value, name))
-            except ConfigError:
-                del self.buffers[held:]
-        return {"fields": fields, **self.state(value)}
+    if isinstance(tree, list):
+        return [decode(item, buffers) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    kind = tree.get("$")
+    if kind in _FORMS:
+        return _FORMS[kind].whole(decode(tree["parts"], buffers))
+    if kind == "tensor":
+        dtype, raw = _dtype(tree["dtype"]), buffers[tree["at"]]
+        return (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)).reshape(tree["shape"])
+    fields = {name: decode(value, buffers) for name, value in tree.get("fields", {}).items()}
+    if kind == "known":
+        target = registry.objects[tree["number"]]
+        for name, value in fields.items():
+            setattr(target, name, value)
+    elif kind == "record":
+        cls = _named(tree["name"])
+        is_record = isinstance(cls, type) and (dataclasses.is_dataclass(cls) or issubclass(cls, BaseModel))
+        if not is_record or not fields.keys() <= {*_field_names(cls)}:
+            raise ClusterError(f"a message between ranks has fields that {tree['name']} lacks: {sorted(fields)}")
+        target = cls(**fields)
+    else:
+        raise ClusterError(f"a message between ranks has a value of unknown kind {kind!r}")
+    if "state" in tree:
+        target.load_state_dict(decode(tree["state"], buffers))
+    return target
 
 
 class _Form(NamedTuple):
@@ -125,10 +141,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ClusterError(f"a message between ranks names the dtype {name!r}, which there is not")
     return dtype
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _files_of(tokenizer: Any) -> dict[str, bytes]:
@@ -156,7 +168,7 @@ _FORMS = {
     "set": _Form(set, list, set),
     "frozenset": _Form(frozenset, list, frozenset),
     "mapping": _Form(Mapping, lambda value: [[key, item] for key, item in value.items()], dict),
-    "dtype": _Form(torch.dtype, _dtype_name, _dtype),
+    "dtype": _Form(torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype),
     "path": _Form(Path, str, Path),
     "partial": _Form(
         partial,
@@ -171,48 +183,6 @@ _FORMS = {
     "name": _Form(FunctionType | type, lambda value: _name(value), lambda name: _named(name)),
     "tokenizer": _Form(PreTrainedTokenizerBase, _files_of, _tokenizer),
 }
-
-
-class _Decoder:
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self.buffers = buffers
-
-    def value(self, tree: Any) -> Any:
-        if isinstance(tree, list):
-            return [self.value(item) for item in tree]
-        if not isinstance(tree, dict):
-            return tree
-        kind = tree.get("$")
-        if kind in _FORMS:
-            return _FORMS[kind].whole(self.value(tree["parts"]))
-        if kind not in ("tensor", "known", "record"):
-            raise ClusterError(f"a message between ranks has a value of unknown kind {kind!r}")
-        return getattr(self, kind)(tree)
-
-    def tensor(self, tree: Any) -> torch.Tensor:
-        dtype = _dtype(tree["dtype"])
-        raw = self.buffers[tree["at"]]
-        return (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)).reshape(tree["shape"])
-
-    def known(self, tree: Any) -> Any:
-        target = registry.objects[tree["number"]]
-        for name, value in tree.get("fields", {}).items():
-            setattr(target, name, self.value(value))
-        if "state" in tree:
-            target.load_state_dict(self.value(tree["state"]))
-        return target
-
-    def record(self, tree: Any) -> Any:
-        cls = _named(tree["name"])
-        is_record = isinstance(cls, type) and (dataclasses.is_dataclass(cls) or issubclass(cls, BaseModel))
-        if not is_record or not set(tree["fields"]) <= set(_field_names(cls)):
-            raise ClusterError(
-                f"a message between ranks has fields that {tree['name']} lacks: {sorted(tree['fields'])}"
-            )
-        record = cls(**{name: self.value(value) for name, value in tree["fields"].items()})
-        if "state" in tree:
-            record.load_state_dict(self.value(tree["state"]))
-        return record
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
