@@ -64,7 +64,7 @@ def stop_at_the_start(number: int) -> None:
     on_ray.START_DEADLINE = DEADLINE  # of ranks that join
 
     def stops(job: Any, commands: Any, *args: Any) -> Any:
-        if commands[0].verb == "join":
+        if commands[0].method == "join":
             os.kill(job._about[1]["pid"], number)
         return send(job, commands, *args)
 

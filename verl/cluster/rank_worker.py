@@ -37,10 +37,10 @@ class RankWorker:
         self.workers: dict[int, tuple[str, Any]] = {}
 
     def carry_out(
-        self, verb: str, args: Sequence[Any], answers: bool, stream: Iterator[Any] | None = None
+        self, method: str, args: Sequence[Any], answers: bool, stream: Iterator[Any] | None = None
     ) -> Generator[Any, None, None]:
         """What a command returns, item by item; nothing, if it is not to be answered. See `transport.Command`."""
-        items = getattr(self, verb)(*args, *(() if stream is None else (stream,)))
+        items = getattr(self, method)(*args, *(() if stream is None else (stream,)))
         if answers:
             yield from items
         else:

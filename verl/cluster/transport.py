@@ -7,9 +7,10 @@ RankGroup.call -> run -> Transport.send     -> RankWorker.carry_out -> the worke
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -23,18 +24,19 @@ logger = logging.getLogger(__name__)
 #: Seconds in which the other ranks may end once one has failed.
 GRACE = 3.0
 _NO_ANSWER = "no answer"
+STUCK = "another rank failed in a call that this rank is still in"
 
 
 class Command(NamedTuple):
     """What one rank has to do.
 
     Attributes:
-        verb: a method of `RankWorker`, or "stacks".
+        method: a method of `RankWorker`, or "stacks".
         args: of it.
         answers: whether what it returns is sent back.
     """
 
-    verb: str
+    method: str
     args: tuple[Any, ...] = ()
     answers: bool = True
 
@@ -164,28 +166,28 @@ def run(
         ClusterError: a rank died, or the deadline passed.
         Exception: a worker's own.
     """
-    own, is_read, has_dead = transport.own_rank, True, False
+    here, is_read, has_dead = transport.own_rank, True, False
     sent, stream = transport.send(commands, what, stream, collective)
-    if own in commands:  # begun after the others have theirs: a collective in it would wait for them
-        items = transport.worker.carry_out(*commands[own], stream)
+    if here in commands:  # begun after the others have theirs: a collective in it would wait for them
+        items = transport.worker.carry_out(*commands[here], stream)
     else:
         deque(stream or (), maxlen=0)
     pending, errors, since = {*commands}, dict[int, Exception](), time.monotonic()
     while pending:
-        is_here, limit, had_errors = own in pending, timeout or transport.timeout, bool(errors)
+        is_here, limit, had_errors = here in pending, timeout or transport.timeout, bool(errors)
         until = since + (min(GRACE, limit) if errors else limit)
         events = transport.receive(sent, 0.0 if is_here else until - time.monotonic())
-        if is_here:
+        if is_here and not events:  # a failure that is there has been seen before this rank may wait for others
             try:
-                events.append(Event(own, "item", next(items)))
+                events.append(Event(here, "item", next(items)))
             except StopIteration:
-                events.append(Event(own, "end"))
+                events.append(Event(here, "end"))
             except Exception as error:
                 if len(commands) == 1:
                     raise
                 if isinstance(stream, Generator):
                     stream.close()  # tells the others
-                events.append(Event(own, "error", error))
+                events.append(Event(here, "error", error))
         elif not events:
             break
         for rank, kind, value in events:
@@ -202,15 +204,31 @@ def run(
                 elif kind == "gone":  # one that this process has ended is not the cause
                     error_class = ClusterError if transport.ended is None else BrokenCollectiveError
                     errors[rank] = error_class(died(transport.who(rank), f"in '{what}'", value))
+                if errors and here in pending:
+                    after(GRACE, _free, transport, pending)
             del value  # the next one may be made only once this one is let go
         if not had_errors:
             since = time.monotonic()
-        if not is_read and pending == {own}:  # nobody else is left waiting in the stream
+        if not is_read and pending == {here}:  # nobody else is left waiting in the stream
             items.close()
             return
     if pending or errors:
         is_broken = has_dead or not (is_independent or len(errors) == len(commands))
         raise _cause(transport, errors, sorted(pending), what, limit, is_broken)
+
+
+def _free(transport: Transport, pending: set[int]) -> None:
+    """Free this rank's own part if it still runs after a failure: it may be in a collective that the failed rank does
+    not come to, and gloo frees it only when the other processes have ended."""
+    if transport.own_rank in pending:
+        transport.close(STUCK)
+
+
+def after(seconds: float, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function later, unless this process has ended by then."""
+    timer = threading.Timer(seconds, function, args)
+    timer.daemon = True
+    timer.start()
 
 
 def died(who: str, where: str, why: str) -> str:
@@ -244,18 +262,18 @@ def _cause(
 def _stall(transport: Transport, late: list[int], what: str, limit: float) -> str:
     """Log the stacks of all ranks and end the job; what there is to say of the missed deadline. If some of the ranks
     that are late send no stack either, these are named alone: the others wait for them."""
-    own = transport.own_rank
-    found = dict.fromkeys(range(transport.size), _NO_ANSWER)
-    if own in found:
-        found[own] = stacks()
+    here = transport.own_rank
+    stack_of = dict.fromkeys(range(transport.size), _NO_ANSWER)
+    if here in stack_of:
+        stack_of[here] = stacks()
     if transport.ended is None:
-        sent, _ = transport.send({rank: Command("stacks") for rank in found if rank != own}, "stacks")
+        sent, _ = transport.send({rank: Command("stacks") for rank in stack_of if rank != here}, "stacks")
         until = time.monotonic() + GRACE
-        while _NO_ANSWER in found.values() and (events := transport.receive(sent, until - time.monotonic())):
-            found |= {rank: str(value) for rank, kind, value in events if kind != "end"}
-    for rank, stack in found.items():
+        while _NO_ANSWER in stack_of.values() and (events := transport.receive(sent, until - time.monotonic())):
+            stack_of |= {rank: str(value) for rank, kind, value in events if kind != "end"}
+    for rank, stack in stack_of.items():
         logger.error("%s stands at:\n%s", transport.who(rank), stack)
-    silent = [rank for rank in late if found[rank] == _NO_ANSWER] or late
+    silent = [rank for rank in late if stack_of[rank] == _NO_ANSWER] or late
     names = "; ".join(map(transport.who, silent))
     reason = f"'{what}' did not end within {limit:g} s: waited for {names}; stacks of all ranks are in the log"
     transport.close(reason)

@@ -84,19 +84,19 @@ class RayRank:
 
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
     def carry_out(
-        self, verb: str, args: tuple[Any, ...], answers: bool, bunches: Sequence[Any] | None
+        self, name: str, args: tuple[Any, ...], answers: bool, bunches: Sequence[Any] | None
     ) -> Iterator[list[Any]]:
         """What a command returns, in lists: shards in bunches, all else one by one.
 
         Args:
             bunches: references to those of the stream that is its last argument.
         """
-        if hasattr(self, verb):  # before it has a `RankWorker`
-            yield [getattr(self, verb)(*args)]
+        if hasattr(self, name):  # before it has a `RankWorker`
+            yield [getattr(self, name)(*args)]
             return
         stream = None if bunches is None else chain.from_iterable(ray.get(b, timeout=_FETCH) for b in bunches)
         try:
-            items = self.worker.carry_out(verb, args, answers, stream)
+            items = self.worker.carry_out(name, args, answers, stream)
             for first in items:
                 if isinstance(first, Shard):
                     yield from in_buckets(chain([first], items))
@@ -104,7 +104,7 @@ class RayRank:
                     yield [first]
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            raise WorkerError(_portable(error), f"{who()}, {args[1] if verb == 'call' else verb}:\n{text}") from None
+            raise WorkerError(_portable(error), f"{who()}, {args[1] if name == 'call' else name}:\n{text}") from None
 
     @ray.method(concurrency_group="watch", num_returns="streaming")  # type: ignore[untyped-decorator]
     def watch(self, *command: Any) -> Iterator[list[str]]:

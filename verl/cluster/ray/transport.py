@@ -124,9 +124,9 @@ class RayTransport:
             if self.ended is not None:
                 raise ClusterError(f"the ranks have been ended: {self.ended}")
             sent = {}
-            for rank, (verb, args, answers) in commands.items():
-                method = self._workers[rank].watch if verb == "stacks" else self._workers[rank].carry_out
-                sent[method.remote(verb, put[id(args)], answers, bunches)] = rank
+            for rank, (name, args, answers) in commands.items():
+                method = self._workers[rank].watch if name == "stacks" else self._workers[rank].carry_out
+                sent[method.remote(name, put[id(args)], answers, bunches)] = rank
         return sent, None
 
     def receive(self, sent: dict[Any, int], seconds: float) -> list[Event]:

@@ -27,8 +27,8 @@ from verl.cluster.rank_context import TIMEOUT
 from verl.cluster.rank_worker import RankWorker
 from verl.cluster.torchrun.codec import decode_error
 from verl.cluster.torchrun.link import Link, Message, control_group
-from verl.cluster.torchrun.worker_loop import LEAVING, WorkerLoop, after
-from verl.cluster.transport import GRACE, Command, Event, died
+from verl.cluster.torchrun.worker_loop import LEAVING, WorkerLoop
+from verl.cluster.transport import GRACE, STUCK, Command, Event, after, died
 from verl.cluster.world import World
 from verl.errors import BrokenCollectiveError, ClusterError
 
@@ -117,10 +117,10 @@ class TorchrunTransport:
     ) -> tuple[_Sent, Iterator[Any] | None]:
         self.start()
         serial, messages, encoded = next(self._serials), {}, dict[int, Message]()
-        for rank, (verb, args, answers) in commands.items():
+        for rank, (method, args, answers) in commands.items():
             if rank in self._links:
                 if id(args) not in encoded:  # several ranks may get the same
-                    encoded[id(args)] = Message.of("command", serial, (what, verb, args, stream is not None))
+                    encoded[id(args)] = Message.of("command", serial, (what, method, args, stream is not None))
                 messages[rank] = replace(encoded[id(args)], answers=answers)
         sent = _Sent(serial, what, {*messages}, collective)
         with self._lock:
@@ -198,10 +198,8 @@ class TorchrunTransport:
                 after(GRACE, self._free, sent)
 
     def _free(self, sent: _Sent) -> None:
-        """Free this rank if it has not read of a failure since: it may be in a collective that a failed rank does not
-        come to, and gloo frees it only when the other processes have ended."""
-        if not sent.inbox.empty():
-            self.close("another rank failed in a call that this rank is still in")
+        if not sent.inbox.empty():  # this rank has not read of the failure since: see `transport._free`
+            self.close(STUCK)
 
     def who(self, rank: int) -> str:
         about = self._about.get(rank, {"host": socket.gethostname(), "pid": os.getpid()})

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from verl._host.ranks import registry, who
 from verl.cluster.rank_worker import RankWorker, stacks
 from verl.cluster.torchrun.codec import encode_error
 from verl.cluster.torchrun.link import Link, Message
-from verl.cluster.transport import GRACE
+from verl.cluster.transport import GRACE, after
 from verl.errors import ClusterError
 
 #: Seconds for the threads of a link at the end of the process.
@@ -55,10 +55,10 @@ class WorkerLoop:
 
     def _carry_out(self, message: Message) -> None:
         try:
-            what, verb, args, has_stream = message.body
+            what, method, args, has_stream = message.body
             self.doing = f"in '{what}'"
             stream = self._stream() if has_stream else None
-            for item in self.worker.carry_out(verb, args, message.answers, stream):
+            for item in self.worker.carry_out(method, args, message.answers, stream):
                 self.link.send(Message.of("item", message.serial, item))
             ended = Message("end", message.serial)
         except Exception as error:
@@ -100,13 +100,6 @@ class WorkerLoop:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """A signal is for the driver. The code that it interrupts may be sending, so that another thread sends it."""
         threading.Thread(target=self.link.try_to_send, args=(Message("signal", tree=number),), daemon=True).start()
-
-
-def after(seconds: float, function: Callable[..., Any], *args: Any) -> None:
-    """Call a function later, unless this process has ended by then."""
-    timer = threading.Timer(seconds, function, args)
-    timer.daemon = True
-    timer.start()
 
 
 def _leave(code: int) -> NoReturn:
