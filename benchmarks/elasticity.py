@@ -14,6 +14,7 @@ import json
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ class Recorder(verl.Trainer):
     trained: list[str]
     unscored: int
 
-    def learn(self, samples: Batch) -> dict[str, Any]:
-        self.trained += samples["id"]
-        self.unscored += sum(reward is None for reward in samples["reward"])
+    def learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
+        for batch in samples.values():
+            self.trained += batch["id"]
+            self.unscored += sum(reward is None for reward in batch["reward"])
         return super().learn(samples)
 
 

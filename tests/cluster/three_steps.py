@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ def learned(trainer: verl.Trainer, prompts: list[str]) -> tuple[list[dict[str, A
     samples: list[dict[str, Any]] = []
     original = trainer.learn
 
-    def learn(batch: verl.Batch) -> dict[str, Any]:
-        samples.append({name: batch[name] for name in ("id", "response_tokens", "rollout_log_probs", "reward")})
-        return original(batch)
+    def learn(drawn: Mapping[str, verl.Batch]) -> dict[str, Any]:
+        names = ("id", "response_tokens", "rollout_log_probs", "reward")
+        samples.extend({name: batch[name] for name in names} for batch in drawn.values())
+        return original(drawn)
 
     trainer.learn = learn  # type: ignore[method-assign]
     records = [
