@@ -40,7 +40,7 @@ _M_ARENA_MAX = -8
 
 
 def _accelerators() -> Any:
-    """torch's interface to the accelerators, whatever their kind. Tests put another in its place."""
+    """torch's interface to the accelerators, whatever their kind. Tests replace it."""
     import torch
 
     return torch.accelerator
@@ -64,7 +64,7 @@ def count(kind: str) -> int:
 
 
 def device_name(device: str) -> str:
-    """What the driver calls a device, such as "NVIDIA H100 80GB HBM3"; its kind where that is unknown."""
+    """The driver's name of a device, such as "NVIDIA H100 80GB HBM3", or else its kind."""
     read = getattr(_module(device), "get_device_name", None)
     return device if not is_accelerator(device) or read is None else str(read(device))
 
@@ -117,7 +117,7 @@ def rng_states() -> dict[str, torch.Tensor]:
 
 
 def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Set those of the devices that this process sees; others are left out."""
+    """Set the generators of this process's devices; other states are ignored."""
     for name, (_, put) in _generators().items():
         if name in states:
             put(states[name].clone())
@@ -153,15 +153,13 @@ def target(module: nn.Module, device: str | None = None) -> str:
 
 
 def of(module: nn.Module) -> str:
-    """The device of a module's first weight; "cpu" where it has none."""
+    """The device of a module's first weight; "cpu" for a module without weights."""
     return next((str(weight.device) for weight in module.parameters()), "cpu")
 
 
 class HostCopy:
-    """Numbers on their way from a device: one copy, into pinned memory, which the host does not wait for until it
-    reads them.
-
-    What a decode step needs to know of its results comes by this class alone.
+    """Numbers on their way from a device: one copy into pinned memory, which the host waits for only when it reads
+    them. A decode step gets its results through this class alone.
 
     Args:
         columns: `[N]` each, whole numbers below 2^53 among them.
@@ -189,14 +187,14 @@ class HostCopy:
 
 
 def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Values of the host there. The host does not wait for what the device has to do before."""
+    """Copy host values to a device, without waiting for the device's earlier work."""
     if device.type in _PINNED and values.is_cpu:
         values = values.pin_memory()
     return values.to(device, dtype, non_blocking=True)
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether the host reads this device's numbers without waiting. Tests put another in its place."""
+    """Whether the host reads this device's numbers without waiting. Tests replace it."""
     return device.type == "cpu"
 
 
@@ -204,7 +202,7 @@ def recorded(function: Callable[[], None], device: torch.device) -> Callable[[],
     """The function, which reads and writes the same memory of a device at each call, as a CUDA graph: its kernels are
     launched together. None where it cannot be recorded, because it waits for the device.
 
-    It is called here a few times; only a call of what is returned counts. Tests put another in its place.
+    Warm-up and capture call it a few times, so it must be repeatable. Tests replace this function.
     """
     import torch
 
@@ -248,17 +246,17 @@ def free_memory(device: torch.device | str) -> int:
 
 
 def free_share(device: str) -> float:
-    """What part of an accelerator's memory is still the driver's, to be had by any process: 0 to 1.
+    """The fraction of an accelerator's memory that no process has allocated.
 
     Raises:
-        ConfigError: there is none of that kind here, or it is the host.
+        ConfigError: the device is missing here, or is the host.
     """
     total = total_memory(device)
     return int(_accelerators().get_memory_info(device)[0]) / total
 
 
 def total_memory(device: torch.device | str) -> int:
-    """Bytes that an accelerator has. Raises ConfigError: there is none of that kind here, or it is the host."""
+    """Bytes that an accelerator has. Raises ConfigError: the device is missing here, or is the host."""
     if _is_host(str(device)):
         raise ConfigError("the total memory is of an accelerator; of the host there is what is free")
     return _total(_accelerators(), str(device))
@@ -279,7 +277,7 @@ def peak_memory(device: torch.device | str) -> int:
 
 
 def _module(device: str) -> Any:
-    """`torch.cuda`, `torch.xpu` and the like. Tests put another in its place."""
+    """`torch.cuda`, `torch.xpu` and the like. Tests replace it."""
     import torch
 
     return getattr(torch, device.partition(":")[0], None)
@@ -306,9 +304,9 @@ def limit_library_memory() -> None:
     and best before any library starts threads; later calls change nothing.
 
     oneDNN keeps code for every shape of a half-precision product that it has met, up to half a megabyte each and 1,024
-    of them: the shapes of training are new in each step. What the environment says already stays.
+    of them: the shapes of training are new in each step. Environment variables that are already set are kept.
 
-    glibc's allocator serves all threads from one arena: that of the compute thread would fragment.
+    glibc's allocator serves all threads from one arena, since the compute thread's own would fragment.
     """
     for name in _PRODUCT_CACHES:
         os.environ.setdefault(name, _CACHE_ENTRIES)

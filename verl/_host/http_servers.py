@@ -110,7 +110,7 @@ class ServerPool:
     Args:
         urls: an address, or several with the same path, such as "http://host:8000/v1". User and password
             ("http://USER:$NAME@host"), a bearer token ("http://$NAME@host") and a query ("?token=$NAME") are sent with
-            each request, from those variables of the environment; messages have none of them.
+            each request, from those variables of the environment, and are hidden in messages.
         timeout: seconds for one answer; a call with its retries takes at most twice that.
         retries: further tries of a call that failed.
         api_key: sent as a bearer token; "$NAME" is in that variable of the environment.

@@ -1,4 +1,4 @@
-"""The ranks of a torchrun job, and what each of them has made by itself before the first call.
+"""The ranks of a torchrun job, and the objects that each of them makes before the first call.
 
 Under torchrun every rank runs the script up to its first call. What handles were given until then (models, tokenizers,
 optimizers, algorithms) is registered on each rank in the same order, so that it can be named by its number later.

@@ -212,8 +212,8 @@ def _init(ray: Any) -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray's core puts a handler of its own in the place of the process's for SIGTERM, which dumps its stack and aborts.
-    Python sets handlers in the main thread alone, and this is not always that one."""
+    """Keep the process's signal handlers: Ray's core replaces the one for SIGTERM by its own, which dumps its stack and
+    aborts. They are set through libc, since Python sets handlers in the main thread only."""
     if os.name != "posix":
         yield
         return
@@ -290,7 +290,7 @@ def _token() -> tuple[str, str]:
 
 
 def _make_token() -> None:
-    """Make the token of this user's clusters where there is none, before Ray does, which lets others read it."""
+    """Make the token of this user's clusters if it is missing, before Ray does, which lets others read it."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled" or _token()[0] or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
     file = Path.home() / ".ray" / "auth_token"

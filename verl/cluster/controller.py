@@ -38,7 +38,7 @@ class Controller:
 
     Args:
         placement: role -> devices, see `DeviceMesh`; None: one device, or all ranks of the torchrun job.
-        timeout: seconds that ranks wait for each other, and the controller for them; None: those of `wait`.
+        timeout: seconds that ranks wait for each other, and the controller for them; None: set by `wait`.
 
     Raises:
         ConfigError: the placement cannot be met; nothing has been started.
@@ -81,11 +81,11 @@ class Controller:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The placement of each role; of no placement: all on all ranks."""
+        """The placement of each role; by default all roles on all ranks."""
         return DeviceMesh(ResourcePool.numbered(0, torchrun_ranks()) if self._placement is None else self._placement)
 
     def own_pool(self, role: str) -> ResourcePool | None:
-        """The devices that the placement names for a role; None: it names none."""
+        """The devices that the placement names for a role, if any."""
         return None if self._placement is None else self.mesh.pools.get(role)
 
     @classmethod
@@ -184,8 +184,7 @@ class Controller:
         return tuple(numbers), pool.parallel
 
     def wait(self, seconds: float) -> None:
-        """Have ranks and controller wait so long for each other, where no `timeout` was given. Ranks that have met
-        already go on with what they met with."""
+        """Set the timeout of ranks and controller, if none was given and the ranks have not started."""
         if self._may_change and not (self.transport.has_started):
             self.transport.timeout = seconds
 

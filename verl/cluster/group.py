@@ -36,7 +36,7 @@ class RankGroup(Generic[W_co]):
 
     @property
     def worker(self) -> W_co:
-        """The one in this process."""
+        """The worker in this process."""
         key = self._make()
         return self.transport.worker.workers[key][1]  # type: ignore[no-any-return]
 
@@ -93,6 +93,8 @@ class RankGroup(Generic[W_co]):
         orders = [(*call, (part, *rest), kwargs) for part in ([batch] if size == 1 else map(batch.take, rows))]
         index = {rank: (mesh.rows(rank) or (0, 1))[0] for rank in mesh.ranks}
         commands = {rank: Command("call", orders[i], rank in answering) for rank, i in index.items()}
+        # Ranks that share rows generate them together: while the caller pauses this stream they wait in a collective,
+        # and the transport refuses other calls to them.
         collective = collect == "batches" and len(answering) < mesh.size
         answers = run(self.transport, commands, what, is_independent=True, collective=collective)
         if collect == "batches":
@@ -127,8 +129,8 @@ def _timed(what: str) -> Iterator[None]:
 
 
 def joined(rows: Sequence[Sequence[int]], answers: Sequence[Batch]) -> Batch:
-    """Answers about parts of a batch in the order of its rows. Columns are those of answers with rows, or, where none
-    has any, of the first."""
+    """Concatenate the answers about parts of a batch, in the order of its rows. Answers without rows are dropped, since
+    they may lack columns; if all are empty, the first one counts."""
     if len(answers) == 1:
         return answers[0]
     order = [row for part in rows for row in part]

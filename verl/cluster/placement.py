@@ -1,4 +1,4 @@
-"""The placement: which role's ranks stand on which devices, read from every form a user may write.
+"""The placement maps the ranks of each role to devices. It is parsed from every form a user may write.
 
 Each device is for one rank: "cuda:3", or with the same meaning "cpu:3" (a process on CPU). Roles that share devices are
 colocated, roles with devices of their own run apart; nothing else decides it. Under torchrun device number i is rank i.
@@ -122,7 +122,7 @@ class ResourcePool:
 @hinted
 @dataclass(frozen=True)
 class DeviceMesh:
-    """Which role stands where: checked when it is made, printed as a picture.
+    """Roles mapped to devices: checked when it is made, printed as a table.
 
     >>> print(DeviceMesh({"actor": "cpu:0-1", "critic": "cpu:2"}))
             actor  critic
@@ -133,8 +133,8 @@ class DeviceMesh:
     Args:
         placement: role -> pool, in any form of `ResourcePool.parse`, or a number of devices, which are then the next
             free ones; a lone pool is the actor's. "rollout" is where the actor's generation runs, "reward" and
-            "cost" where their models do: these run in the script's process if they are not named, other roles that
-            are not named stand where the actor does. Pools may share devices.
+            "cost" where their models do: these run in the script's process if they are not named, other roles share the
+            actor's devices. Pools may share devices.
 
     Raises:
         ConfigError: an unknown role, devices of several kinds, or the policy trains on some of the devices that it
@@ -176,7 +176,7 @@ class DeviceMesh:
         return tuple(sorted({device for pool in self.pools.values() for device in pool.devices}))
 
     def pool(self, role: str) -> ResourcePool:
-        """Where a role stands: on its own pool, else where the actor does, else on the first there is."""
+        """A role's pool: its own, else the actor's, else the first."""
         return self.pools.get(role) or self.pools.get("actor") or next(iter(self.pools.values()))
 
     def check(self, available: Mapping[str, int], where: str) -> None:
@@ -199,7 +199,7 @@ class DeviceMesh:
                     )
 
     def picture(self, roles: Iterable[str]) -> str:
-        """Devices down, roles across: which of the role's ranks stands where."""
+        """A table of the roles' ranks, with a row per device and a column per role."""
         pools = {role: self.pool(role) for role in roles}
         rows = [["", *pools]]
         for device in self.devices:

@@ -32,17 +32,17 @@ WEIGHTS = "weights"
 
 
 class RankContext(NamedTuple):
-    """The place of a worker; the default is a role of one rank.
+    """A worker's rank, device and process groups; the default is a role of one rank.
 
     Attributes:
         role: its role, for messages.
         rank, size: among the ranks of the role.
         device: where its tensors live; None: where the model is.
-        meshes: those that this rank is part of, by name; `Mesh` has the ranks of the whole job.
+        meshes: the role's meshes with this rank, by name; `Mesh` has the ranks of the whole job.
         trainer: the rank, in the role, of the first one that trains.
-        groups: torch process groups by mesh, for those of several ranks; `WEIGHTS`, where the ranks generate in another
+        groups: torch process groups of meshes with several ranks, by name; `WEIGHTS` if the ranks generate in another
             layout than they train in.
-        parts: those of ranks that differ along some dimensions of a mesh, by ranks, ascending.
+        parts: torch process groups along dimensions of a mesh, by their ranks, ascending.
     """
 
     role: str = ""

@@ -1,4 +1,4 @@
-"""The workers of one rank, of all roles, in the process that has it."""
+"""The workers of all roles on one rank."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """What this rank knows of the others."""
+    """This rank's side of a job."""
 
     def context(self, role: RoleMeshes) -> RankContext | None:
-        """The place of this rank in a role; None: nowhere. Called on all ranks in the same order."""
+        """This rank's context in a role; None if it has no part in it. Called on all ranks in the same order."""
 
     def collective(self, what: str) -> AbstractContextManager[None]:
         """Inside, a broken collective raises `BrokenCollectiveError`."""
@@ -39,7 +39,7 @@ class RankWorker:
     def carry_out(
         self, method: str, args: Sequence[Any], answers: bool, stream: Iterator[Any] | None = None
     ) -> Generator[Any, None, None]:
-        """What a command returns, item by item; nothing, if it is not to be answered. See `transport.Command`."""
+        """Run a `transport.Command`; yields its result item by item, unless it needs no answer."""
         items = getattr(self, method)(*args, *(() if stream is None else (stream,)))
         if answers:
             yield from items
@@ -61,8 +61,8 @@ class RankWorker:
     def call(
         self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *stream: Iterator[Any]
     ) -> Iterator[Any]:
-        """What a method of this rank's worker of a role yields, or the one value that it returns. A stream is its first
-        argument."""
+        """Call a method of this rank's worker of a role, with the stream, if any, as its first argument; yields its
+        items, or its one result."""
         role, worker = self.workers[key]
         with self._noted(role, method):
             answer = getattr(worker, method)(*stream, *args, **kwargs)
@@ -72,7 +72,7 @@ class RankWorker:
                 yield answer
 
     def run(self, function: Callable[..., Any], *args: Any) -> Iterable[Any]:
-        """What a function returns in this process."""
+        """Call a function in this process."""
         name = getattr(function, "__name__", "everywhere")
         with self.job.collective(name), _noted(f"in '{name}', {who()}"):
             return (function(*args),)

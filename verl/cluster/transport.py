@@ -28,12 +28,12 @@ STUCK = "another rank failed in a call that this rank is still in"
 
 
 class Command(NamedTuple):
-    """What one rank has to do.
+    """A command for one rank.
 
     Attributes:
         method: a method of `RankWorker`, or "stacks".
-        args: of it.
-        answers: whether what it returns is sent back.
+        args: its arguments.
+        answers: whether its result is sent back.
     """
 
     method: str
@@ -42,7 +42,7 @@ class Command(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a rank sent: an "item", the "end" of its command, an "error" (an exception), or "gone" and why."""
+    """A message from a rank: an "item", the "end" of its command, an "error" (an exception), or "gone" and why."""
 
     rank: int
     kind: str
@@ -54,7 +54,7 @@ class Transport(Protocol):
 
     Attributes:
         size: ranks of the job.
-        own_rank: the one in this process, which runs its commands here; -1: there is none.
+        own_rank: the rank in this process, which runs its commands here; -1: all ranks are elsewhere.
         worker: its workers, once it `has_started`.
         timeout: seconds that ranks wait for each other.
         ended: why the processes were ended; None: they were not.
@@ -97,7 +97,7 @@ class Transport(Protocol):
         """
 
     def receive(self, sent: Any, seconds: float) -> list[Event]:
-        """What comes next; nothing: no rank sent anything within so many seconds."""
+        """The next events; an empty list if no rank sent anything within `seconds`."""
 
     def who(self, rank: int) -> str:
         """A rank, for messages."""
@@ -160,7 +160,7 @@ def run(
     Args:
         stream, collective: see `Transport.send`.
         is_independent: ranks do not wait for each other, so that the failure of some leaves the others in step.
-        timeout: seconds in which some rank must send something; None: those of the transport.
+        timeout: seconds in which some rank must send something; None: the transport's.
 
     Raises:
         ClusterError: a rank died, or the deadline passed.
@@ -175,6 +175,7 @@ def run(
     pending, errors, since = {*commands}, dict[int, Exception](), time.monotonic()
     while pending:
         is_here, limit, had_errors = here in pending, timeout or transport.timeout, bool(errors)
+        # After a failure the others get a short deadline: they may wait in a collective for the rank that failed.
         until = since + (min(GRACE, limit) if errors else limit)
         events = transport.receive(sent, 0.0 if is_here else until - time.monotonic())
         if is_here and not events:  # a failure that is there has been seen before this rank may wait for others
@@ -195,6 +196,8 @@ def run(
                 try:
                     yield rank, value
                 except GeneratorExit:
+                    # The caller wants no more, but the ranks still send: the rest is received and dropped, so that the
+                    # next call finds them idle.
                     is_read = False
             elif kind != "item" and rank in pending:
                 pending.discard(rank)
@@ -232,7 +235,7 @@ def after(seconds: float, function: Callable[..., Any], *args: Any) -> None:
 
 
 def died(who: str, where: str, why: str) -> str:
-    """What there is to say of a rank whose process is gone."""
+    """The error message for a rank whose process is gone."""
     return (
         f"{who} died {where}: {why}. The run cannot go on without it; the same command resumes it from its last "
         "checkpoint"
@@ -242,8 +245,8 @@ def died(who: str, where: str, why: str) -> str:
 def _cause(
     transport: Transport, errors: Mapping[int, Exception], late: list[int], what: str, limit: float, is_broken: bool
 ) -> Exception:
-    """Of the errors of several ranks, that of the first which did not just wait for another one; if all of them did,
-    those that are late are to blame. The job is ended where ranks may no longer be in step.
+    """The error to raise: the first that is not just a collective broken by another rank; if all are, a timeout of the
+    late ranks. The job is ended if its ranks may no longer be in step.
 
     Args:
         late: the ranks that have not ended.
@@ -260,8 +263,8 @@ def _cause(
 
 
 def _stall(transport: Transport, late: list[int], what: str, limit: float) -> str:
-    """Log the stacks of all ranks and end the job; what there is to say of the missed deadline. If some of the ranks
-    that are late send no stack either, these are named alone: the others wait for them."""
+    """Log the stacks of all ranks, end the job, and return the error message of the missed deadline. It names only the
+    late ranks that send no stack either, if there are any: the others wait for them."""
     here = transport.own_rank
     stack_of = dict.fromkeys(range(transport.size), _NO_ANSWER)
     if here in stack_of:

@@ -53,11 +53,12 @@ class World:
         return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
 
     def context(self, role: RoleMeshes) -> RankContext | None:
-        """The place of this rank in a role; None: nowhere. Called by all ranks of the world in the same order."""
+        """This rank's context in a role; None if it has no part in it. All ranks call this in the same order."""
         ranks = role.ranks
         groups = {name: self.group(mesh.ranks) for name, mesh in role.meshes.items() if mesh.size > 1}
         if len(ranks) > 1:
             groups[ROLE] = self.group(ranks)
+        # Weights may move in the background: in a group of their own they cannot mix with the role's collectives.
         if role.has_transition:
             groups[WEIGHTS] = self._new_group(ranks)
         parts = {part: self.group(part) for mesh in role.meshes.values() for part in mesh.parts()}
@@ -93,17 +94,17 @@ class World:
                 self._open.discard(token)
 
     def leave(self) -> None:
-        """For the end of the process: end the threads of the collectives, unless they may be waiting for others.
+        """End the threads of the collectives before the process exits, unless they may be waiting for other ranks.
 
-        Such a thread may be the last to hold a tensor. If it drops that while the interpreter shuts down, the process
-        aborts."""
+        Such a thread may hold the last reference to a tensor, and the process aborts if that is dropped while the
+        interpreter shuts down."""
         if not self._open and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether it, or what it came from, is torch.distributed's because another rank is gone or late. Gloo has no class
-    for that."""
+    """Whether an error, or its cause, comes from torch.distributed because another rank is gone or late. Gloo raises a
+    plain `RuntimeError` for that."""
     if isinstance(error, dist.DistError | BrokenCollectiveError):
         return True
     if type(error) is RuntimeError and "gloo" in str(error).lower():
@@ -112,6 +113,6 @@ def is_broken_collective(error: BaseException) -> bool:
 
 
 def stay_on_loopback(size: int) -> None:
-    """Let gloo listen on the loopback interface alone where all ranks are on this machine."""
+    """Have gloo listen on the loopback interface only if all ranks are on this machine."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == size and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

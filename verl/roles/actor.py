@@ -1,4 +1,4 @@
-"""`Actor`: the policy, as a user holds it."""
+"""`Actor`: the policy."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Actor(ModelHandle[ActorWorker]):
 
     Args:
         model: a causal language model of transformers (or a `ValueModel`, to go on with a score head), or the name or
-            directory of one. Of a `PeftModel` the adapters are trained. Of one under `FullyShardedDataParallel` or
-            `fully_shard`, wrapped on every rank of the job, a plain copy is made and trained in our own layout (see
+            directory of one. A `PeftModel` trains its adapters only. A model wrapped in `FullyShardedDataParallel` or
+            `fully_shard` on every rank of the job is copied and trained in our own layout (see
             `verl.models.wrapped`): read the result from `Actor.model`.
-        tokenizer: a tokenizer, or its name or directory; left out, the one beside the model.
+        tokenizer: a tokenizer, or its name or directory; default: the model's.
         strategy: `train.strategy`; None leaves it as it is.
         train: `TrainOptions`, or a mapping of its fields.
         placement: where it runs, see `DeviceMesh`: "cpu:0-1", {"actor": "cuda:0-3", "rollout": "cuda:4-7"}, a
@@ -81,11 +81,11 @@ class Actor(ModelHandle[ActorWorker]):
             `RolloutEngine`, "FILE.py:NAME" of one, or `RolloutOptions`.
         episode: `async episode(client, row)`, what happens between a prompt and its response (several turns, tools,
             constraints), a class of TRL's form of environments, or "FILE.py:NAME" of one; None: a single turn.
-        sampling: how responses are drawn, or a mapping of its fields; keywords of `generate_sequences` override it
+        sampling: `SamplingParams`, or a mapping of its fields; keywords of `generate_sequences` override it
             call by call.
         fused_kernels: run the layers by fused kernels where there are some; "compiled" are ours, for CPU; for any other
             name the nearest are taken, with a warning.
-        head: "score" trains a reward model, one number a row, in the place of a language model.
+        head: "score" trains a reward model, with one scalar per row, instead of a language model.
         **settings: fields of `TrainOptions` (mini_batch_size, epochs, use_amp, ...), `RolloutOptions` (max_num_seqs,
             batch_invariant, ...) or `ModelOptions` (dtype, lora, ...); `gradient_checkpointing`,
             `tensor_parallel_size`.
@@ -165,7 +165,7 @@ class Actor(ModelHandle[ActorWorker]):
         )
 
     def _read_episode(self) -> None:
-        """Note what the episode of all prompts has besides its turns."""
+        """Read the tools and masking of the default episode."""
         played = load_episode(self.rollout_options.episode)
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
         self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
@@ -175,31 +175,29 @@ class Actor(ModelHandle[ActorWorker]):
 
     @property
     def rewarding_episode(self) -> Episode | None:
-        """The episode of all prompts, if it says its rewards itself, as environments and agents do."""
+        """The default episode if it computes rewards itself, as environments and agents do."""
         played = load_episode(self.rollout_options.episode)
         return played if getattr(played, "gives_reward", False) else None
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model: the one that is trained, where this process has it whole. Where ranks have parts of a model that
-        was given, a copy with the weights as they are now. Of a model that workers in other processes read by its name,
-        modules without weights: `present_model` has them."""
+        """The trained model itself if this process holds all of it, or a copy with the current weights if it is sharded
+        over ranks. A model that workers in other processes loaded by name has no weights here: see `present_model`."""
         return self.present_model() if self.is_cut else self.modules
 
     @property
     def device(self) -> str:
-        """Where this process computes with the model, or will once its workers are made."""
+        """The device of the model in this process, or the one it will have once its workers are made."""
         if self.files is not None or self.is_cut:
             return self.controller.device
         return device.of(self.modules) if self.has_workers else device.target(self.modules, self.controller.device)
 
     def peak_memory(self) -> int:
-        """Most bytes so far that a rank which trains held at once on its device; on CPU, the memory of its process."""
+        """Peak device memory of a training rank so far, in bytes; on CPU, of its process."""
         return self.group.call(ActorWorker.peak_memory)
 
     def resolve_engine(self) -> Any:
-        """The engine that generates, a name or a factory. "auto" is settled now, by where the actor is and what it is
-        asked for, and stays."""
+        """The rollout engine, a name or a factory. "auto" is resolved at the first call, by device and options."""
         self.rollout_options = with_engine(self.rollout_options, self.modules, self.device)
         return self.rollout_options.name
 
@@ -266,10 +264,9 @@ class Actor(ModelHandle[ActorWorker]):
             **sampling: fields of `SamplingParams` (max_new_tokens, temperature, top_p, stop, ...).
 
         Returns:
-            One row a sample (of episodes one a trajectory), samples of a prompt adjacent: the prompts' columns and
-            `response_tokens`,
-            `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`, `tokenizer`; `temperature`,
-            where it is not the one that log-probs and updates are otherwise of.
+            One row per sample (with episodes, per trajectory), the samples of a prompt adjacent: the prompts' columns
+            and `response_tokens`, `response_mask`, `rollout_log_probs`, `response`, `finish`, `policy_version`,
+            `tokenizer`; `temperature` if it differs from the actor's.
         """
         params = as_sampling(sampling, self.sampling)
         batch = self.prompts(prompts, key)
@@ -281,7 +278,7 @@ class Actor(ModelHandle[ActorWorker]):
         return done.take(sorted(range(len(done)), key=lambda row: position[samples[row]]))
 
     def set_episode(self, task: str, episode: Episode) -> None:
-        """Sample the responses of a task by an episode of its own.
+        """Set a task's own episode.
 
         Raises:
             ConfigError: the workers have been made already; or it has tools, which the chat template would show for the
@@ -297,8 +294,8 @@ class Actor(ModelHandle[ActorWorker]):
         self.rollout_options = options.replace(episodes={**options.episodes, task: episode})
 
     def rollout(self, rows: Batch, params: SamplingParams, task: str | None = None) -> Iterator[Batch]:
-        """Samples for rows that `expand` made, as groups finish, with their decoded text; `temperature`, where it is
-        not the one that log-probs and updates are otherwise of."""
+        """Sample the rows that `expand` made; yields groups as they finish, with decoded text, and `temperature` if it
+        differs from the actor's."""
         check({"responses": "responses", self.head: self.head})
         other = params.temperature not in (0, self.plan.temperature)
         longest = max(rows.lengths("prompt_tokens"), default=0)
@@ -316,12 +313,12 @@ class Actor(ModelHandle[ActorWorker]):
 
     @property
     def asks_start(self) -> bool:
-        """Whether an episode asks the weights that training began with."""
+        """Whether an episode samples from the initial weights."""
         options = self.rollout_options
         return any(getattr(load_episode(e), "asks_start", False) for e in (options.episode, *options.episodes.values()))
 
     def _starting_engine(self) -> RolloutEngine:
-        """An engine of the weights that training began with: those of the reference policy.
+        """An engine with the reference policy's weights, from before training.
 
         Raises:
             ConfigError: they are not in this process, or the reference is another model.
@@ -342,7 +339,7 @@ class Actor(ModelHandle[ActorWorker]):
         )  # fmt: skip
 
     def _position_limits(self) -> Iterator[tuple[int, str]]:
-        """The longest prompts and responses together, and why."""
+        """Limits on the length of prompt plus response, each with its reason."""
         config = self.modules.config.get_text_config()
         if limit := getattr(config, "max_position_embeddings", None):
             yield limit, ""
@@ -354,9 +351,12 @@ class Actor(ModelHandle[ActorWorker]):
             )
 
     def with_policy_version(self, samples: Batch, writer: tuple[int, str] | None = None) -> Batch:
-        """Samples that have just come from an engine, with what the policy wrote as text (`response`, `last_turn`) and
-        what wrote them: `tokenizer` and `policy_id`, which is null where older weights than the present ones began
-        them. `writer`: the present ones, by version and id; None: as the actor has them."""
+        """Add the decoded text (`response`, `last_turn`) and its origin (`tokenizer`, `policy_id`) to new samples.
+
+        Args:
+            writer: version and id of the current weights; None: the actor's. `policy_id` is null in samples that
+                older weights began.
+        """
         texts = ResponseText(self.tokenizer, self.ends).columns(samples)
         version, policy_id = writer or (self.policy_version, self.policy_id)
         writers = [policy_id if v == version else None for v in samples["policy_version"]]
@@ -383,10 +383,10 @@ class Actor(ModelHandle[ActorWorker]):
         return self._reference.call(ReferenceWorker.log_probs, sequences, self._temperature(sequences))
 
     def _temperature(self, batch: Batch) -> float:
-        """That of the policy which the batch is of.
+        """The sampling temperature of a batch.
 
         Raises:
-            DataError: it is of several, or no batch.
+            DataError: its rows have several, or it is no batch.
         """
         batch = as_sequences(batch)
         usual = self.plan.temperature
@@ -440,7 +440,7 @@ class Actor(ModelHandle[ActorWorker]):
 
     @property
     def unchanged_files(self) -> ModelFiles | None:
-        """What the actor's model was read from by its workers, as long as it is the same."""
+        """The files the workers loaded the model from; None once the weights have changed."""
         return self.files if self.policy_id == self._first_id else None
 
     def reference_shards(self) -> Iterator[Shard]:
@@ -451,7 +451,7 @@ class Actor(ModelHandle[ActorWorker]):
 
     @property
     def reference_digest(self) -> str | None:
-        """SHA-256 of these weights; None: there are none."""
+        """SHA-256 of the reference weights; None without a reference."""
         if self._reference_digest is None and self.reference_model is not None:
             self._reference_digest = checksum(self.reference_shards())
         return self._reference_digest
@@ -465,8 +465,8 @@ class Actor(ModelHandle[ActorWorker]):
             values: from `compute_values`; for algorithms with a critic.
 
         Returns:
-            Metrics: `loss`, `grad_norm`, `lr` and those of the algorithm (`kl`, where it has a reference);
-            `update/empty`, where every token was rejected and so nothing has changed.
+            Metrics: `loss`, `grad_norm`, `lr` and the algorithm's own (`kl`, if it has a reference);
+            `update/empty` if every token was rejected, so that no weight changed.
         """
         batch = add_rewards(sequences, rewards)
         if values is not None:
@@ -481,7 +481,7 @@ class Actor(ModelHandle[ActorWorker]):
         where they are the detached log-probs of that step, unless the engine that sampled has other numbers.
 
         Args:
-            samples: of the whole update; None: those of the batch.
+            samples: number in the whole update; None: the batch's.
         """
         return algorithm.needs_log_probs or (
             algorithm.needs_old_log_probs and not (self._is_one_step(batch, samples) and self._rolls_out_exactly)
@@ -508,8 +508,8 @@ class Actor(ModelHandle[ActorWorker]):
         weight: float = 1.0,
         name: str = "",
     ) -> TaskLoss:
-        """What `train_parts` takes of a batch that `algorithm.prepare` made; `weight` and `name` as of `TaskLoss`,
-        `samples` as of `needs_old_log_probs`."""
+        """The `TaskLoss` of a batch that `algorithm.prepare` made, for `train_parts`; see `needs_old_log_probs` for
+        `samples`."""
         prepared = self.prefixed(prepared, algorithm)
         first = self._is_one_step(prepared, samples)
         # The only step on the policy's own samples takes the detached log-probs of its own forward for the old ones
@@ -540,7 +540,7 @@ class Actor(ModelHandle[ActorWorker]):
         return self.group.call(ActorWorker.loss, part, self.plan.skip_zero_advantage_rows)
 
     def merged_shards(self) -> Iterator[Shard]:
-        """The weights of the equal model without adapters, under its names."""
+        """The weights with adapters merged into them, under the base model's names."""
         return self.group.call(ActorWorker.merged_shards) if has_adapters(self.modules) else self.shards()
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
@@ -559,7 +559,7 @@ class Actor(ModelHandle[ActorWorker]):
 
     @property
     def tokenizer_as_trained(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with the chat template of the episode of all prompts where that has another."""
+        """The tokenizer, with the chat template of the default episode if that has its own."""
         chat_template = getattr(load_episode(self.rollout_options.episode), "chat_template", None)
         if chat_template is None:
             return self.tokenizer
@@ -576,7 +576,7 @@ class Actor(ModelHandle[ActorWorker]):
         save_pretrained_dir(self.present_model(), self.tokenizer_as_trained, path, adapter=adapter)
 
     def present_model(self) -> PreTrainedModel:
-        """`model`, with the weights as they are now: those of its workers, where they are other processes."""
+        """`model` with its current weights, fetched from the workers if they are other processes."""
         if self._group is None:
             return self.modules if self.files is None else self.files.load()
         if self.controller.is_local:

@@ -22,7 +22,7 @@ class VLLMActor(Actor):
     Args:
         model_name: directory or hub name of the model.
         tokenizer: as of `Actor`.
-        **options: those of `Actor`, such as `tensor_parallel_size` and `max_num_seqs`.
+        **options: passed to `Actor`, such as `tensor_parallel_size` and `max_num_seqs`.
     """
 
     def __init__(self, model_name: Any, tokenizer: Any = None, **options: Unpack[ActorArguments]) -> None:
@@ -41,7 +41,7 @@ def get_actor_critic(
 
     Args:
         use_vllm: vLLM samples the responses.
-        device_map: where they stand, see `DeviceMesh`; None or "auto": as `Actor` and `Critic` choose.
+        device_map: their devices, see `DeviceMesh`; None or "auto": as `Actor` and `Critic` choose.
         **options: of the actor.
     """
     placement = None if device_map in (None, "auto") else Controller.of(device_map)
@@ -52,7 +52,7 @@ def get_actor_critic(
 
 
 class HuggingFaceWorker(Actor):
-    """An actor whose responses transformers' own forward and cache sample; options are those of `Actor`."""
+    """An actor that samples with transformers' forward and cache; takes the options of `Actor`."""
 
     def __init__(self, model_name: Any, tokenizer: Any = None, **options: Unpack[ActorArguments]) -> None:
         options.setdefault("rollout", "hf")
@@ -83,8 +83,8 @@ class ActorRolloutRefWorker(BuiltWorker):
         model_path: directory or hub name of the model.
         max_batch_size: sequences that are generated at a time.
         rollout_backend: "vllm", "embedded", "hf", or "FILE.py:CLASS".
-        **options: those of `BuiltWorker`, such as `tensor_parallel_size`: ranks that share one copy of the model in
-            generation.
+        **options: passed to `BuiltWorker`, such as `tensor_parallel_size`, the ranks that share one copy of the model
+            in generation.
     """
 
     @checked

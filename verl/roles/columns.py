@@ -23,10 +23,10 @@ def expand(prompts: Batch, n: int, greedy_baseline: bool = False) -> Batch:
 
 
 def as_sequences(sequences: Any) -> Batch:
-    """What is given, if it is a batch.
+    """Check that sequences are a `Batch`, and return them.
 
     Raises:
-        DataError: it is something else.
+        DataError: they are not.
     """
     if not isinstance(sequences, Batch):
         raise DataError(f"sequences are a Batch of generate_sequences, not a {type(sequences).__name__}")
@@ -34,7 +34,7 @@ def as_sequences(sequences: Any) -> Batch:
 
 
 def as_responses(responses: Any) -> Batch:
-    """What a reward can score: a batch as it is; of plain texts the column `response`, of pairs `prompt` as well.
+    """Responses as a batch to score: texts become column `response`, (prompt, response) pairs also `prompt`.
 
     Raises:
         DataError: it is something else.

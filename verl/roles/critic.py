@@ -106,7 +106,7 @@ class Critic(ModelHandle[CriticWorker]):
         return self.controller.group(self.role, recipe, self.train_options, self.modules)
 
     def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Which tokenizer sequences are of that do not say it; trainers call this by themselves."""
+        """Set the tokenizer for sequences without a column `tokenizer`; trainers call this."""
         self._actor_tokenizer = actor_tokenizer
 
     def compute_values(self, sequences: Batch) -> Batch:
@@ -186,10 +186,10 @@ def _without(text: str, names: Iterable[str]) -> str:
 
 
 def as_critic(critic: Any) -> Critic | None:
-    """A critic from one, from a model, or from the name or directory of one.
+    """A critic from a critic, a model, or a model's name or directory.
 
     Raises:
-        ModelError: it is none of these.
+        ModelError: no critic can be made of it.
     """
     if critic is None or isinstance(critic, Critic):
         return critic
@@ -210,7 +210,7 @@ def critic_like(
     model: Callable[[], Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Critic:
-    """A critic, trained as `handle` is and where that stands, of these files; None: of a copy of the model."""
+    """A critic with the training options and devices of `handle`, over these files or, if None, a copy of the model."""
     options = handle.train_options
     return Critic(
         copy.deepcopy(model())

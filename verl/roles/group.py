@@ -19,7 +19,7 @@ from verl.workers.actor import ActorWorker
 
 @hinted
 class WorkerGroup:
-    """The workers of an actor, and of what works beside it: `WorkerGroup(actor)`, `WorkerGroup(actor, reward)`.
+    """The workers of an actor and of its critic and reward: `WorkerGroup(actor)`, `WorkerGroup(actor, reward)`.
 
     Args:
         *handles: an `Actor`; with it a `Critic` and a `Reward`; or an `Updater`, which has actor and critics.
@@ -50,7 +50,7 @@ class WorkerGroup:
 
     @cached_property
     def updater(self) -> Updater:
-        """What it learns with: the updater, or else one of the actor's `algorithm`, by default GRPO."""
+        """The updater, or else one for the actor's `algorithm`, by default GRPO."""
         if "updater" in self._handles:
             return self._handles["updater"]  # type: ignore[no-any-return]
         return Updater(make_algorithm(self.actor.algorithm), actor=self.actor, critic=self._handles.get("critic"))

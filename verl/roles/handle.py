@@ -31,11 +31,10 @@ W_co = TypeVar("W_co", bound=TrainedWorker, covariant=True)
 
 
 class LoraBase(NamedTuple):
-    """The base of a role's adapters: read from files that stay where they are, so that checkpoints hold what is
-    trained.
+    """The frozen base of a role's adapters. Checkpoints leave it out, since it can be loaded from its own files.
 
     Attributes:
-        trained: names of the weights beside it.
+        trained: names of the weights that are not in the base.
     """
 
     files: ModelFiles
@@ -61,7 +60,7 @@ class ModelHandle(Generic[W_co]):
     """A trained model: where it runs, how it is trained, its weights and state.
 
     Attributes:
-        role: which pool of the placement it stands on.
+        role: its pool in the placement.
         modules: the model's modules and configuration; the weights may be elsewhere.
         files: what workers in other processes read the model from; it has no weights here then.
         base: what adapters were added to, if checkpoints need not hold it.
@@ -83,7 +82,7 @@ class ModelHandle(Generic[W_co]):
 
     @classmethod
     def from_pretrained(cls: Callable[Concatenate[str, P], H], name: str, *args: P.args, **options: P.kwargs) -> H:
-        """The handle of a model of transformers by name or directory; options are those of its class."""
+        """Make a handle from a transformers model's name or directory; takes the options of the class."""
         return cls(name, *args, **options)
 
     @property
@@ -151,7 +150,7 @@ class ModelHandle(Generic[W_co]):
             background: copy the shards to host memory, and write them while training goes on.
 
         Returns:
-            What `load` needs beside the files, as JSON.
+            Metadata for `load`, as JSON.
         """
         if self.base is None or self.base.files.digest is None:
             return self.group.call(TrainedWorker.save, folder, background)

@@ -49,7 +49,7 @@ def lay_out(handles: Sequence[Actor | Critic], placements: Iterable[Any], strate
 
 
 def by_workers(rollout: int | None, update: int | None) -> dict[str, int] | None:
-    """The placement of so many ranks that only generate and, beside them, so many that train; None: none is given."""
+    """The placement for numbers of rollout and training ranks; None if neither is set."""
     if rollout is None:
         return None if update is None else {"actor": update}
     return {"rollout": rollout, "actor": 1 if update is None else update}
@@ -136,8 +136,8 @@ def _possible_sizes(actor: Actor, ranks: int) -> list[int]:
 
 
 def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks: int) -> dict[int, float]:
-    """By the planner's model, how long the rollout of a usual step takes with so many ranks to a copy, the way of the
-    weights included; without sizes that leave too little memory. Rates are those of data sheets (docs/planner.md).
+    """The planner's estimate of a typical step's rollout, weight sync included, for each tensor parallel size that fits
+    into memory. It uses data-sheet rates (docs/planner.md).
 
     Args:
         train: the layout of training.

@@ -1,4 +1,4 @@
-"""What an algorithm reads of models beside the samples: the one list that graphs, updaters and actors share."""
+"""The model outputs that an algorithm needs for its samples: one list for graphs, updaters and actors."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def with_model_outputs(algorithm: BaseAlgorithm, sequences: Batch, wanted: Itera
 def prepare(
     algorithm: BaseAlgorithm, actor: Actor, samples: Batch, together: int | None = None
 ) -> tuple[Batch, dict[str, float]]:
-    """`BaseAlgorithm.prepare`, after the log-probs before the update where they are needed. They are null in rows that
-    the update leaves out by what is known already; where it leaves out all, there is no such column.
+    """Compute the log-probs before the update if needed, then call `BaseAlgorithm.prepare`. The log-probs are null in
+    rows that the update is already known to leave out; if it leaves out all rows, there is no such column.
 
     Args:
         together: samples of the whole update, where it has others besides.

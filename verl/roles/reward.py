@@ -44,12 +44,12 @@ class Reward:
             whose worker hangs or dies is scored by another; see `RewardPool`. `group.scale(n)` changes how many there
             are. A model is loaded in each of them. 0: a function is called in one process of its own (see `process` of
             `FunctionReward`), anything else in this one.
-        max_workers: let there be up to so many when samples queue up.
+        max_workers: upper limit when samples queue up.
         placement: names devices for the role "reward", see `DeviceMesh`: its models run there, and each rank
             scores its share of the rows. None: the models run in this process, on the accelerator where there is one.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
             (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA), `whole_batch` (a
-            function is called once on all samples of a step, not on those of each prompt as they are finished),
+            function is called once on all samples of a step, not for each prompt when its samples are finished),
             `process` (False: a function is called in this process, which ends if it holds the interpreter).
 
     A sample whose reward fails, is late, or is not a finite number abstains: its reward is null, with an
@@ -125,7 +125,7 @@ class Reward:
 
     @property
     def whole_batch(self) -> bool:
-        """Whether a sample's reward may depend on the samples beside it."""
+        """Whether a sample's reward may depend on the other samples of the step."""
         return self.source.whole_batch
 
     @property
@@ -139,7 +139,7 @@ class Reward:
         """The worker group of the reward's function.
 
         Raises:
-            ConfigError: it has none, or several: then see `groups`.
+            ConfigError: the reward does not have exactly one, see `groups`.
         """
         groups = self.groups
         if len(groups) != 1:
@@ -163,7 +163,7 @@ class Reward:
         """`score` for synchronous code, also of plain texts or (prompt, response) pairs instead of sequences.
 
         Raises:
-            DataError: it is none of these.
+            DataError: they have another form.
         """
         start()
         return run_reward(self.source, as_responses(sequences)).as_batch()

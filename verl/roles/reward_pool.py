@@ -62,8 +62,8 @@ class RewardPool(Pool):
         source: the function, or "FILE.py:FUNCTION". One with a method `load` is loaded so in each worker, first.
         name: of the reward, for messages.
         workers: how many; `scale` changes it.
-        max_workers: when the calls under way are more than the workers do in `backlog` seconds there are more
-            workers, up to so many; and fewer again, down to `workers`, when they are not needed (`Pool.fit`).
+        max_workers: upper limit. Workers are added when more calls are pending than they finish in `backlog` seconds,
+            and removed, down to `workers`, when they are not needed (`Pool.fit`).
 
     Attributes:
         backlog: seconds.

@@ -24,7 +24,7 @@ class PPORoleUpdater(Updater):
         **options: of PPO.
 
     Raises:
-        ConfigError: `model` is none of these; no engine has that name, or it cannot be.
+        ConfigError: `model` has another form; no engine has that name, or this actor cannot use it.
     """
 
     @checked

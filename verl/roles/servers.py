@@ -78,8 +78,7 @@ class RolloutWorker:
         return self.engine(None, self._ends, self.seed)
 
     def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
-        """Sample `n` responses to each prompt; arguments and columns are those of `Actor.generate_sequences`. A request
-        that failed has `finish` "abort" and no tokens."""
+        """See `Actor.generate_sequences`. A failed request has `finish` "abort" and no tokens."""
         batch = to_prompts(self.tokenizer, prompts)
         if "group" not in batch:
             batch = batch.add({"group": [f"{key or f'c{self._calls}'}.{row}" for row in range(len(batch))]})

@@ -71,7 +71,7 @@ def optimizer_settings(owner: str, keywords: dict[str, Any], train: TrainOptions
     """`optim` with the optimizer's own fields, such as `lr`, which are taken out of the keywords.
 
     Raises:
-        ConfigError: there are such fields beside a caller's own optimizer, or one is given twice.
+        ConfigError: they come with a caller's own optimizer, or one is given twice.
     """
     settings = {name: keywords.pop(name) for name in OptimConfig.model_fields if name in keywords}
     if not settings:
@@ -101,8 +101,8 @@ def model_options(model: Any, fused_kernels: bool | str | None) -> ModelOptions:
 
 
 def engine_options(train: TrainOptions, model: ModelOptions, optim: Any = None) -> EngineOptions:
-    """What the engine of a trained model takes; `optim` (an `OptimConfig`, a mapping of its fields, or a caller's
-    optimizer, or a function that makes one) replaces the one in `train`."""
+    """The options of a training engine. `optim` (an `OptimConfig`, a mapping of its fields, or a caller's optimizer or
+    a function that makes one) replaces `train.optim`."""
     settings: dict[str, Any] = {name: getattr(train, name) for name in TrainOptions.model_fields}
     if isinstance(optim, torch.optim.Optimizer) or callable(optim):
         settings |= {"optim": None, "optimizer": optim}
@@ -117,7 +117,7 @@ def engine_options(train: TrainOptions, model: ModelOptions, optim: Any = None) 
 
 
 def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:
-    """What the actor's rollout engine is made of; `rollout` is a section, or an engine's name or factory."""
+    """The options of the actor's rollout engine; `rollout` is a section, or an engine's name or factory."""
     if not isinstance(rollout, RolloutOptions):
         return SamplerOptions(name=rollout, episode=episode, seed=seed)
     settings: dict[str, Any] = {name: getattr(rollout, name) for name in RolloutOptions.model_fields}
@@ -130,10 +130,10 @@ def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:
 
 
 def with_engine(options: SamplerOptions, model: Any, device: str) -> SamplerOptions:
-    """The options with an engine in the place of "auto", which is logged.
+    """Replace engine "auto" by the one chosen for the model and device, and log it.
 
     Raises:
-        ConfigError: they ask for what is not done on the device.
+        ConfigError: an option is not supported on the device.
     """
     check(options.asked() | named({"accelerator": not device.startswith("cpu") and device}))
     if options.name != "auto":

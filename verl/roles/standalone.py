@@ -118,10 +118,10 @@ class RolloutPool(Pool):
         return event
 
     def poll(self, seconds: float) -> Finished | Lost | None:
-        """What the next answer of a worker says of groups; None: nothing.
+        """The groups that the next answer of a worker finished or lost; None if the answer is about something else.
 
         Raises:
-            queue.Empty: no worker answered within so many seconds.
+            queue.Empty: no worker answered in time.
             ClusterError, RolloutError: see `event`.
         """
         if self._lost:

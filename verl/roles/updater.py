@@ -91,7 +91,7 @@ class Updater:
         self.outputs = model_outputs(self.algorithm, actor, self.critics)
 
     def compute_log_probs_and_values(self, sequences: Batch) -> Batch:
-        """The sequences with what the algorithm reads besides: rows for statistics, and columns of other models."""
+        """Add the model outputs that the algorithm needs: columns of other models, and rows for statistics."""
         return with_model_outputs(self.algorithm, sequences, self.outputs)
 
     def prepare(self, samples: Batch, together: int | None = None) -> tuple[Batch, dict[str, float]]:
@@ -110,11 +110,11 @@ class Updater:
     __call__ = update
 
     def loss(self, prepared: Batch, together: int) -> TaskLoss:
-        """What `Actor.train_parts` takes of a prepared batch, in an update of `together` samples."""
+        """The `TaskLoss` of a prepared batch, in an update of `together` samples."""
         return self.actor.update_part(prepared, self.algorithm, samples=together, weight=self.weight, name=self.name)
 
     def named(self, what: str) -> str:
-        """How something of this task is called among those of all."""
+        """A name, prefixed by the task's if there are several."""
         return f"{self.name}/{what}" if self.name else what
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -43,7 +43,7 @@ class BuiltWorker(Actor):
         model_path: directory or hub name of the model.
         optim_config: `OptimConfig`, or a mapping of its fields; `optim` is the same.
         override_model_config: passed on to `_build_model_optimizer`.
-        **options: those of `Actor`.
+        **options: passed to `Actor`.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class BuiltWorker(Actor):
         override_model_config: Mapping[str, Any],
         role: str = "actor",
     ) -> Any:
-        """What is trained: a model of transformers (plain or wrapped, see `Actor`) or its name, or a tuple of it, an
-        optimizer and a schedule of its learning rate (torch's, or None). Optimizer and schedule may be functions that
-        make them, of a list of parameters and of the optimizer: where ranks cut weights, or on Ray, they must be.
+        """Make what is trained: a transformers model (plain or wrapped, see `Actor`) or its name, or a tuple of model,
+        optimizer and learning-rate scheduler (torch's, or None). Optimizer and scheduler may be functions that make
+        them, of the parameters and of the optimizer; with sharded weights, or on Ray, they must be.
 
         Called by all ranks of a torchrun job, before the first call.
         """
@@ -122,7 +122,7 @@ class FSDPWorker(BuiltWorker):
         fsdp_config: `FSDPConfig`, or a mapping of its fields and `sharding_strategy`, as FSDP1 has them (a name, or
             torch's enumeration): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD (replicas), HYBRID_SHARD (cut over the ranks of a
             machine, unless `fsdp_size` says otherwise).
-        **options: those of `BuiltWorker`.
+        **options: passed to `BuiltWorker`.
 
     Raises:
         ConfigError: there is no such sharding strategy, or on Ray HYBRID_SHARD without `fsdp_size`.
@@ -157,8 +157,8 @@ class MegatronWorker(BuiltWorker):
     Args:
         model_name: directory or hub name of the model.
         megatron_config: `tensor_model_parallel_size` and `pipeline_model_parallel_size`, the ranks that share each
-            layer, and the layers; the rest of the ranks are replicas. In the place of `train`'s settings of layout.
-        **options: those of `BuiltWorker`.
+            layer, and the layers; the rest of the ranks are replicas. They override `train`'s.
+        **options: passed to `BuiltWorker`.
 
     Raises:
         ConfigError: megatron_config has something else.

@@ -92,7 +92,7 @@ ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf, "vllm": _
 def make_rollout_engine(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
-    """The engine of these options; a model that the embedded one does not take gets "hf" in its place.
+    """Make the engine of these options; "embedded" falls back to "hf" for a model without a paged forward.
 
     Raises:
         ConfigError: no engine has that name, or it cannot do what the options say.
@@ -364,7 +364,7 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
     """The factory of that name, or in that file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown, or the file has no such factory.
     """
     if not isinstance(name, str):
         return name

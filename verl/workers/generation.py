@@ -25,8 +25,9 @@ class GenerationModel:
     Args:
         meta_model: the model without weights.
         options: of the trained model.
-        context: where the worker stands.
-        trained: the engine of the trained model. While the weights for generation are there, it has none to train.
+        context: the worker's rank and process groups.
+        trained: the engine of the trained model. It cannot train while the generation weights are in memory: they
+            replace its shards.
         whole: each rank has the whole model, whatever the mesh "rollout" says.
 
     Attributes:

@@ -1,5 +1,4 @@
-"""What every worker of a pool does beside its work: it takes over the driver's surroundings, and its end is the end of
-all that it started."""
+"""The base of pool workers: takes over the driver's environment, and ends its child processes when it ends."""
 
 from __future__ import annotations
 

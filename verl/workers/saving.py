@@ -99,7 +99,7 @@ def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set
 
 
 def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer's values of all ranks, each of which has those of its own weights."""
+    """Merge the metadata of all ranks: each has the optimizer's values for its own weights."""
     first, *others = metas
     values = {name: value for meta in (first, *others) for name, value in meta.get("values", {}).items()}
     return {**first, "values": values} if "values" in first else {**first}

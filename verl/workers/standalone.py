@@ -101,7 +101,7 @@ class Finished:
 
 
 class StandaloneWorker(PooledWorker):
-    """An engine and the groups that it samples. Orders stand in an inbox, which is read between two tokens."""
+    """An engine and the groups that it samples. Commands wait in an inbox, which is read between two tokens."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Weights | tuple[str, Batch, Mapping[str, Any]]] = queue.SimpleQueue()

@@ -18,13 +18,13 @@ from verl.weights.shards import load_model_shards, model_shards, whole_weights
 
 
 def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
-    """The weights whose shards the ranks of a group hold (some may hold none), at every rank: a shard of bounded size
-    at a time, those of one weight one after the other.
+    """Yield the weights that the ranks of a group hold in shards (some may hold none) at every rank: one shard of
+    bounded size at a time, weight by weight.
 
-    All ranks draw in step. What every rank holds whole does not travel.
+    All ranks iterate in step. Weights that every rank holds whole are not sent.
 
     Args:
-        shards: of this rank; drawn twice, so that those that are made when they are drawn are there one at a time.
+        shards: of this rank; iterated twice, so that shards made on demand are in memory one at a time.
         group: None: the shards are whole.
     """
     if group is None:

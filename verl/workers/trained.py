@@ -88,8 +88,7 @@ def train_engine(
 
 
 def summary(engine: TrainEngine, options: EngineOptions, context: RankContext) -> str:
-    """A model as it is laid out: parameters, strategy, how its weights are cut, and what of it stands on which device
-    here."""
+    """A model's parameters, strategy and sharding, and this rank's share by device, for the log."""
     specs, layout = [*engine.specs().values()], engine.mesh.layout
     here = Counter[str]()
     for shard in engine.shards():
@@ -113,7 +112,7 @@ class TrainedWorker:
 
     Attributes:
         engine: of this rank.
-        context: where the worker stands.
+        context: the worker's rank and process groups.
         counter: the attribute that counts updates.
     """
 
@@ -137,7 +136,7 @@ class TrainedWorker:
             names: of the weights; None: all.
 
         Returns:
-            What `load` needs beside the files, as JSON.
+            Metadata for `load`, as JSON.
         """
         if self._files is not None:  # of a save that was given up
             self._files.gathered(wait=True)
@@ -180,7 +179,7 @@ class TrainedWorker:
         """Go on from what `save` wrote, at any layout: every rank reads its shards out of the files.
 
         Args:
-            names: of the weights that `save` wrote, where it left out a base; those beside them stay as they are.
+            names: of the weights that `save` wrote, if it left out a base; other weights stay as they are.
         """
         rest = dict(meta)
         setattr(self, self.counter, int(rest.pop(self.counter)))

@@ -63,11 +63,11 @@ class MiniBatchPlan:
             raise ConfigError(f"epochs must be at least 1, not {self.epochs}")
 
     def mini_batches(self, samples: int) -> int:
-        """Mini-batches of an epoch over so many samples."""
+        """Mini-batches of an epoch."""
         return max(1, -(-samples // (self.mini_batch_size or max(samples, 1))))
 
     def updates(self, samples: int) -> int:
-        """Optimizer steps for so many samples, if groups divide evenly."""
+        """Optimizer steps of an update, if groups divide evenly."""
         return self.epochs * self.mini_batches(samples)
 
 
@@ -105,18 +105,18 @@ def _cut(batch: Batch, count: int, seed: int) -> list[list[int]]:
 def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchPlan, round_: int) -> dict[str, float]:
     """All optimizer steps of one update, each on the weighted sum of the losses of all parts.
 
-    Of a mini-batch, a part of which no token counts (all rejected, or none written) is left out; without any part there
-    is no step: moments and weight decay would move the weights without any gradient. Where no step is left,
-    `update/empty` is 1.
+    A part with no token to train on (all rejected, or none written) is left out of its mini-batch. A mini-batch without
+    parts takes no step: moments and weight decay would move the weights without any gradient. `update/empty` is 1 if
+    no step is left.
 
     Returns:
-        `update/steps`: mini-batches that reached the optimizer; `update/skipped`: those of them whose loss or gradient
-        was not finite, so that nothing moved; `update/rows_left_out` and `update/tokens_left_out`, rows that each pass
+        `update/steps`: mini-batches that reached the optimizer; `update/skipped`: how many of them moved nothing, since
+        loss or gradient was not finite; `update/rows_left_out` and `update/tokens_left_out`, rows that each pass
         over the samples did not compute, and the tokens of their responses; `update/tokens_shared`, tokens of a pass
         that rows have in common with others and that are computed once (as far as micro-batches and ranks do not part
         such rows), or `update/tokens_flat`, where the engine computes all of each row; and the other metrics of
         `TrainEngine.update`: means over the steps that were made (`/max` keys: maxima), or over the skipped ones if no
-        step was made. Of several parts, each has its own metrics and its unweighted `loss` under its name.
+        step was made. If there are several parts, each has its metrics and its unweighted `loss` under its name.
 
     Raises:
         DataError: there are no samples.

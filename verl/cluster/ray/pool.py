@@ -92,7 +92,7 @@ class Worker:
 class Pool:
     """Workers of one role.
 
-    Nothing here waits for a worker: what they answer stands in `events`, as (worker, name of the call, answer or
+    Nothing here waits for a worker: answers are put into `events`, as (worker, name of the call, answer or
     exception). Any thread may call `scale` while another works.
 
     Args:
@@ -260,9 +260,8 @@ def _how(error: Exception) -> str:
 
 
 def _surroundings() -> tuple[dict[str, str], Sequence[str], str]:
-    """What a worker takes over from this process: environment, import path, working directory. Which devices it sees is
-    Ray's to say. On a cluster that is not this run's own the environment is that of its nodes, but for the number of
-    threads."""
+    """A worker's environment variables, import path and working directory. Ray decides which devices it sees. On a
+    cluster that this run did not start, only the number of threads is passed on from this process's environment."""
     kept = device_variables()
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in kept}
     if not is_own():

@@ -86,10 +86,10 @@ class RayRank:
     def carry_out(
         self, name: str, args: tuple[Any, ...], answers: bool, bunches: Sequence[Any] | None
     ) -> Iterator[list[Any]]:
-        """What a command returns, in lists: shards in bunches, all else one by one.
+        """Run a command; yields lists of its results: buckets of shards, anything else one by one.
 
         Args:
-            bunches: references to those of the stream that is its last argument.
+            bunches: references to the lists of the stream, which becomes the last argument.
         """
         if hasattr(self, name):  # before it has a `RankWorker`
             yield [getattr(self, name)(*args)]

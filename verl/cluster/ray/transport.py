@@ -195,7 +195,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def _selector(device: Device, nodes: list[dict[str, Any]]) -> dict[str, str]:
-    """The labels of the nodes that a rank may stand on."""
+    """The labels that select the nodes for a rank on this device."""
     matching, labels = nodes, {}
     if device.node:
         matching = [n for i, n in enumerate(nodes) if device.node in (str(i), *(n[key] for key in _NODE_KEYS))]

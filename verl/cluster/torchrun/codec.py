@@ -75,7 +75,8 @@ def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
 
 
 def _changes(value: Any, buffers: list[torch.Tensor]) -> dict[str, Any]:
-    """What may have changed of a registered algorithm; an option that cannot travel is as it was."""
+    """The current options and state of a registered algorithm, which may have changed. Options that cannot be encoded
+    keep their values on the other rank."""
     if not isinstance(value, BaseAlgorithm):
         return {}
     fields = {}
@@ -226,6 +227,7 @@ def _named(name: str) -> Any:
     module, _, qualname = name.rpartition(":")
     if module.endswith(".py"):
         return load_function(name)
+    # A message may not import other modules: this rank's script has imported them, or does not know them.
     if module.split(".")[0] in ("verl", "transformers"):
         importlib.import_module(module)
     target = _found(module, qualname)

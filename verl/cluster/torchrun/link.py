@@ -29,13 +29,13 @@ _CHUNK = 64 << 20
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank says to another.
+    """A message between two ranks.
 
     Attributes:
-        do: its kind, such as an order, or "beat", "bye" and "gone" of `Link` itself.
-        serial: the number of the call that it belongs to.
-        answers: of an order: whether what the call returns is sent back.
-        tree, buffers: the value that it carries, as JSON and the tensors that are left out there (see `codec`).
+        do: its kind, such as "command"; `Link` itself sends "beat", "bye" and "gone".
+        serial: the number of its call.
+        answers: whether the result of a command is sent back.
+        tree, buffers: its value as JSON, and the tensors that the JSON refers to (see `codec`).
     """
 
     do: str
@@ -51,7 +51,7 @@ class Message:
 
     @property
     def body(self) -> Any:
-        """The value that the message was made of."""
+        """The decoded value."""
         return decode(self.tree, self.buffers)
 
 
@@ -100,6 +100,7 @@ class Link:
         head = json.dumps({**about, "tree": message.tree, "sizes": sizes}).encode()
         try:
             with self._lock:
+                # A receiver of gloo has to know each size: the head's goes first, and the head has the buffers'.
                 self._group.send([torch.tensor([len(head)])], self.peer, 0).wait()
                 for buffer in (torch.frombuffer(bytearray(head), dtype=torch.uint8), *message.buffers):
                     for piece in buffer.split(_CHUNK) if len(buffer) else ():

@@ -1,4 +1,4 @@
-"""Where the ranks of a torchrun job meet, and who has not come."""
+"""Rendezvous of the ranks of a torchrun job; reports which are missing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _HOW = "start all ranks with torchrun; of a run in one process, RANK and WORLD_S
 
 
 def meet(rank: int, size: int, timeout: float) -> Store:
-    """The store of all ranks, where `MASTER_ADDR` and `MASTER_PORT` say, once all of them have come to it; after
-    `PATIENCE` seconds a warning says who has not. (Torch waits within a call that lets no other thread run.)
+    """Connect to the store at `MASTER_ADDR` and `MASTER_PORT`, and wait for all ranks; after `PATIENCE` seconds a
+    warning names the missing ones. (Torch's own wait would block all other threads.)
 
     Raises:
-        ConfigError: the environment has RANK and WORLD_SIZE, but not where to meet, or they contradict each other.
-        ClusterError: others did not come within `timeout` seconds, or the place is taken.
+        ConfigError: RANK and WORLD_SIZE are set without the address, or contradict each other.
+        ClusterError: a rank did not connect within `timeout` seconds, or the port is in use.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,7 +1,7 @@
 """Ranks that torchrun has started, seen from rank 0, which runs the script and its own part of each call.
 
-All ranks run the script up to its first call. There they compare what they have registered; from then on the script is
-that of rank 0 alone, and the others are in their `worker_loop` until it ends, or rank 0 is gone.
+All ranks run the script up to its first call. There they compare what they have registered. From then on only rank 0
+runs the script, and the others are in their `worker_loop` until it ends, or rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TorchrunTransport:
         self._serials, self._sent = itertools.count(1), dict[int, _Sent]()
 
     def start(self) -> None:
-        """The first call: on rank 0 it returns once all ranks are there, on another rank it never returns.
+        """Connect all ranks. On rank 0 it returns once all are connected, on another rank it never returns.
 
         Raises:
             ClusterError: the ranks have made other handles, or the same in another order.
@@ -152,7 +152,7 @@ class TorchrunTransport:
                     )
 
     def _fed(self, stream: Iterator[Any], to: Sequence[int]) -> Iterator[Any]:
-        """The stream, whose items are sent to other ranks on the way."""
+        """Yield the stream's items, each after it was sent to the other ranks."""
         try:
             for item in stream:
                 message = Message.of("item", body=item)
@@ -206,13 +206,13 @@ class TorchrunTransport:
         return f"rank {rank} of {self.size} (host {about['host']}, pid {about['pid']})"
 
     def close(self, reason: str = "close() was called") -> None:
-        """End the other ranks. Their exit code is 0: what the failure means is for the script to say."""
+        """End the other ranks, with exit code 0: only the script's own counts."""
         if self.ended is None:
             self.ended = reason
             self._tell(Message("exit"), list(self._links), wait=1.0)
 
     def _tell(self, message: Message, to: Sequence[int], wait: float = GRACE) -> None:
-        """Send a message to ranks, of which one that is stopped does not take it: leave it so after `wait` seconds."""
+        """Send a message to ranks, for at most `wait` seconds: a stopped process does not receive it."""
         threads = [threading.Thread(target=self._links[rank].try_to_send, args=(message,), daemon=True) for rank in to]
         for thread in threads:
             thread.start()
@@ -221,7 +221,8 @@ class TorchrunTransport:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _end(self, world: World) -> None:
-        """At the end of the script. An error that ended it ends the others with an exit code of 1."""
+        """At exit of the script: end the other ranks, with exit code 1 if an error ended it."""
+        # The interpreter keeps an exception that nothing caught here.
         failed = getattr(sys, "last_value", None) is not None
         self._tell(Message("end", tree=int(failed)), [rank for rank in self._links if rank not in self._gone])
         for link in self._links.values():
@@ -250,7 +251,7 @@ def torchrun_transport(timeout: float | None, kind: str) -> TorchrunTransport:
     """The ranks of this torchrun job, one object a process; until it has started, the latest arguments count.
 
     Args:
-        timeout: None: as it is.
+        timeout: None: unchanged.
         kind: "cpu" or "cuda".
     """
     job = _this_job()

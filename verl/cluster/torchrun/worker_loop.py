@@ -1,4 +1,4 @@
-"""What the ranks of a torchrun job other than 0 do from the first call on: they carry out commands, one by one."""
+"""The loop of ranks other than 0 in a torchrun job: from the first call on they carry out commands, one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IDLE = "waiting for commands"
 
 
 class WorkerLoop:
-    """One of these ranks."""
+    """Carries out the commands of rank 0, which is the driver."""
 
     def __init__(self, worker: RankWorker, group: Any) -> None:
         self.worker = worker
@@ -37,7 +37,7 @@ class WorkerLoop:
         self.is_ending = False
 
     def run(self) -> NoReturn:
-        """Until the driver ends; the process ends with it."""
+        """Carry out commands until the driver ends, then exit."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the driver too
             signal.signal(signal.SIGTERM, self._forward)
@@ -98,7 +98,7 @@ class WorkerLoop:
                 after(LEAVING + GRACE, _leave, 1)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """A signal is for the driver. The code that it interrupts may be sending, so that another thread sends it."""
+        """Forward a signal to the driver, from another thread: the interrupted code may hold the link's lock."""
         threading.Thread(target=self.link.try_to_send, args=(Message("signal", tree=number),), daemon=True).start()
 
 
