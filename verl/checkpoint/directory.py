@@ -32,8 +32,7 @@ class CheckpointStore:
     """The checkpoints of a run: `step-<number>` directories and a link `latest`, the newest `keep` of them kept (None:
     all).
 
-    Not for two processes at a time (`run_dir` locks the run). What a crash left half done is cleared when the store
-    is made.
+    One process at a time may use it (`run_dir` locks the run). Construction clears the leftovers of a crash.
     """
 
     @checked
@@ -91,10 +90,11 @@ class CheckpointStore:
         return Saving(self.path(step), step, files, identity or {}, writers, end)
 
     def prune(self, step: int) -> None:
-        """Remove all but the newest `keep` and those from `reach` steps before on; never that of `step`, the last one
-        saved."""
+        """Remove all but the newest `keep` and the last `reach` steps' checkpoints; never the one of `step`, which was
+        saved last."""
         try:
             steps = self.steps()
+            # A guard may roll back `reach` steps: the newest checkpoint at least that old stays, and all after it.
             far = [saved for saved in steps if saved <= steps[-1] - self.reach][-1:] or steps[:1]
             for old in steps[: -self.keep] if self.keep else ():
                 if old != step and not (self.reach and old >= far[0]):
@@ -157,6 +157,7 @@ class CheckpointStore:
 
     def _discard(self, path: Path) -> None:
         # Renamed first: a crash amid the deletion leaves no half checkpoint under a real name.
+        # The store clears what has the new name when it is next opened.
         doomed = staging_of(path)
         os.rename(path, doomed)
         remove(doomed)
@@ -259,7 +260,7 @@ class AutomaticCheckpoints:
         """The newest checkpoint that is not after `step`, or the oldest one.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: the directory has no checkpoint.
         """
         self.finish()
         steps = self.store.steps()

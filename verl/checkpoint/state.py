@@ -77,7 +77,7 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def identity(trainer: Trainer) -> dict[str, str]:
-    """What a checkpoint must have in common with the trainer that loads it."""
+    """The properties that a checkpoint and the trainer that loads it must share."""
     parts = {}
     for name, task in trainer.tasks.items():
         key = "algorithm" if len(trainer.tasks) == 1 else f"task.{name}.algorithm"
@@ -101,6 +101,7 @@ def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, A
     writers = [RoleWriter(role, handle, background) for role, handle in trainer.roles.items()]
     random_tensors, random_meta = rng_state()
 
+    # A function, because it is called after all writers have begun: before that they have no `meta`.
     def trainer_json() -> dict[str, Any]:
         state = {name: getattr(trainer, name) for name in _OWN} | {
             "tasks": {
@@ -197,6 +198,8 @@ def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) 
         raise CheckpointError(
             f"{checkpoint.path} is of the tasks {', '.join(state.tasks)}, and these are {', '.join(trainer.tasks)}"
         )
+    # Only the object itself knows whether it accepts a state. All are tried before `restore` replaces the first, so
+    # that a refused checkpoint leaves the trainer as it was.
     for name, holder, saved in _holders(trainer, state, data):
         _try_state(checkpoint, name, holder, saved, may_differ=holder is data)
     try:

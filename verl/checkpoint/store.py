@@ -6,7 +6,7 @@
         trainer.json                         JSON state
         buffer.parquet                       a table of samples
 
-A save writes into a staging directory beside its place, makes every file and directory durable, and then renames.
+A save writes into a staging directory next to its target, makes every file and directory durable, and then renames.
 The ranks of a job write their own files into the staging directory, so it lies on a file system that all of them share.
 Loading compares digests first, refuses paths that leave the directory, and unpickles nothing.
 """
@@ -70,7 +70,7 @@ class SaveResult:
 
 
 class Writer(Protocol):
-    """Writes files of a checkpoint beside its saver: the ranks of a role, which have their shards of tensors."""
+    """Writes its own files of a checkpoint, as the ranks of a role write their shards of tensors."""
 
     def begin(self, folder: Path) -> None:
         """Begin to write into a staging directory.
@@ -159,6 +159,8 @@ class Saving:
         manifest = {**self._manifest, "files": self._files}
         (self._staging / MANIFEST).write_bytes(dump_manifest({**manifest, "digest": manifest_digest(manifest)}))
         seal(self._staging / MANIFEST)
+        # The rename comes last, after all that it names is durable: a crash before it leaves a staging directory, which
+        # the next save clears, and never half a checkpoint.
         for folder in sorted(folders, reverse=True):
             sync_directory(folder)
         publish(self._staging, self.path)
@@ -233,7 +235,7 @@ def reason(error: OSError) -> str:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """What a manifest says of itself."""
+    """The digest that a manifest records of its other entries."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -248,7 +250,7 @@ class _File(BaseModel):
 
 
 class _AnyManifest(BaseModel):
-    """What a manifest has in every format, as sorted JSON: so one of a later format does not pass for a damaged one."""
+    """The keys that a manifest has in every format, so that a later format is not taken for a damaged manifest."""
 
     digest: str
     format: int
@@ -321,8 +323,8 @@ def save_checkpoint(
     identity: Mapping[str, str] | None = None,
     writers: Sequence[Writer] = (),
 ) -> SaveResult:
-    """Write a checkpoint directory, replacing a checkpoint that is there and nothing else. A disk that is full or
-    read-only is no exception: the result says what happened, and what was there before is untouched.
+    """Write a checkpoint directory, replacing a checkpoint that is there and nothing else. A full or read-only disk
+    raises nothing: the result says what happened, and the old checkpoint is untouched.
 
     Args:
         files: content by name. "x.json": a JSON value; "x.parquet": a `Batch`; a name without an ending: tensors by
@@ -352,7 +354,7 @@ def load_checkpoint(
 
     Args:
         identity: what the checkpoint must have been saved with; None: not compared.
-        unknown: parts of an identity that the caller has none of, so that they are not compared.
+        unknown: parts of an identity that the caller cannot know, and that are not compared.
 
     Raises:
         DamagedCheckpointError: it is missing, incomplete or changed; says which file and how.
@@ -397,6 +399,7 @@ def _read_manifest(root: Path) -> _Manifest:
     try:
         content = read_json(file, dict[str, Any])
         signed = {key: value for key, value in content.items() if key != "digest"}
+        # Byte for byte as a save writes it: parsing alone would pass repeated keys and changed white space.
         if file.read_bytes() == dump_manifest(content) and content.get("digest") == manifest_digest(signed):
             CHECKPOINT.check(read_json(file, _AnyManifest).format, f"checkpoint {root}")
             manifest: _Manifest = read_json(file, _Manifest)
@@ -408,7 +411,7 @@ def _read_manifest(root: Path) -> _Manifest:
 
 
 def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
-    """What is wrong with a file of a manifest, if anything."""
+    """The fault of a file in the manifest, if any."""
     if not NAME.fullmatch(name):
         return f"its manifest names '{name}', which is outside of the checkpoint"
     path = root

@@ -1,4 +1,4 @@
-"""A checkpoint checked through, and its actor made again: what `verl verify` and `verl export` do."""
+"""Check a checkpoint through, and rebuild its actor, for `verl verify` and `verl export`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def verify(path: str | Path) -> VerifyReport:
             for role, saved in state.roles.items():
                 stream = checkpoint.shards(f"{role}/weights")
                 shapes = {shard.name: torch.empty(shard.global_shape, device="meta") for shard in stream}
+                # A caller's torch AdamW has the same name, but saves its parameter groups.
                 is_ours = saved.optimizer == "AdamW" and not saved.groups
                 check_moments(checkpoint, role, shapes, saved, is_adamw=is_ours)
             if (fault := rebuild(checkpoint)[1]) is not None:
@@ -79,8 +80,7 @@ def verify(path: str | Path) -> VerifyReport:
 
 
 def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
-    """The actor's model, made again from a checkpoint, and what is wrong with it: None if its outputs are those noted
-    when it was saved.
+    """The actor's model, rebuilt from a checkpoint, and its fault: None if its outputs match those noted at the save.
 
     Raises:
         CheckpointError: the checkpoint holds no actor, or one that cannot be made here.
@@ -94,6 +94,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
     model = _on_base(checkpoint, noted, base) if base is not None else _from_config(checkpoint, noted)
     weights = {name: weight for name, weight in outline(model).items() if base is None or weight.requires_grad}
     check_weights(checkpoint, "actor", weights)
+    # A checkpoint of adapters alone lacks the base's weights, which the model has already.
     of_base = (shard for shard in model_shards(model) if shard.name not in weights)
     take_weights(model, chain(of_base, checkpoint.shards("actor/weights")))
     worker = ActorWorker(PortableModel(model), None, (), EngineOptions(), SamplerOptions(), head=noted.head)

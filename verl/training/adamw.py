@@ -1,14 +1,12 @@
-"""AdamW on bf16 weights in 12 or 8 bytes a weight beside the live tensor and its gradient sum, 8 of fp32 moments or 4.
+"""AdamW on bf16 weights. Its state, an int16 remainder and fp32 moments, takes 10 bytes a weight; with bf16 moments 6.
 
-The fp32 master of a weight is not kept beside the live bf16 tensor but as what the live tensor lacks: the live weight
-is the master rounded to its nearest bf16 (halves away from zero), and the difference of the two bit patterns fits
-into 16 bits. Nothing is lost: the arithmetic is that of an fp32 master.
+The fp32 master is not stored. The live weight is the master rounded to the nearest bf16 (ties away from zero), and the
+difference of the two bit patterns fits into the 16-bit remainder. So steps are computed on the exact fp32 master.
 
-Moments in bf16 halve the rest (as in the training of DeepSeek-V3, arXiv 2412.19437, section 3.3.1). Unlike there
-they are rounded at random, up with the probability of the distance from below: the second moment moves by a
-thousandth a step, less than half a unit of bf16, and would stand still under rounding to nearest. The
-rounding's random bits are a hash of the weight's name, the step and the element, so that runs repeat and ranks that
-hold one weight round it alike.
+bf16 moments (as in the training of DeepSeek-V3, arXiv 2412.19437, section 3.3.1) are rounded stochastically, unlike
+there: the second moment moves by a thousandth per step, less than half a unit in the last place of bf16, so rounding to
+nearest would freeze it. The random bits are a hash of the weight's name, the step and the element's index: runs repeat,
+and ranks that hold the same weight round it alike.
 """
 
 from __future__ import annotations
@@ -101,8 +99,7 @@ class SplitAdamW:
             state.second.zero_()
 
     def fill(self, weight: Weight, name: str, shard: Shard) -> int:
-        """Copy what a shard of a state has of this rank's part, and return how many elements that are. Of a master the
-        halves are kept at once."""
+        """Copy the elements of a shard that belong to this rank; returns how many. A master is split at once."""
         state, like = self._states[weight], weight.source.detach()
         if name != "master":
             return Part(like, {"exp_avg": state.first, "exp_avg_sq": state.second}[name]).fill(shard)
@@ -119,7 +116,7 @@ class SplitAdamW:
             self._states[weight].steps = int(value)
 
     def refresh(self) -> None:
-        """Masters anew from the live weights, after these have been replaced from outside."""
+        """Reset the masters to the live weights, which were replaced from outside."""
         for state in self._states.values():
             state.remainder.zero_()
 
@@ -191,7 +188,7 @@ def _index_of(start: int, device: torch.device) -> Tensor:
 
 
 def _code(device: torch.device) -> tuple[Callable[..., None], int]:
-    """What updates a part of a weight, and of how many elements: on an accelerator one kernel for all of it."""
+    """The function that updates a part of a weight, and its most elements: on an accelerator one kernel for all."""
     if not is_accelerator(str(device)):
         return _update, _BLOCK
     if (lack := lacking(device.type)) is None:
@@ -232,7 +229,7 @@ def _update(
 
 
 def _master(live: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of a live bf16 tensor and what it lacks."""
+    """The fp32 master of a live bf16 tensor and its remainder."""
     bits = live.view(torch.int16).to(torch.int32)
     bits <<= 16
     bits += remainder
@@ -258,8 +255,8 @@ def _store_moment(moment: Tensor, value: Tensor, noise: Tensor) -> None:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 in int32, whose products wrap around: the bits are those of unsigned numbers. Shifts
-    repeat the sign, which the masks take away."""
+    """MurmurHash3's finaliser in int32. Products wrap around, so the bits are the same as unsigned; the masks remove
+    the sign bits that right shifts repeat."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * _signed(0x85EBCA6B)
     x = x ^ ((x >> 13) & 0x7FFFF)

@@ -112,8 +112,8 @@ class TrainEngine(ABC):
         group: their process group; None for one rank.
         parts: groups of some of them, see `Ranks`.
         packed: the model (or its backbone) as a `PackedModel`, if there is one already.
-        weights: for a model without weights (`verl.weights.meta`): those of a model, once it is laid out, of which the
-            parts that are kept here are read.
+        weights: for a model without weights (`verl.weights.meta`): called with it once it is laid out, returns shards,
+            of which only this rank's parts are read.
         device: where the weights of such a model go.
 
     Attributes:
@@ -166,12 +166,12 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def assemble(self, source: WeightSource | None) -> None:
-        """Lay the model out over the ranks, read its weights from `source` where it has none, and set `parallel`,
-        `weights` and, of a model that is trained, `optimizer`."""
+        """Lay the model out over the ranks, load its weights from `source` if given, and set `parallel`, `weights` and,
+        if the model is trained, `optimizer`."""
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether what rows begin with is computed once. Padded rows, as those of models with state, have each all."""
+        """Whether prefixes that rows share are computed once. Padded rows (as for stateful models) share none."""
         return self.options.share_prompts and not self.forward.is_padded
 
     @torch.no_grad()
@@ -226,9 +226,9 @@ class TrainEngine(ABC):
     def update(self, parts: Sequence[LossTerm]) -> Metrics:
         """One optimizer step on the sum of all parts' losses. Cutting it into micro-batches never changes the gradient.
 
-        Every rank is given all parts with the rows of all ranks, and computes those of its data-parallel index. A rank
-        that has no rows of a part takes part in its collectives nevertheless. Skipped rows are computed by none; where
-        they are all, no rank runs a forward pass, and the optimizer steps on a gradient of zeros.
+        Every rank gets all parts with the rows of all ranks, and computes the rows of its data-parallel index. A rank
+        without rows of a part still joins its collectives. No rank computes skipped rows; if all rows are skipped, no
+        rank runs a forward pass, and the optimizer steps on a gradient of zeros.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `lr`, `update/skipped` and the losses' own metrics; metrics of one

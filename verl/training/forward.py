@@ -37,10 +37,10 @@ class Forward(nn.Module):
     Args:
         model: a causal LM for the head "lm", a `ValueModel` for the others.
         packed: `model` (or its backbone) as a `PackedModel`, if there is one already.
-        options: with `share_prompts`, adjacent rows share one forward of what they begin with; with `use_amp`, matrix
+        options: with `share_prompts`, adjacent rows share one forward of their common prefix; with `use_amp`, matrix
             products of fp32 weights run in bf16 (weights in another dtype are not touched); without `remove_padding`,
-            rows are padded to one length and go through transformers' own forward, as those of models without a packed
-            forward do anyway. But for `use_amp` the numbers stay the same.
+            or if the model has no packed forward, rows are padded to one length and go through transformers' own
+            forward. Only `use_amp` changes the numbers.
         device: as of `PackedModel`.
     """
 
@@ -60,7 +60,7 @@ class Forward(nn.Module):
         self.stage: Stage | None = None
 
     def asked(self) -> dict[str, str]:
-        """What of the model decides what it goes with, as `verl._base.combinations` names it."""
+        """The model's properties that rule out some settings, by their names in `verl._base.combinations`."""
         if not self.is_padded:
             return {}
         kind = f"{type(self.packed.model).__name__} cannot be called so"
@@ -102,8 +102,8 @@ class Forward(nn.Module):
         return flat if self.slicing is None else self.slicing(flat)
 
     def forward(self, flat: Packed, want: tuple[str, ...], temperature: float = 1.0) -> dict[str, Tensor]:
-        """Predictions by the names they have in `LossInput`: `[R]`, or `[S]` for a score. Of a stage without the head:
-        "hidden", what the next one needs."""
+        """Predictions by their names in `LossInput`: `[R]`, or `[S]` for scores. A pipeline stage without the head
+        returns "hidden", the input of the next stage."""
         if self.is_padded:
             hidden = self.packed.padded_hidden(flat.tokens, flat.context)
         else:

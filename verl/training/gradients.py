@@ -87,7 +87,8 @@ def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 class Gradients:
     """The sums of `weights`, and the loss scale that fp16 needs.
 
-    Every parameter of `watched` has a hook while gradients are collected, which frees those of weights not trained.
+    While gradients are collected, a hook on every parameter in `watched` takes its gradient, and frees it if the weight
+    is not trained.
     `is_scaled`: gradients are computed in fp16, whatever `weights` are in.
     """
 
@@ -167,7 +168,7 @@ class Gradients:
             weight.gradient = None
 
     def state(self) -> dict[str, float]:
-        """What a bit-equal continuation needs, for JSON."""
+        """JSON state for a bit-equal continuation."""
         return {"loss_scale": self.loss_scale, "steps_at_scale": self._steps_at_scale} if self._is_scaled else {}
 
     def load(self, state: Mapping[str, float]) -> None:

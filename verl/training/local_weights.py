@@ -23,7 +23,7 @@ Described: TypeAlias = tuple[torch.dtype, Sequence[ShardedDim]]
 
 
 class LocalWeights(ABC):
-    """What of a model's weights this rank holds. Nothing here communicates, once it is made.
+    """This rank's part of a model's weights. Nothing communicates after construction.
 
     Attributes:
         specs: every weight of the model, by checkpoint name; equal on all ranks.

@@ -1,4 +1,4 @@
-"""The dealing of rows: which rank computes which rows of a mini-batch, and in which micro-batches.
+"""Partitioning of rows: which rank computes which rows of a mini-batch, and in which micro-batches.
 
 Only here may rows be missing (`computed` of `partition`): those whose gradient is known to be 0 (`zero_gradient_rows`).
 Mini-batches and shuffles (`workers.update`), weights, denominators and totals (`MiniBatch`), and whether there is an
@@ -35,7 +35,7 @@ _FAIR = 1.05
 
 
 class Limits(NamedTuple):
-    """What a micro-batch may cost.
+    """Bounds on a micro-batch.
 
     Attributes:
         max_tokens: most flat tokens; a single row (or coupled group) above it goes alone.
@@ -132,9 +132,9 @@ def shared_tokens(batch: Batch) -> int:
 def _split(costs: _Costs, rows: Sequence[int], limits: Limits) -> list[list[int]]:
     """Some rows in micro-batches.
 
-    Rows of a tree stand side by side in one micro-batch where they fit, and are cut apart, at a fork, only
-    where they do not. Units of similar length go together (their attention wastes least), and micro-batches
-    cost about the same: no other cut of the sorted units into as few parts has a smaller largest part.
+    Rows of a tree are adjacent in one micro-batch if they fit; otherwise the tree is cut at a fork. Units of similar
+    length go together (their attention wastes least), and micro-batches cost about the same: no other cut of the sorted
+    units into as few parts has a smaller largest part.
     """
     trees, fits = costs.tree.trees, partial(costs.fits, limits=limits)
     if costs.groups is not None:
@@ -194,7 +194,7 @@ def _ragged(batch: Batch, name: str) -> list[Numbers]:
 
 
 class _Costs:
-    """The rows of a batch as trees, and (where they stay together) groups, and what a set of its rows costs."""
+    """The rows of a batch as prefix trees and, if coupled, groups; and the cost in tokens of any set of them."""
 
     def __init__(self, batch: Batch, limits: Limits, coupled: bool) -> None:
         # Before a rollout nothing is known of the responses: they count alike.

@@ -1,6 +1,6 @@
 """Optimizer steps under low-precision live weights: fp32 masters, fp32 gradient sums, clipping, a schedule.
 
-bf16 weights are stepped by `SplitAdamW`, all others, and those of a caller's own optimizer, by `MasterOptimizer`.
+`SplitAdamW` steps bf16 weights; `MasterOptimizer` all others, and every weight under a caller's own optimizer.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class MixedPrecisionOptimizer:
         self.gradients.accepted()
 
     def refresh_masters(self) -> None:
-        """Masters anew from the live weights, after these have been replaced from outside."""
+        """Reset the masters to the live weights, which were replaced from outside."""
         for rule in self._rules:
             rule.refresh()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that a bit-equal continuation needs beside the live weights and `meta`: "<weight>.<state>"
+        """The tensors for a bit-equal continuation, besides the live weights and `meta`: "<weight>.<state>"
         ("exp_avg", "exp_avg_sq", "step", ...) and "<weight>.master" (fp32, of weights in less). Some are the live
         state, not copies: write them before the next step."""
         for rule in self._rules:
@@ -112,7 +112,7 @@ class MixedPrecisionOptimizer:
                 del value  # a master that was made for the caller, before the next one is
 
     def meta(self) -> dict[str, Any]:
-        """What such a continuation needs beside tensors, for JSON."""
+        """The rest of that state, for JSON."""
         more = {"values": {}} if self._masters is None else self._masters.meta()
         return {"completed_steps": self.completed_steps, "optimizer": self.name, **self.gradients.state(), **more}
 
@@ -217,9 +217,8 @@ class MasterOptimizer:
                     yield weight.name, name, value
 
     def meta(self) -> dict[str, Any]:
-        """What there is to save beside tensors, for JSON: values by weight; of a caller's optimizer its settings
-        (AdamW's own come from the configuration), and what of its schedule changes from step to step, as far as JSON
-        can hold it."""
+        """The state that is not in tensors, for JSON: values by weight; for a caller's optimizer also its settings
+        (AdamW's come from the configuration) and its schedule's state, as far as JSON can hold it."""
         values: dict[str, dict[str, Any]] = {}
         for weight, name, value in self.state():
             if not isinstance(value, Tensor):
@@ -237,8 +236,8 @@ class MasterOptimizer:
         self._coming = {weight.name: {} for weight in self.weights}
 
     def fill(self, weight: Weight, name: str, shard: Shard) -> int:
-        """Copy what a shard of a state has of this rank's part, and return how many elements that are. An fp32 weight
-        takes the master of a bf16 one over: kept beside it, it would be saved again and be stale."""
+        """Copy the elements of a shard that belong to this rank; returns how many. An fp32 weight takes over the saved
+        master of a bf16 one: kept apart, it would be saved again and be stale."""
         master, coming = self._masters[weight], self._coming[weight.name]
         if name != "master" and name not in coming:
             # As torch's `load_state_dict` wants it, which would copy it otherwise.
@@ -273,7 +272,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Masters anew from the live weights, after these have been replaced from outside."""
+        """Reset the masters to the live weights, which were replaced from outside."""
         for weight, master in self._masters.items():
             if master is not weight.live:
                 master.copy_(weight.live)
@@ -302,10 +301,10 @@ class MasterOptimizer:
 
 
 def held(weights: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """Those of a model's weights that the caller's optimizer holds.
+    """The weights of a model that the caller's optimizer holds.
 
     Raises:
-        ConfigError: it holds a tensor that is none of them.
+        ConfigError: it holds a tensor that is not a weight of the model.
     """
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = ours - {id(live) for live in weights.values()}
@@ -346,7 +345,7 @@ def _widened(value: Any) -> Any:
 
 
 def lr_factor(config: OptimConfig, step: int) -> float:
-    """What `lr` is multiplied by in optimizer step number `step`, counted from 0.
+    """The factor of `lr` in optimizer step `step`, counted from 0.
 
     Raises:
         ConfigError: the schedule decays and `total_steps` is not known, or the warm-up is a share of them.
@@ -397,7 +396,7 @@ def fill_state(
 
 
 def optimizer_name(optimizer: OwnOptimizer | None) -> str:
-    """The kind of a caller's optimizer, or the function that makes it, or what takes its place where there is none."""
+    """The name of a caller's optimizer class, or of the function that makes it; "AdamW" without one."""
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return "AdamW" if optimizer is None else type(optimizer).__name__
     return str(getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__))

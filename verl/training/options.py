@@ -111,7 +111,7 @@ class FSDPConfig(Record):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, settings: Any) -> Any:
-        """`transformer_layer_cls_to_wrap` may stand here, too, where Accelerate and DeepSpeed have it."""
+        """Accept `transformer_layer_cls_to_wrap` here too, where Accelerate and DeepSpeed have it."""
         name = "transformer_layer_cls_to_wrap"
         if not isinstance(settings, Mapping) or name not in settings:
             return settings
@@ -178,7 +178,7 @@ class TrainOptions(TrainSettings):
         return "fsdp" if self.strategy == "deepspeed" and not self.trains else self.strategy
 
     def asked(self) -> dict[str, str]:
-        """What the settings are, as `verl._base.combinations` names it."""
+        """The settings by their names in `verl._base.combinations`."""
         fsdp, optim = self.fsdp_config, self.optim if self.trains else None
         decays = optim is not None and optim.total_steps is None and optim.schedule in ("linear", "cosine")
         return named({
@@ -196,7 +196,7 @@ class TrainOptions(TrainSettings):
 
 
 class EngineOptions(TrainOptions):
-    """What a training engine takes: `TrainOptions`, what the model's own settings add, and a caller's optimizer."""
+    """Options of a training engine: `TrainOptions`, the model's own settings, and a caller's optimizer."""
 
     optim: OptimConfig | None = result(  # type: ignore[assignment]
         default=None, description="null: the model is only read, unless `optimizer` is given"

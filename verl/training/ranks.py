@@ -32,8 +32,8 @@ class Ranks:
 
     Args:
         group: the process group of all ranks of the mesh; None for a mesh of one rank.
-        parts: those of its `parts`, by ranks. Without them a group is made by its members when it is first used; torch
-            names it by the number of groups that they have made before, which has to be equal then.
+        parts: the process groups of the mesh's `parts`, by ranks. Without them members create a group at its first use;
+            torch names it by the number of groups that they created before, which must be equal.
     """
 
     def __init__(self, mesh: Mesh, group: Any = None, parts: Mapping[tuple[int, ...], Any] | None = None) -> None:
@@ -126,7 +126,7 @@ class Parallel:
             )
 
     def replication(self, weight: Weight) -> int:
-        """Of the ranks along `cut_dims`, how many hold the same piece of a weight as this one."""
+        """How many ranks along `cut_dims` hold the same piece of a weight, this one included."""
         stages = 2 if weight.name in self.tied else 1
         ranks: int = stages * math.prod(getattr(self.mesh.layout, dim) for dim in self.cut_dims if dim != "pp")
         source: Any = weight.source

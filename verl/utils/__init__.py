@@ -1,4 +1,4 @@
-"""Helpers that are useful beside training.
+"""Helpers for scripts around training.
 
 Reading order: `memory`, `batching`, `communication`, `debugging`, `device_mesh`.
 """

@@ -65,7 +65,7 @@ class DynamicBatchSampler:
         return len(self._bounds)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -73,6 +73,7 @@ class DynamicBatchSampler:
         if self.shuffle:
             rows = permutation(len(rows), self.seed, 2 * self.epoch).tolist()
             batches = permutation(len(batches), self.seed, 2 * self.epoch + 1).tolist()
+        # The sort is stable: rows of one length keep their shuffled order, so they meet others each epoch.
         rows.sort(key=lambda row: -self.lengths[row])
         self.epoch += 1
         for batch in batches:

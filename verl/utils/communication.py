@@ -14,7 +14,7 @@ _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
 
 @dataclass
 class CollectiveTime:
-    """What a collective took on this rank.
+    """Cost of a collective on this rank.
 
     seconds: from its start to its end; waiting for slower ranks is part of it.
     elements: of its inputs, where the backend tells their shapes.

@@ -42,6 +42,7 @@ def check_same(name: str, value: torch.Tensor | Batch | str | bytes, group: Any 
 def _digest(value: torch.Tensor | Batch | str | bytes) -> str:
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
+        # Equal bytes of another dtype or shape are another value.
         head = f"{data.dtype}{tuple(data.shape)}".encode()
         content = head + data.reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Batch):

@@ -55,5 +55,6 @@ def init_device_mesh(
             stay_on_loopback(ranks)
             dist.init_process_group(backend)
         else:
+            # A store in memory: one process needs no rendezvous and opens no port.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return make_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -47,6 +47,7 @@ def _tensors(thing: Any, holder: str, visited: set[int]) -> Iterator[tuple[str, 
         return
     visited.add(id(thing))
     if isinstance(thing, nn.Module):
+        # Before its attributes are walked, where buffers would count under the class of the module that holds them.
         for tensor in (*thing.parameters(), *thing.buffers()):
             for kind, part in _tensors(tensor, "weights", visited):
                 yield kind, part

@@ -1,8 +1,8 @@
-"""The training engine on DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): rows, losses and metrics are
-those of every engine; steps and this rank's shards of the weights are DeepSpeed's.
+"""The training engine on DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054). DeepSpeed shards and steps the
+weights; rows, losses and metrics are handled as in every engine.
 
-DeepSpeed flattens the weights and cuts what it flattened into equal parts, one a rank: fp32 masters and moments (stage
-1), sums of gradients (2) and the weights themselves (3). So a rank holds a run of a weight's elements.
+DeepSpeed flattens the weights and splits the flat tensors evenly over ranks: fp32 masters and moments (stage 1),
+gradient sums (2) and the weights themselves (3). So a rank holds a contiguous run of a weight's elements.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class MasterSlice:
 
 
 class ZeroAdamW(torch.optim.AdamW):
-    """AdamW on this rank's pieces, as DeepSpeed calls it in its step. It decides on the norm over all ranks, clipping,
-    the learning rate, and whether to step at all, so that steps are those of every other engine.
+    """AdamW on this rank's pieces, called by DeepSpeed's step. It takes the norm over all ranks, clips, sets the
+    learning rate and decides whether to step at all, as every other engine does.
 
     Attributes:
         completed_steps: optimizer steps so far.
@@ -234,7 +234,7 @@ class ZeroAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Masters anew from the live weights, after these have been replaced from outside."""
+        """Reset the masters to the live weights, which were replaced from outside."""
         live = {name: flat_part(weight) for name, weight in self._model.named_parameters()}
         for part in self.slices:
             weight = live[part.name]
@@ -277,8 +277,8 @@ class ZeroAdamW(torch.optim.AdamW):
 
 
 def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks) -> tuple[Any, ZeroAdamW]:
-    """DeepSpeed's engine around `forward`, and the optimizer in it. From then on the weights are views of what it has
-    flattened; in stage 3 they have no elements outside of a forward or backward pass.
+    """DeepSpeed's engine around `forward`, and its optimizer. The weights become views of DeepSpeed's flat tensors; in
+    stage 3 they are empty outside of forward and backward passes.
 
     Raises:
         ConfigError: DeepSpeed is not installed.
@@ -341,7 +341,7 @@ def _deepspeed(device: torch.device) -> Any:
 
 
 def _data_parallel(group: Any) -> Namespace:
-    """What DeepSpeed asks for the ranks that share a model, in the place of all ranks of the job."""
+    """The `mpu` by which DeepSpeed uses the ranks that share a model instead of all ranks of the job."""
     return Namespace(
         get_data_parallel_group=lambda: group,
         get_data_parallel_world_size=lambda: dist.get_world_size(group),

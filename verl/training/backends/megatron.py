@@ -1,5 +1,8 @@
-"""The training engine on Megatron-LM's layers: rows, losses, metrics, schedule and optimizer are those of every engine,
-the model and the pieces of its weights Megatron's."""
+"""The training engine on Megatron-LM's layers. Only the model and its weights are Megatron's: rows, losses, metrics,
+schedule and optimizer are the same as in every engine.
+
+Shapes: T flat tokens, 1 Megatron's batch, E hidden size, H query heads, K key/value heads, D head size.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class MegatronEngine(TrainEngine):
 
 
 def _parallel(forward: Forward, model: MegatronModel, whole: WholeModel, ranks: Ranks, stage: Stage | None) -> Parallel:
-    """What the steps need to know of the layout."""
+    """How the ranks share the model, for its optimizer steps."""
     layout = ranks.mesh.layout
     parallel = Parallel(ranks.mesh, cut_dims=tuple(dim for dim in ("pp", "tp") if getattr(layout, dim) > 1))
     names = [name for name, _ in model.named_parameters()]
@@ -190,7 +193,7 @@ class Block:
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
     def local_offset(self, offset: tuple[int, ...]) -> tuple[int, ...]:
-        """Where in the parameter what begins at `offset` of the whole weight stands, as far as it is in this part."""
+        """The offset in the parameter of a slice that begins at `offset` of the whole weight, clipped to this part."""
         starts = [max(0, there - here) for here, there in zip(self.offset, offset, strict=True)]
         return (starts[0] + (0 if self.rows is None else self.rows[0]), *starts[1:])
 
@@ -200,15 +203,16 @@ class Block:
 
 
 class MegatronModel(nn.Module):
-    """This rank's part of a model, in the place of model and `PackedModel` of a `Forward`. Its weights are zero.
+    """This rank's part of a model on Megatron's layers. A `Forward` uses it as both its model and its `PackedModel`.
+    Weights start at zero.
 
     Args:
-        forward: of the model of transformers, which is not kept and may be without weights.
-        stage: where this rank stands in a pipeline; None: there is none.
-        checkpointing: compute activations of layers again in the backward pass.
+        forward: of the transformers model, which is not kept and may have no weights.
+        stage: this rank's pipeline stage; None: no pipeline.
+        checkpointing: recompute activations of layers in the backward pass.
 
     Attributes:
-        blocks: what of the checkpoint each parameter has, by the parameter's name.
+        blocks: the parts of checkpoint weights in each parameter, by the parameter's name.
 
     Raises:
         ConfigError: megatron-core is not installed, or the model has weights or angles that it does not know.
@@ -257,26 +261,26 @@ class MegatronModel(nn.Module):
         return self
 
     def hidden(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Final hidden states `[T, d]` of flat tokens `[T]` at `positions` `[T]`; on a stage before the last, what
-        leaves it, which the stage is given too."""
+        """Final hidden states `[T, E]` of flat tokens `[T]` at `positions` `[T]`. A stage before the last returns its
+        output, and keeps it in `Stage.outgoing`."""
         stage, decoder = self._stage, self.gpt.decoder
-        embedded = self.gpt.embedding(tokens[None], None) if self.gpt.pre_process else None
+        embedded_T1E = self.gpt.embedding(tokens[None], None) if self.gpt.pre_process else None
         if stage is not None and stage.incoming is not None:
             decoder.set_input_tensor(stage.incoming.transpose(0, 1))
         angles = positions[:, None].float() * self._rates  # type: ignore[operator]
-        angles = torch.cat([angles, angles], dim=-1)[:, None, None]
+        angles_T11D = torch.cat([angles, angles], dim=-1)[:, None, None]
         # What Megatron hands down as a mask reaches our attention as it is.
-        hidden: Tensor = decoder(hidden_states=embedded, attention_mask=context, rotary_pos_emb=angles)
+        hidden_T1E: Tensor = decoder(hidden_states=embedded_T1E, attention_mask=context, rotary_pos_emb=angles_T11D)
         if stage is not None and not stage.is_last:
-            stage.outgoing = hidden.transpose(0, 1)
-        return hidden[:, 0]
+            stage.outgoing = hidden_T1E.transpose(0, 1)
+        return hidden_T1E[:, 0]
 
     def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """`token_log_probs` of `targets` `[N]`, given hidden states `[N, d]`; options are those of that."""
+        """`token_log_probs` of `targets` `[N]` from hidden states `[N, E]`; takes the same options."""
         return token_log_probs(hidden, self._head(), targets, **options)
 
     def predict(self, hidden: Tensor) -> Tensor:
-        """Values or scores `[N]` for hidden states `[N, d]`."""
+        """Values or scores `[N]` for hidden states `[N, E]`."""
         assert self.score is not None
         values: Tensor = self.score(hidden)
         return values
@@ -350,17 +354,17 @@ class MegatronModel(nn.Module):
 
 
 class _PackedAttention(nn.Module):
-    """In the place of Megatron's attention between query, key and value: the context of packed rows."""
+    """Replaces Megatron's core attention by the attention context of packed rows."""
 
     def __init__(self, windows: list[int | None], *, config: Any, layer_number: int, **_: Any) -> None:
         super().__init__()
         self._layer, self._scale = layer_number - 1, 1.0 / math.sqrt(config.kv_channels)
         self._window = windows[self._layer]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, **_: Any) -> Tensor:
-        """query `[T, 1, H, D]`, key and value `[T, 1, K, D]` -> `[T, 1, H * D]`."""
-        mixed = context.attend(self._layer, query[:, 0], key[:, 0], value[:, 0], self._scale, self._window)
-        return mixed.flatten(1)[:, None]
+    def forward(self, q_T1HD: Tensor, k_T1KD: Tensor, v_T1KD: Tensor, context: AttentionContext, **_: Any) -> Tensor:
+        """The attention output `[T, 1, H * D]`."""
+        out_THD = context.attend(self._layer, q_T1HD[:, 0], k_T1KD[:, 0], v_T1KD[:, 0], self._scale, self._window)
+        return out_THD.flatten(1)[:, None]
 
 
 def _gpt_model(config: Any, ranks: Ranks, stage: Stage | None, *, is_tied: bool, head_dim: int) -> Any:
@@ -418,8 +422,8 @@ def _gpt_model(config: Any, ranks: Ranks, stage: Stage | None, *, is_tied: bool,
 
 
 def _megatron() -> tuple[Any, Any, Any, Any]:
-    """What is used of megatron-core: its model, the specification of its local layers, their settings, and the record
-    of process groups. It warns of Apex and Transformer Engine, which are not needed."""
+    """megatron-core's GPT model, local layer spec, configuration and process groups. Importing it warns of Apex and
+    Transformer Engine, which are not needed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
 """Data parallelism: ranks with different rows, and the whole of each weight or rows of it.
 
-`replicate` (DDP): every rank has the whole model; gradient sums are added over ranks once a step. So are those of ranks
-that differ in the tokens they have of the same rows, or in their experts.
+`replicate` (DDP): every rank has the whole model; gradient sums are added over ranks once a step. It also serves ranks
+that hold different tokens of the same rows, or different experts.
 `shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277), with or without replicas: a rank keeps rows of each weight, of its
 gradient sum and of its optimizer state. A layer's weights are gathered for its forward and backward and freed again;
 its gradient is reduced to the ranks that keep its rows. A model in half precision keeps fp32 rows, which are the
@@ -101,10 +101,9 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def units(packed: PackedModel, config: FSDPConfig) -> list[nn.Module]:
-    """Which modules FSDP cuts, gathers and frees as a unit, in the order of the model: its layers, or those that a
-    policy names. What is in none of them is one with the root.
+    """The modules that FSDP shards and gathers as a unit, in model order: its layers, or the ones a policy names.
 
-    The embedding and the head stay with the root: they may be one tensor.
+    Everything else belongs to the root unit, also embedding and head: they may be one tensor.
 
     Raises:
         ConfigError: the policy names no module of the model.

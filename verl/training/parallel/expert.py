@@ -1,10 +1,10 @@
-"""Expert parallelism: ranks with other rows, each with some of the experts of every mixture-of-experts block.
+"""Expert parallelism: ranks with different rows, each with some of the experts of every mixture-of-experts block.
 
-A rank routes its tokens itself; an all-to-all takes each of them to the ranks of its experts, another one brings the
-results back, where they are weighted. So the gradient of an expert is over the tokens of all ranks along `ep` as it
-comes; those of all other weights, routers among them, are added up over `ep` after the last backward pass of a step.
+A rank routes its own tokens. An all-to-all sends them to the ranks of their experts, another returns the results, which
+are weighted here. So an expert's gradient already covers the tokens of all ranks along `ep`; gradients of all other
+weights, routers included, are summed over `ep` after the last backward pass of a step.
 
-Shapes: T tokens of this rank, k experts a token, d hidden size.
+Shapes: T tokens of this rank, K experts a token, D hidden size.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
 
 
 def _has_fused_experts(module: nn.Module) -> bool:
-    """Whether a module computes all experts of a block, given tokens and what they are routed to."""
+    """Whether a module computes all experts of a block from hidden states and their routing."""
     weights = [*module.parameters(recurse=False)]
     count = getattr(module, "num_experts", None)
     arguments = list(inspect.signature(module.forward).parameters)
@@ -76,7 +76,7 @@ class _Dispatch:
         self._forward: Callable[..., Tensor] = block.forward
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[T, d]`, of tokens `[T, d]` routed to experts `[T, k]` with weights `[T, k]`."""
+        """`[T, D]`, of tokens `[T, D]` routed to experts `[T, K]` with weights `[T, K]`."""
         local, chosen = self._block.num_experts, top_k_index.shape[1]
         experts = top_k_index.flatten()
         order = experts.argsort(stable=True)  # by expert, so by rank
@@ -87,9 +87,9 @@ class _Dispatch:
         tokens = exchange(hidden_states[order // chosen], self._group, to, of)
         index = torch.arange(local, device=order.device).repeat(self._size).repeat_interleave(received.flatten())
         results = exchange(self._own(tokens, index), self._group, of, to)
-        by_token = results[order.argsort()].unflatten(0, (-1, chosen))
-        weighted: Tensor = by_token * top_k_weights[..., None]
-        return weighted.sum(1).to(hidden_states.dtype)
+        by_token_TKD = results[order.argsort()].unflatten(0, (-1, chosen))
+        weighted_TKD: Tensor = by_token_TKD * top_k_weights[..., None]
+        return weighted_TKD.sum(1).to(hidden_states.dtype)
 
     def _own(self, tokens: Tensor, index: Tensor) -> Tensor:
         """Results of this rank's experts. Where no token has come, one of zeros is computed and left out, so that the

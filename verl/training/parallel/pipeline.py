@@ -1,9 +1,9 @@
 """Pipeline parallelism: stages of layers on different ranks, and micro-batches that pass through them.
 
-Training runs one forward, one backward (1F1B; Narayanan et al. 2021, arXiv 2104.04473): stage s of n begins n - s
-micro-batches before it takes the first back, and then one for each that comes back, so that no rank keeps the
-activations of more than n. All ranks of a pipeline are given the same rows, so a stage knows the shape of what it
-receives, and micro-batches of different sizes need no padding.
+Training runs one forward, one backward (1F1B; Narayanan et al. 2021, arXiv 2104.04473): stage s of n runs n - s forward
+passes before its first backward pass, then one after each, so that no rank keeps the activations of more than n
+micro-batches. All ranks of a pipeline get the same rows, so a stage knows the shapes it receives, and micro-batches of
+different sizes need no padding.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from verl.weights.meta import is_on_meta, sample
 
 
 def stages(forward: Forward, count: int, *, trains: bool) -> StageSplit:
-    """How the model is cut.
+    """How the model is cut into `count` stages.
 
     Raises:
-        ConfigError: it is of a kind that cannot be cut, or a stage has nothing to train.
+        ConfigError: the model cannot be cut, or a stage has nothing to train.
     """
     cut = StageSplit(forward.model, forward.packed, count)
     for number in range(count) if trains else ():
@@ -61,7 +61,7 @@ class _Pass(NamedTuple):
     loss: Loss | None
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """Given the gradient of what left, that of what entered."""
+        """Backpropagate the output's gradient; returns the input's."""
         if self.root.requires_grad:
             torch.autograd.backward(self.root, gradient)
         if self.incoming is None:
@@ -208,7 +208,7 @@ class Stage:
 
 
 class _Around(NamedTuple):
-    """A module beside the stack of layers, and which end of the pipeline it belongs to."""
+    """A module outside the stack of layers, and the end of the pipeline it belongs to."""
 
     parent: nn.Module
     name: str
@@ -217,13 +217,13 @@ class _Around(NamedTuple):
 
 
 class StageSplit:
-    """How a model is cut into `count` stages. One without weights is tried out by a sample of it.
+    """How a model is cut into `count` stages. For a model without weights, a small sample of it is tried out.
 
     Args:
         packed: `model`, or its backbone.
 
     Raises:
-        ConfigError: it is of a kind that cannot be cut.
+        ConfigError: the model cannot be cut.
     """
 
     def __init__(self, model: nn.Module, packed: PackedModel, count: int) -> None:
@@ -288,7 +288,7 @@ class StageSplit:
         return [_Around(*one, end) for one, end in zip(beside, ends, strict=True)], hidden
 
     def _beside(self, model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-        """Modules with weights beside the stack, or beside a module that contains it: parent, name, module."""
+        """(parent, name, module) of each sibling with weights, of the stack and of the modules that contain it."""
         parent = model
         for part in path.split("."):
             if direct := [name for name, _ in parent.named_parameters(recurse=False)]:

@@ -1,10 +1,10 @@
 """Sequence parallelism (Ulysses; Jacobs et al. 2023, arXiv 2309.14509): a micro-batch's flat tokens cut over ranks.
 
-Ranks along `sp` hold the same weights and get the same rows. Each computes a slice of the flat tokens through the
-backbone and the head, and so keeps a slice of the activations. Around attention, an all-to-all trades slices of tokens
-with all heads for all tokens with a part of the heads, and another one goes back; so windows and shared prompts are as
-in one process. Predictions are gathered, hence the loss is the same on all these ranks; gradients of weights are of the
-slice, and are added up over `sp` after the last backward pass of a step.
+Ranks along `sp` hold the same weights and get the same rows. Each runs a slice of the flat tokens through backbone and
+head, so it keeps a slice of the activations. Around attention, an all-to-all trades slices of tokens with all heads for
+all tokens with a part of the heads, and another one goes back; windows and shared prompts work as in one process.
+Predictions are gathered, so the loss is the same on all these ranks. Each computes the gradients of its slice; they are
+summed over `sp` after the last backward pass of a step.
 
 Shapes: T flat tokens, C tokens of a slice, P sp ranks, H query heads, K key/value heads, D head size.
 """
@@ -46,8 +46,8 @@ class SequenceSlices:
     def cut(self, flat: Packed) -> Packed:
         """This rank's slice of a micro-batch.
 
-        Slices are padded to one size, at least by one token, which stands at the longest position of the micro-batch:
-        rotary embeddings that depend on it are then those of the whole. No prediction is read from a padding token.
+        Slices are padded to one size, with at least one token at the micro-batch's last position, so that rotary
+        embeddings that depend on the sequence length do not change. No prediction is read from a padding token.
         """
         size = -(-len(flat.tokens) // self._size)
         here = slice(self._index * size, (self._index + 1) * size)
@@ -88,21 +88,24 @@ class _HeadExchange:
         self._context, self._tokens, self._size = context, tokens, size
         self._group, self._ranks = group, ranks
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """query `[C, H, D]`, key and value `[C, K, D]` -> `[C, H, D]`, zeros for padding tokens."""
-        spare = len(query) - self._size
+    def attend(
+        self, layer: int, q_CHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """The attention output `[C, H, D]`, zeros for padding tokens."""
+        spare = len(q_CHD) - self._size
         # Key/value heads that do not divide evenly are repeated until they do; each stays with its query heads.
-        repeat = math.lcm(key.shape[1], self._ranks) // key.shape[1]
-        heads = query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        repeat = math.lcm(k_CKD.shape[1], self._ranks) // k_CKD.shape[1]
+        heads = q_CHD, k_CKD.repeat_interleave(repeat, 1), v_CKD.repeat_interleave(repeat, 1)
         # One call for all three. Under autocast, rotary embeddings leave query and key in fp32.
-        parts = [x[: self._size].to(value.dtype).unflatten(1, (self._ranks, -1)) for x in heads]
-        every = self._exchange(torch.cat(parts, 2).transpose(0, 1)).flatten(0, 1)[: self._tokens]
-        q, k, v = every.split([part.shape[2] for part in parts], 1)
-        mixed = self._context.attend(layer, q, k, v, scale, window)
-        mixed = pad(mixed, (0, 0, 0, 0, 0, self._ranks * self._size - self._tokens))
-        here = self._exchange(mixed.unflatten(0, (self._ranks, -1))).transpose(0, 1).flatten(1, 2)
-        return pad(here, (0, 0, 0, 0, 0, spare))
+        parts = [x_CHD[: self._size].to(v_CKD.dtype).unflatten(1, (self._ranks, -1)) for x_CHD in heads]
+        # From here on H and K are this rank's part of the heads, and T all tokens.
+        all_THD = self._exchange(torch.cat(parts, 2).transpose(0, 1)).flatten(0, 1)[: self._tokens]
+        q_THD, k_TKD, v_TKD = all_THD.split([part.shape[2] for part in parts], 1)
+        out_THD = self._context.attend(layer, q_THD, k_TKD, v_TKD, scale, window)
+        out_THD = pad(out_THD, (0, 0, 0, 0, 0, self._ranks * self._size - self._tokens))
+        out_CHD = self._exchange(out_THD.unflatten(0, (self._ranks, -1))).transpose(0, 1).flatten(1, 2)
+        return pad(out_CHD, (0, 0, 0, 0, 0, spare))
 
-    def _exchange(self, x: Tensor) -> Tensor:
-        """`x[i]` to rank i; the result has one from each."""
-        return exchange(x, self._group, [1] * self._ranks, [1] * self._ranks)
+    def _exchange(self, x_PCHD: Tensor) -> Tensor:
+        """Send `x[i]` to rank i; the result has one part from each rank, in the same shape."""
+        return exchange(x_PCHD, self._group, [1] * self._ranks, [1] * self._ranks)

@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank has columns or rows of a layer's matrices (Shoeybi et al. 2019, arXiv 1909.08053).
 
-What passes between layers is whole and equal on all ranks. A matrix cut by columns gives each rank its heads, or its
-part of the intermediate size; the next one, cut by rows, gives each rank a summand of the whole. Embedding and head are
-cut over the vocabulary. What is cut where is the model's own plan (`base_model_tp_plan` of transformers), or ours for
+Activations between layers are whole and equal on all ranks. A column-parallel matrix gives each rank its heads, or its
+part of the intermediate size; the row-parallel matrix after it gives each rank a summand of the result. Embedding and
+head are cut over the vocabulary. Cuts follow the model's own plan (`base_model_tp_plan` of transformers), or ours for
 kinds without one.
 
 Cut weights are DTensors over the mesh dimension "tp", under their names. A module with cut weights runs its own forward
@@ -37,7 +37,7 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     """Cut a model's matrices over the dimension "tp".
 
     Raises:
-        ConfigError: there is no plan for this kind of model, or a module of the plan is of a kind that cannot be cut.
+        ConfigError: no plan for this kind of model, or the plan names a module that cannot be cut.
     """
     packed = forward.packed
     backbone: Any = packed.backbone
