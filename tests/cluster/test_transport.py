@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import verl
 from verl.cluster import transport
 from verl.cluster.transport import Command, Event, LocalTransport, run
 from verl.errors import BrokenCollectiveError
@@ -57,3 +61,17 @@ def test_who_stops_listening_ends_a_stream_of_one_process() -> None:
     assert next(stream) == (0, 0)
     stream.close()
     assert seen == [0]
+
+
+def test_a_worker_of_one_process_is_freed_with_its_handle(tiny: Path) -> None:
+    """At once, without the garbage collector: its weights are most of the memory."""
+    actor, other = verl.Actor(str(tiny)), verl.Actor(str(tiny))
+    workers = [weakref.ref(handle.group.worker) for handle in (actor, other)]
+    gc.collect()
+    gc.disable()
+    try:
+        del actor
+        assert workers[0]() is None and workers[1]() is not None
+    finally:
+        gc.enable()
+    assert other.generate_sequences(["a"])

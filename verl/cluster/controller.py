@@ -130,7 +130,8 @@ class Controller:
             self._check_model(role, meshes, options, model, rollout)
         if self.is_local:
             claim(self.device)
-        return RankGroup(RoleMeshes(role, meshes), recipe, self.transport)
+        transport = LocalTransport(self.device) if self.is_local else self.transport
+        return RankGroup(RoleMeshes(role, meshes), recipe, transport)
 
     def _check_model(
         self, role: str, meshes: Mapping[str, Mesh], options: TrainOptions, model: Any, rollout: Any

@@ -106,24 +106,31 @@ class Transport(Protocol):
         """End the processes."""
 
 
-class LocalTransport:
-    """One process: its rank is the only one."""
+class _OneRank:
+    """See `rank_worker.Job`."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.timeout, self.own_rank, self.size = device, TIMEOUT, 0, 1
-        self.ended: str | None = None
-        self.has_started = False
-        self.worker = RankWorker(self)
-
-    @property
-    def devices_a_machine(self) -> int:
-        return count(self.device.partition(":")[0])
+        self.device = device
 
     def context(self, role: RoleMeshes) -> RankContext:
         return RankContext(role=role.role, device=self.device)
 
     def collective(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class LocalTransport:
+    """One process: its rank is the only one. Each group has its own, so that its worker is freed with it."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.timeout, self.own_rank, self.size = device, TIMEOUT, 0, 1
+        self.ended: str | None = None
+        self.has_started = False
+        self.worker = RankWorker(_OneRank(device))
+
+    @property
+    def devices_a_machine(self) -> int:
+        return count(self.device.partition(":")[0])
 
     def start(self) -> None: ...
 
