@@ -4,6 +4,8 @@ Training runs one forward, one backward (1F1B; Narayanan et al. 2021, arXiv 2104
 passes before its first backward pass, then one after each, so that no rank keeps the activations of more than n
 micro-batches. All ranks of a pipeline get the same rows, so a stage knows the shapes it receives, and micro-batches of
 different sizes need no padding.
+
+Shapes: B padded rows (1 of flat tokens), T their tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -100,12 +102,12 @@ class Pipeline:
         coming = ((one, self._forward.pack(one.batch, one.tree)) for one in micro_batches)
         begun: deque[_Pass] = deque()
         following = next(coming, None)
-        incoming = self._swap(self._before, receive=self._like(following and following[1]))
+        incoming_BTE = self._swap(self._before, receive=self._like(following and following[1]))
         while following is not None or begun:
             sent = None
             can_end = following is None or len(begun) == ahead
             if following is not None:
-                begun.append(self._begin(*following, incoming, loss_scale))
+                begun.append(self._begin(*following, incoming_BTE, loss_scale))
                 sent = begun[-1].root
                 following = next(coming, None)
             ended = begun.popleft() if can_end else None
@@ -114,13 +116,13 @@ class Pipeline:
             if ended is not None:
                 with self._forward.precision():
                     back = ended.backward(gradient)
-            incoming = self._swap(self._before, back, self._like(following and following[1]))
+            incoming_BTE = self._swap(self._before, back, self._like(following and following[1]))
             if ended is not None and ended.loss is not None:
                 yield ended.loss
 
     def agree(self, gradients: Gradients, tied: Collection[str]) -> None:
-        """Give weights that the first and the last stage have in common the gradients of both; drop all gradients if
-        the loss had none: stages before the last were given zeros then."""
+        """Sum the gradients of weights that the first and the last stage share; drop all gradients if the loss had
+        none, since the last stage then sent zeros to the others."""
         depends = torch.tensor(float(self._depends))
         self._ranks.all_reduce([depends], dist.ReduceOp.MAX, "pp")
         if not depends:
@@ -128,25 +130,25 @@ class Pipeline:
         if tied and self._other_end is not None:
             gradients.sum_over_ranks(self._reduce_over_ends, [w for w in gradients.weights if w.name in tied])
 
-    def _begin(self, one: MicroBatch, flat: Packed, incoming: Tensor | None, loss_scale: float) -> _Pass:
-        if incoming is not None:
-            incoming.requires_grad_()
-        outputs = self._run(one, flat, incoming)
+    def _begin(self, one: MicroBatch, flat: Packed, incoming_BTE: Tensor | None, loss_scale: float) -> _Pass:
+        if incoming_BTE is not None:
+            incoming_BTE.requires_grad_()
+        outputs = self._run(one, flat, incoming_BTE)
         if not self._stage.is_last:
-            return _Pass(incoming, outputs["hidden"], None)
+            return _Pass(incoming_BTE, outputs["hidden"], None)
         loss = one.finish(outputs)
         self._depends |= loss.total.requires_grad
-        return _Pass(incoming, loss.total * loss_scale, loss.detached())
+        return _Pass(incoming_BTE, loss.total * loss_scale, loss.detached())
 
-    def _run(self, one: MicroBatch, flat: Packed, incoming: Tensor | None) -> dict[str, Tensor]:
-        self._stage.incoming = incoming
+    def _run(self, one: MicroBatch, flat: Packed, incoming_BTE: Tensor | None) -> dict[str, Tensor]:
+        self._stage.incoming = incoming_BTE
         with self._forward.precision():
             outputs: dict[str, Tensor] = self._forward(flat, one.want, one.temperature)
         self._stage.incoming = self._stage.outgoing = None
         return outputs if self._stage.is_last else {"hidden": outputs["hidden"].to(self._stage.dtype)}
 
     def _like(self, flat: Packed | None) -> Tensor | None:
-        """Memory for the hidden states of a micro-batch."""
+        """An empty buffer `[B, T, E]` for the hidden states of a micro-batch."""
         if flat is None:
             return None
         packed = self._forward.packed
@@ -183,8 +185,8 @@ class Stage:
     Attributes:
         number, count: which stage, of how many.
         width, dtype: of hidden states between layers.
-        incoming: hidden states of the stage before, for the next forward.
-        outgoing: hidden states for the stage after, of the last forward.
+        incoming: hidden states `[B, T, E]` of the stage before, for the next forward.
+        outgoing: hidden states `[B, T, E]` for the stage after, of the last forward.
     """
 
     def __init__(self, number: int, count: int, width: int, dtype: torch.dtype) -> None:
@@ -201,10 +203,10 @@ class Stage:
         assert self.incoming is not None
         return self.incoming
 
-    def leave(self, hidden: Tensor) -> Tensor:
+    def leave(self, hidden_BTE: Tensor) -> Tensor:
         """Keep the hidden states of the last layer here, for the next stage."""
-        self.outgoing = hidden
-        return hidden
+        self.outgoing = hidden_BTE
+        return hidden_BTE
 
 
 class _Around(NamedTuple):
@@ -300,10 +302,10 @@ class StageSplit:
 
     def _check(self, expected: Tensor) -> None:
         hidden = expected
-        incoming: Tensor | None = None
+        incoming_BTE: Tensor | None = None
         for number in range(self.count):
             stage = Stage(number, self.count, self._width, self._packed.dtype)
-            stage.incoming = incoming
+            stage.incoming = incoming_BTE
             replaced = self._install(stage)
             try:
                 hidden = self._hidden()
@@ -312,7 +314,7 @@ class StageSplit:
             finally:
                 for parent, name, module in replaced:
                     parent._modules[name] = module
-            incoming = stage.outgoing
+            incoming_BTE = stage.outgoing
         if not is_close(hidden, expected):
             raise self._refused("its stages compute something else than the whole")
 
@@ -349,7 +351,7 @@ class StageSplit:
 
 
 class _Absent(nn.Module):
-    """In the place of a module of another stage: hands hidden states on, and makes zeros of ids.
+    """Stands in for a module of another stage: passes hidden states on, and turns ids into zeros.
 
     It has the module's plain attributes, which some models read of their layers.
     """
