@@ -1,4 +1,4 @@
-"""The accelerator of this machine, if there is one, and memory: of a device its own, of the host as the system has it.
+"""This machine's accelerator, if it has one, and the memory of devices and of the host.
 
 The one place that asks which devices there are. Imported without torch.
 """
@@ -70,7 +70,7 @@ def device_name(device: str) -> str:
 
 
 def claim(device: str) -> None:
-    """Say that this process, or another rank of its job on this machine, computes on a device, now or later."""
+    """Note that this process, or another rank of its job on this machine, uses a device, now or later."""
     kind, _, index = device.partition(":")
     _claimed.add((kind, int(index or 0)))
 
@@ -83,13 +83,13 @@ def claimed() -> set[int]:
 
 
 def is_here(device: str) -> bool:
-    """Whether this process can ask about its memory: it is the host, or of the kind of the accelerators here."""
+    """Whether a device is the host, or of the kind of this machine's accelerators."""
     return device.partition(":")[0] in ("cpu", accelerator())
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Inside, an environment variable has this value: libraries choose devices and threads by some as they start."""
+    """Set an environment variable inside, for libraries that read it as they start."""
     before, os.environ[name] = os.environ.get(name), value
     try:
         yield
@@ -99,7 +99,7 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait until the accelerator, if there is one, has done what it was given."""
+    """Wait until the accelerator, if any, is idle."""
     if accelerator() is not None:
         _accelerators().synchronize()
 

@@ -44,7 +44,7 @@ _MODEL_PATH = re.compile(r"(/v1(/.*)?|/generate)$")
 
 
 class RefusedError(RolloutError):
-    """A server finds the request itself invalid; another server would, too."""
+    """A server rejected the request as invalid, as any other server would."""
 
 
 class NoServerError(RolloutError):
@@ -92,7 +92,7 @@ class Server:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def note_failure(self) -> None:
-        """Send it no new calls for a while; calls that fail together count as one failure."""
+        """Pause new calls to this server; calls that fail together count as one failure."""
         self.checked = False
         self.absent.clear()
         if not self.paused:
@@ -254,8 +254,8 @@ class ServerPool:
         return await self.send(server, last, bodies[last], method=method)
 
     async def _answers_since(self, moment: float, end: float) -> bool:
-        """Whether any server has answered any call since then: if so, not the servers are at fault but the request that
-        failed on all of them. Waits for calls in progress, until `end` at most."""
+        """Whether any server has answered any call since `moment`: then a request that failed on all of them is at
+        fault, not the servers. Waits for calls in progress, until `end` at most."""
         while time.monotonic() < end and any(server.running for server in self.servers):
             if any(server.answered > moment for server in self.servers):
                 break
@@ -263,7 +263,7 @@ class ServerPool:
         return any(server.answered >= moment for server in self.servers)
 
     def _choose(self, key: Any, faults: Collection[Server]) -> Server:
-        """The server of the key, or the next one if that failed or is far busier; without a key the idlest."""
+        """The server of the key, or the next one if that failed or is far busier; without a key the least busy."""
         idlest = min(server.running for server in self.servers)
         home = hash(key) if key is not None else self.servers.index(min(self.servers, key=lambda s: s.running))
 
@@ -276,7 +276,7 @@ class ServerPool:
 
 
 def _server(url: SplitResult, path: str, kind: str) -> Server:
-    """What an address names, apart from its credentials, which are noted."""
+    """The server at an address, with credentials and query moved out of its URL."""
     user, _, host = url.netloc.rpartition("@")
     name, colon, password = (unquote(part) for part in user.partition(":"))
     headers = {}
@@ -302,7 +302,7 @@ def check_model_path(url: str) -> None:
 
 
 def _most_bytes(body: Any, sent: int) -> int:
-    """How long the answer to a request of `sent` bytes may be."""
+    """The most bytes of an answer to a request of `sent` bytes."""
     asked = body if isinstance(body, Mapping) else {}
     tokens = int(asked.get("max_tokens") or 0) * int(asked.get("n") or 1)
     return min(_MAX_BYTES, _BASE_BYTES + _BYTES_PER_BYTE_SENT * sent + _BYTES_PER_TOKEN * tokens)

@@ -269,10 +269,10 @@ def _join(ray: Any, address: str) -> None:
 
 
 def _token() -> tuple[str, str]:
-    """The token that this user has for Ray, and what there is to say about it, for messages.
+    """The user's token for Ray ("" if none), and a clause about it for error messages.
 
     Raises:
-        ClusterError: it is in a file that others can read.
+        ClusterError: other users can read its file.
     """
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip(), "RAY_AUTH_TOKEN is another one"
@@ -306,7 +306,7 @@ def _make_token() -> None:
 
 
 def _answers(address: str, token: str) -> bool:
-    """Whether the head of a cluster takes a question that comes with this token.
+    """Whether the head of a cluster accepts this token.
 
     Raises:
         ClusterError: it does not answer.

@@ -128,7 +128,7 @@ class _Watch:
             time.sleep(watchdog.TICK)
 
     def close(self) -> None:
-        """This process ends as it should."""
+        """Report a normal end of this process to the watchdog."""
         if self._table is not None and self._process is not None:
             watchdog.HEAD.pack_into(self._table, 0, time.monotonic(), 1)
             self.leave()
@@ -136,7 +136,7 @@ class _Watch:
                 self._process.wait(1.0)
 
     def leave(self) -> None:
-        """The watchdog sees nothing of this process any more."""
+        """Detach from the watchdog."""
         with suppress(ValueError):  # another thread than the main one
             signal.set_wakeup_fd(-1)
         with suppress(OSError):
@@ -145,7 +145,7 @@ class _Watch:
 
 
 def _memory() -> IO[bytes]:
-    """A file that has no disk to wait for, where the system has such."""
+    """A file in memory, or else a temporary one."""
     return open(os.memfd_create("verl"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
@@ -163,13 +163,13 @@ def hear_signals() -> None:
 
 
 def ends() -> None:
-    """This process ends by our own will: nothing that is under way is to blame."""
+    """Note that this process ends deliberately, so that the watchdog blames no call."""
     _watch.close()
 
 
 def watched(what: str, seconds: float, *, is_step: bool = False) -> AbstractContextManager[None]:
-    """A call of the user's in this thread. If it holds the interpreter for longer than `seconds`, or ends the process,
-    the watchdog names it."""
+    """Inside, this thread calls the user's code. If that holds the interpreter for longer than `seconds`, or ends the
+    process, the watchdog names it."""
     return _watch.watched(what, seconds, is_step)
 
 
@@ -199,8 +199,7 @@ def is_users(function: Callable[..., Any]) -> bool:
 
 
 def beside(function: Callable[..., T], *args: Any, name: str = "verl-beside") -> Future[T]:
-    """Call a function in a thread of its own. That is a daemon: a call which hangs does not keep the process from
-    ending."""
+    """Call a function in a daemon thread, so that a hung call does not keep the process from ending."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -214,7 +213,7 @@ def beside(function: Callable[..., T], *args: Any, name: str = "verl-beside") ->
 
 
 async def within(work: Awaitable[T], seconds: float | None) -> T:
-    """The result of work on the event loop of the caller.
+    """Await work on the caller's event loop, with a deadline.
 
     Raises:
         LateError: it was not done in time, and was cancelled.
@@ -242,7 +241,7 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
 
 
 def watching(function: Callable[..., Any], what: str, seconds: float) -> Callable[..., Any]:
-    """The function, plain or async, each call of which is `watched`."""
+    """Wrap a function, plain or async, so that each call is `watched`."""
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:

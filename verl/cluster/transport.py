@@ -182,8 +182,7 @@ def run(
     pending, errors, since = {*commands}, dict[int, Exception](), time.monotonic()
     while pending:
         is_here, limit, had_errors = here in pending, timeout or transport.timeout, bool(errors)
-        # After a failure the others get a short deadline: they may wait in a collective for the rank that failed.
-        until = since + (min(GRACE, limit) if errors else limit)
+        until = since + (min(GRACE, limit) if errors else limit)  # others may wait for the rank that failed
         events = transport.receive(sent, 0.0 if is_here else until - time.monotonic())
         if is_here and not events:  # a failure that is there has been seen before this rank may wait for others
             try:
@@ -203,9 +202,7 @@ def run(
                 try:
                     yield rank, value
                 except GeneratorExit:
-                    # The caller wants no more, but the ranks still send: the rest is received and dropped, so that the
-                    # next call finds them idle.
-                    is_read = False
+                    is_read = False  # the rest is received and dropped, so that the next call finds the ranks idle
             elif kind != "item" and rank in pending:
                 pending.discard(rank)
                 has_dead |= kind == "gone"

@@ -1,4 +1,4 @@
-"""Joining what calls return to the sequences they were asked about."""
+"""Joining the results of calls to their sequences."""
 
 from __future__ import annotations
 

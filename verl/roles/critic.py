@@ -1,4 +1,4 @@
-"""`Critic`: the value model, as a user holds it."""
+"""`Critic`: the value model."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Critic(ModelHandle[CriticWorker]):
         return self.group.call(CriticWorker.update, [TaskLoss(prepared, objective)], self.plan)
 
     def _alignment(self, sequences: Batch) -> CharacterAlignment | None:
-        """How the sequences are re-encoded; None: the critic reads their tokens as they are."""
+        """How the sequences are re-encoded for the critic's tokenizer; None: not at all."""
         if self.tokenizer is None:
             return None
         actor = tokenizer_of(sequences) or self._actor_tokenizer

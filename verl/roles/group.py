@@ -1,4 +1,4 @@
-"""`WorkerGroup`: the workers of some handles, as an expression names them."""
+"""`WorkerGroup`: the workers of several handles under one name."""
 
 from __future__ import annotations
 

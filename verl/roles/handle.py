@@ -1,4 +1,4 @@
-"""What `Actor` and `Critic` have in common: a model that is trained, as a script holds it."""
+"""The base of `Actor` and `Critic`: a handle of a trained model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoraBase(NamedTuple):
 
     @classmethod
     def of(cls, files: ModelFiles, model: Any) -> LoraBase:
-        """That of a model with adapters."""
+        """The base of a model with adapters."""
         return cls(files, tuple(name for name, weight in model.named_parameters() if weight.requires_grad))
 
 
@@ -99,7 +99,7 @@ class ModelHandle(Generic[W_co]):
 
     @property
     def has_workers(self) -> bool:
-        """Whether its workers have been made, so that how they are laid out is settled."""
+        """Whether the workers have been made, which fixes their layout."""
         return self._group is not None
 
     @property
@@ -187,8 +187,7 @@ class ModelHandle(Generic[W_co]):
         fused_kernels: bool | str | None,
         *more: Record,
     ) -> list[Any]:
-        """Settle `train_options`; the records of the model, of training, and `more`, with the keywords that are
-        theirs."""
+        """Set `train_options`; returns the records of the model, of training, and `more`, updated from the keywords."""
         options, rest = TrainOptions.of(train, "train"), dict(keywords)
         optim = optimizer_settings(owner, rest, options, optim)
         loading, training, *others = with_keywords(owner, rest, model_options(model, fused_kernels), options, *more)
@@ -197,7 +196,7 @@ class ModelHandle(Generic[W_co]):
         return [loading, training, *others]
 
     def _read_model(self, loading: ModelOptions, kind: Kind, seed: int, live: Callable[[], Any]) -> None:
-        """Take the model that the settings name, else the one that `live` returns."""
+        """Read the model that the settings name, or else take the one that `live` returns."""
         files = ModelFiles.of(loading, kind, seed) if loading.path is not None else None
         if files is not None:
             self.files = None if self.controller.is_local or loading.dtype == "int4" else files

@@ -1,4 +1,4 @@
-"""`Reward`: the handle of what scores samples."""
+"""`Reward`: the handle of reward functions and models."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Reward:
         return run_reward(self.source, as_responses(sequences)).as_batch()
 
     def check_failures(self) -> None:
-        """Raises RewardError if a part of it has failed on every sample so far, however few; for the end of a run."""
+        """Raises RewardError if a component has failed on every sample so far, however few; for the end of a run."""
         for source in leaves(self.source):
             failures = getattr(source, "failures", None)
             if isinstance(failures, Failures) and failures.all:
@@ -180,7 +180,7 @@ class Reward:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """For evaluation: what is scored inside changes neither a running mean nor the counts of failures outside."""
+        """For evaluation: scores inside change neither the running mean nor the failure counts."""
         state = self.state_dict()
         counted: dict[Any, Failures] = {
             source: source.failures  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ class Reward:
                 source.group.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes from batch to batch (a running average), as JSON; of a source that can take it back."""
+        """The state that changes from batch to batch (a running average), as JSON, if the source can restore it."""
         return self.source.state_dict() if hasattr(self.source, "load_state_dict") else {}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The reward workers of a run, seen from its driver: one queue of calls, each made by the first worker that is free."""
+"""The driver's side of reward workers: one queue of calls, each made by the first free worker."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class RewardPool(Pool):
             supervisor.join(_TICK * 10)
 
     def take_counts(self) -> dict[str, int]:
-        """How many workers there are, and how many died since the last call of this."""
+        """The number of workers, and of deaths since the previous call."""
         with self.lock:
             dead, self._dead = self._dead, 0
             return {"workers": self.size, "deaths": dead}
@@ -137,7 +137,7 @@ class RewardPool(Pool):
             self._supervisor.start()
 
     def _supervise(self) -> None:
-        """Take what workers answer, end those that are late, give work to those that are free."""
+        """Handle answers, kill late workers, and assign calls to free ones."""
         while self._supervisor is threading.current_thread():
             events = self._events()
             with self.lock:
@@ -242,7 +242,7 @@ class RewardPool(Pool):
 
 
 def _named(error: Exception, name: str) -> Exception:
-    """An error of a pool as its callers get it."""
+    """A pool's error with the reward's name, for its callers."""
     if isinstance(error, RewardError | ClusterError | ConfigError):
         return type(error)(f"reward '{name}': {error}")
     failure = ClusterError(f"reward '{name}': its workers cannot be kept: {type(error).__name__}: {error}")
@@ -251,8 +251,8 @@ def _named(error: Exception, name: str) -> Exception:
 
 
 def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[bytes, str, str]:
-    """How a function goes to a worker: by its file, and a digest of what that holds now, or pickled: one of a module
-    by the module's name, and what exists in the user's script only (a closure, a function of `__main__`) whole."""
+    """Serialize a function for a worker: as (b"", file and name, the file's digest), or as (pickle, "", ""). A module's
+    function is pickled by name, one of the user's script (a closure, a function of `__main__`) by value."""
     cloudpickle = import_ray().cloudpickle
     if isinstance(source, str):
         path, function = split_spec(source)

@@ -1,4 +1,4 @@
-"""The standalone rollout workers of a run, seen from its driver."""
+"""The driver's side of standalone rollout workers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RolloutPool(Pool):
         self.scale(size)
 
     def publish(self, version: int, shards: Iterable[Shard]) -> Weights:
-        """New weights for all workers; what they are sampling goes on under them.
+        """Send new weights to all workers; samples in progress go on with them.
 
         Args:
             version: of the policy.
@@ -92,18 +92,18 @@ class RolloutPool(Pool):
         return self.weights
 
     def submit(self, group: str, rows: Batch, params: Mapping[str, Any]) -> None:
-        """Have a group sampled, by the worker that has fewest."""
+        """Submit a group to the worker with the fewest groups."""
         with self.lock:
             worker = min(self.workers, key=lambda worker: (len(worker.jobs), worker.index))
             worker.jobs[group] = None
             self._post(worker, (group, rows, dict(params)))
 
     def event(self, deadline: float) -> Finished | Lost:
-        """What happens next.
+        """Wait for the next group that is finished or lost.
 
         Args:
-            deadline: seconds for workers to finish a group, counted once their engines are made. For that a worker
-                has as many, but at least `START_DEADLINE`.
+            deadline: seconds for workers to finish a group, once their engines are made. Making an engine may take as
+                long, but at least `START_DEADLINE`.
 
         Raises:
             ClusterError: a deadline passed (the workers' stacks go to stderr), or workers die again and again.
@@ -133,7 +133,8 @@ class RolloutPool(Pool):
             return self._take(worker, name, answer) if worker in self._workers else None
 
     def wake(self) -> None:
-        """End a `poll` that waits, or the next one: of no worker, and so of no group."""
+        """End the current `poll`, or the next one."""
+        # No worker of this pool is None, so `poll` returns None.
         self.events.put((None, "", None))  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class RolloutPool(Pool):
             self._queue = None
 
     def _until(self, began: float, deadline: float) -> float:
-        """When a wait that began then has been too long."""
+        """The time at which a wait that began at `began` times out."""
         with self.lock:
             start = max(START_DEADLINE, deadline)
             waited = [worker for worker in self.workers if worker.jobs] or self.workers
@@ -185,7 +186,7 @@ class RolloutPool(Pool):
         worker.actor.post.options(concurrency_group="inbox").remote(order)
 
     def _listen(self, worker: Worker, stream: Any) -> None:
-        """Take what a worker yields, so that it never waits for a driver that trains; its end is the worker's."""
+        """Move a worker's results into `events`, so that it never waits for a driver that trains."""
         import ray
 
         try:
@@ -195,7 +196,7 @@ class RolloutPool(Pool):
             self.events.put((worker, "run", error))
 
     def _drain(self) -> None:
-        """Take what workers put into the queue."""
+        """Move the finished groups in the queue into `events`."""
         from ray.exceptions import RayError
         from ray.util.queue import Empty
 

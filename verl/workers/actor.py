@@ -156,8 +156,8 @@ class ActorWorker(TrainedWorker):
 
     @contextmanager
     def _weights(self, *, overlap: bool = False) -> Iterator[TrainEngine]:
-        """A context in which the weights for generation are present: the trained ones, or, where the engine computes in
-        another layout, a copy in that layout. Then all ranks of the role enter it together."""
+        """Inside, the weights for generation are in memory: the trained ones or, if generation has another layout, a
+        copy in that layout. All ranks of the role must then enter together."""
         if self._meta_model is None or self._takes_shards:
             yield self.engine
             return
@@ -170,7 +170,7 @@ class ActorWorker(TrainedWorker):
 
     @property
     def rollout_engine(self) -> RolloutEngine:
-        """Made when it is first needed, on all ranks that generate."""
+        """The rollout engine, made at first use on all ranks that generate."""
         if self._rollout_engine is None:
             # In this order: the weights are there, the engine is made around them, and it is given them under their
             # version, all before the first request.
@@ -194,7 +194,7 @@ class ActorWorker(TrainedWorker):
 
     @dispatch("rollout")
     def keep_start(self, engine: RolloutEngine) -> None:
-        """Have episodes ask the weights that training began with, too, by an engine of this process."""
+        """Set the engine with the initial weights, which episodes may query."""
         self._start_engine = engine
 
     @dispatch("rollout", split="rows", collect="batches")
@@ -270,7 +270,7 @@ class ActorWorker(TrainedWorker):
 
     @dispatch("train")
     def loss(self, part: TaskLoss, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
-        """`loss` and metrics, as an update has them, without one."""
+        """`loss` and metrics of an update, without the update."""
         return compute_loss(self.engine, part, skip_zero_advantage_rows)
 
     @dispatch("train")
@@ -285,7 +285,7 @@ class ActorWorker(TrainedWorker):
 
     @dispatch()
     def sync(self) -> dict[str, float]:
-        """After an update: the next policy version on every rank that generates."""
+        """After an update: sync the weights to every rank that generates, under the next policy version."""
         self.policy_version += 1
         if self.context.is_apart:
             broadcast_weights(self.engine, self.context)
@@ -293,7 +293,7 @@ class ActorWorker(TrainedWorker):
 
     @dispatch("rollout", collect="shards")
     def merged_shards(self) -> Iterator[Shard]:
-        """The weights of the equal model without adapters, whole."""
+        """The whole weights, with adapters merged into them."""
         if self._meta_model is None:
             yield from self.engine.merged_shards()
             return
@@ -304,7 +304,7 @@ class ActorWorker(TrainedWorker):
             yield from engine.merged_shards()
 
     def _sync_weights(self) -> dict[str, float]:
-        """Give the rollout engine the weights and their version; the metrics of `SyncCheck`."""
+        """Load the weights into the rollout engine under their version; returns the metrics of `SyncCheck`."""
         engine = self._rollout_engine
         if engine is None:
             return {}
@@ -325,8 +325,8 @@ class ActorWorker(TrainedWorker):
             engine.load_shards(self._served(weights), self.policy_version)
 
     def _served(self, weights: TrainEngine) -> Iterator[Shard]:
-        """The shards to load into the engine: the live tensors where it computes with those; the shards of every rank
-        where it takes them; else whole weights, adapters merged."""
+        """The shards to load into the engine: its own live tensors, or the shards of every rank (`_takes_shards`), or
+        else whole weights, adapters merged."""
         if self._takes_shards:
             return broadcast_shards(Stream(weights.shards), self.context.groups[ROLE])
         return weights.shards() if getattr(self._rollout_engine, "is_live", False) else weights.merged_shards()
@@ -375,7 +375,7 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
 
 
 def load_episode(episode: Episode | str | None) -> Episode | None:
-    """The episode, out of its file if it is in one; of what makes environments, theirs.
+    """Load an episode from its file if need be; a factory of environments becomes the episode that plays them.
 
     Raises:
         ConfigError: it cannot be called.

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its shards of a role's tensors, those that several ranks hold once."""
+"""A rank's part of a checkpoint: its shards of a role's tensors. A shard that several ranks hold is written once."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class RankFiles:
         self._thread.start()
 
     def gathered(self, wait: bool) -> list[dict[str, Any]] | None:
-        """What became of the files of every rank: {"files": digests and sizes by name}, or {"error": text, "disk":
-        whether it is the disk's}. None: some are not written yet, and `wait` is false."""
+        """The result of every rank: {"files": digests and sizes by name}, or {"error": text}, with the "errno" and
+        "file" of an `OSError`. None: some are not written yet, and `wait` is false."""
         if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
         results = gather_json(self._result, self._group)
@@ -79,8 +79,8 @@ class RankFiles:
 
 
 def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set[str]]:
-    """The shards that this rank writes of those that the ranks of a group hold, and the names of all. Each is written
-    once, by the one of its holders that has least to write."""
+    """The shards that this rank writes, and the names of all. Each shard is written once, by the holder that has the
+    least to write so far."""
     held = map(_entry, shards)  # which keeps none of them
     of_all = gather_json([entry for entry in held if entry is not None], group)
     holders: dict[tuple[str, tuple[int, ...], int], list[int]] = {}

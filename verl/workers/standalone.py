@@ -79,7 +79,7 @@ class Weights:
     parts: tuple[Any, ...]
 
     def shards(self) -> Iterator[Shard]:
-        """The shards, part by part.
+        """Fetch the shards, part by part.
 
         Raises:
             ray.exceptions.GetTimeoutError: a part does not come within its deadline.
@@ -92,7 +92,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Finished:
-    """A group that has been sampled: its rows, and when its worker worked since it sent the last one."""
+    """A sampled group, and the intervals in which its worker was busy since the previous one."""
 
     group: str
     samples: Batch

@@ -32,7 +32,7 @@ class SyncCheck:
         self.probe = self.probe or samples.take(range(min(ROWS, len(samples))))
 
     def measure(self, engine: Any, trainer: TrainEngine) -> dict[str, float]:
-        """`sync/mismatch` and `sync/mismatch/max`, where there is a probe.
+        """`sync/mismatch` and `sync/mismatch/max`; empty without a probe.
 
         Raises:
             RolloutError: the engine computes with other weights than the trainer.

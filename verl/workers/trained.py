@@ -1,4 +1,4 @@
-"""What workers that train have in common: an engine over the ranks of the "train" mesh, and its weights and state."""
+"""The base of workers that train: an engine over the ranks of the "train" mesh, and its weights and state."""
 
 from __future__ import annotations
 
@@ -151,14 +151,14 @@ class TrainedWorker:
 
     @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:
-        """What became of the files of the last `save`; see `RankFiles.gathered`."""
+        """The results of the last `save`; see `RankFiles.gathered`."""
         results = None if self._files is None else self._files.gathered(wait)
         self._files = self._files if results is None else None
         return results
 
     @dispatch("train")
     def peak_memory(self) -> int:
-        """Most bytes so far that one of the ranks held at once, on its device; on CPU, the memory of its process."""
+        """Peak device memory of a rank so far, in bytes; on CPU, of its process."""
         where = self.context.device or next(shard.tensor.device for shard in self.engine.shards())
         here = peak_memory(where)
         return int(max(gather_json(here, self.context.groups.get("train"))))
@@ -176,7 +176,7 @@ class TrainedWorker:
         meta: Mapping[str, Any],
         names: Sequence[str] | None = None,
     ) -> None:
-        """Go on from what `save` wrote, at any layout: every rank reads its shards out of the files.
+        """Restore what `save` wrote, at any layout: every rank reads its shards from the files.
 
         Args:
             names: of the weights that `save` wrote, if it left out a base; other weights stay as they are.
@@ -193,5 +193,5 @@ class TrainedWorker:
         self._sync_weights()
 
     def _sync_weights(self) -> dict[str, float]:
-        """Give the weights to what else works with them here; metrics of that."""
+        """Hook for subclasses: sync the new weights to a rollout engine; returns its metrics."""
         return {}
