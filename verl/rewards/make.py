@@ -14,21 +14,12 @@ from typing import Any
 from verl._base.keywords import takes
 from verl._host.user_functions import split_spec
 from verl.errors import ConfigError, nearest, shown
-from verl.rewards.by_source import score_by_source
 from verl.rewards.calls import Caller
-from verl.rewards.code import CodeReward
-from verl.rewards.codebleu import CodeBleuReward
 from verl.rewards.composite import CompositeReward, Smoothed
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.maths import MathReward
-from verl.rewards.reasoning_gym import TaskReward
 from verl.rewards.registry import REGISTERED, REWARDS
-from verl.rewards.remote import JudgeReward, RemoteReward
 from verl.rewards.source import RewardSource, source_of
 
-_NAMED: dict[str, type[FunctionReward]] = {"math": MathReward, "task": TaskReward, "reasoning_gym": TaskReward}
-#: Of "code" and "code_evaluator", by their option `evaluator`.
-_EVALUATORS: dict[Any, type[FunctionReward]] = {"tests": CodeReward, "codebleu": CodeBleuReward}
 #: Options of a reward in workers that are not passed on to the reward within each of them.
 _OURS = ("default_reward", "max_failure_rate", "name", "retries")
 
@@ -67,6 +58,8 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return source
     addresses = [source] if isinstance(source, str) else source if isinstance(source, list | tuple) else []
     if addresses and all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in addresses):
+        from verl.rewards.remote import JudgeReward, RemoteReward
+
         return _build(JudgeReward if "template" in options else RemoteReward, options, source)
     if isinstance(source, Mapping | list | tuple):
         return CompositeReward(source, make_reward, **options)
@@ -104,20 +97,35 @@ def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
 
 
 def _by_name(name: str, options: dict[str, Any]) -> RewardSource:
+    """A built-in reward, whose module is imported when it is chosen."""
     if name == "data_source":
+        from verl.rewards.by_source import score_by_source
+
         return _build(FunctionReward, options, score_by_source)
+    if name == "math":
+        from verl.rewards.maths import MathReward
+
+        return _build(MathReward, options)
+    if name in ("task", "reasoning_gym"):
+        from verl.rewards.reasoning_gym import TaskReward
+
+        return _build(TaskReward, options)
     if name == "rm_hf":
         if "model_name" not in options:
             raise ConfigError(
                 "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
             )
         return _model(options.pop("model_name"), options)
-    if name in _NAMED:
-        return _build(_NAMED[name], options)
     evaluator = options.pop("evaluator", "tests")
-    if evaluator not in tuple(_EVALUATORS):
-        raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
-    return _build(_EVALUATORS[evaluator], options)
+    if evaluator == "tests":
+        from verl.rewards.code import CodeReward
+
+        return _build(CodeReward, options)
+    if evaluator == "codebleu":
+        from verl.rewards.codebleu import CodeBleuReward
+
+        return _build(CodeBleuReward, options)
+    raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
 
 
 def _model(source: Any, options: dict[str, Any]) -> RewardSource:

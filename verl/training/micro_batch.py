@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,7 +115,8 @@ def zero_gradient_rows(rows: Batch, weights: Tensor, needs: LossNeeds, *, auxili
     counts = weights != 0
     if needs.advantages_decide and "advantages" in rows and rows.lengths("advantages") == lengths:
         counts &= rows.tensor("advantages") != 0
-    return [row for row, tokens in enumerate(counts.split(lengths)) if not tokens.any()]
+    flags = iter(counts.tolist())
+    return [row for row, length in enumerate(lengths) if not any(list(islice(flags, length)))]
 
 
 def balanced(batch: Batch, parts: int, coupled: bool = False) -> list[list[int]]:
