@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from verl.weights.layout import DIMS, Layout, Mesh
-from verl.weights.meshes import transition_shares
+from verl.weights.layout import DIMS, Layout, Mesh, transition_shares
 from verl.weights.plan import ReshardPlan
 from verl.weights.transition import HybridWeights
 
@@ -30,10 +29,10 @@ def moved_bytes(plan: ReshardPlan, rank: int, *, cut_alone: bool = False) -> Mov
     names = {name for name in plan.specs if not cut_alone or is_cut(plan, name)}
     received = own = 0
     for region in (region for bucket in plan.incoming(rank) for region in bucket if region.name in names):
-        size = region.box.numel * plan.specs[region.name].dtype.itemsize
+        size = region.slice.numel * plan.specs[region.name].dtype.itemsize
         received, own = (received, own + size) if region.source == rank else (received + size, own)
     held = sum(
-        block.box.numel * spec.dtype.itemsize
+        block.slice.numel * spec.dtype.itemsize
         for spec in plan.specs.values()
         if spec.name in names
         for block in plan.held(rank, spec.name)
@@ -108,14 +107,14 @@ class MeasuredWeights(HybridWeights):
         assert self.transfer is not None
         self.received, self.sent, self.staged = self.transfer.received, self.transfer.sent, self.transfer.staged
         self.peak += self.staged
-        own = {name: size for name, size in self._own_bytes().items() if name not in self._released}
-        self.redundant = sum(min(size, self._held_bytes(name)) for name, size in own.items())
+        own = {name: size for name, size in self._own_bytes.items() if name not in self._released}
+        self.redundant = sum(min(size, self._held_bytes[name]) for name, size in own.items())
 
     def _begin(self, number: int) -> None:
         self._begun.append(time.perf_counter())
         super()._begin(number)
         buffers = sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
-        self.peak = max(self.peak, buffers + self._pieces - sum(map(self._held_bytes, self._released)))
+        self.peak = max(self.peak, buffers + self._pieces - sum(self._held_bytes[name] for name in self._released))
 
     def _end(self, number: int) -> None:
         super()._end(number)

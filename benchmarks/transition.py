@@ -36,8 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from verl.batch import Batch
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
-from verl.weights.layout import Layout, Mesh
-from verl.weights.meshes import generation_mesh
+from verl.weights.layout import Layout, Mesh, generation_mesh
 from verl.weights.shards import named_weights
 
 MB = 1e6

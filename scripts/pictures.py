@@ -29,8 +29,7 @@ from benchmarks.other_systems import COLOCATED, SPLIT, STANDALONE, evaluation  #
 from verl.planner.picture import bars  # noqa: E402
 from verl.planner.search import PlacementPlan, search  # noqa: E402
 from verl.report.reading import curves_of, read_rows, summary_of  # noqa: E402
-from verl.weights.layout import Layout, Mesh  # noqa: E402
-from verl.weights.meshes import generation_mesh  # noqa: E402
+from verl.weights.layout import Layout, Mesh, generation_mesh  # noqa: E402
 
 LOG, FOLDER = ROOT / "docs" / "log.md", ROOT / "docs" / "pictures"
 TEXT, SOFT, LINE, PALE = "#1c2330", "#5b6575", "#c9cfd9", "#eef1f5"

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from verl.cluster.rank_context import RoleMeshes
 from verl.errors import ConfigError
-from verl.weights.layout import DATA_DIMS, DIMS, Layout, Mesh, ModelShape
-from verl.weights.meshes import generation_mesh
+from verl.weights.layout import DATA_DIMS, DIMS, Layout, Mesh, ModelShape, generation_mesh
 
 LAYOUTS = st.builds(Layout, **{dim: st.integers(1, 3) for dim in DIMS}).filter(lambda layout: layout.size <= 64)
 

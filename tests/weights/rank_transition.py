@@ -21,8 +21,7 @@ from tests.training.cases import OPTIM, ROWS, log_probs, part, ragged_batch
 from verl.errors import TrainingError
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
-from verl.weights.layout import DIMS, Layout, Mesh
-from verl.weights.meshes import generation_mesh
+from verl.weights.layout import DIMS, Layout, Mesh, generation_mesh
 from verl.weights.plan import transition
 from verl.weights.shard import Shard
 from verl.weights.shards import named_weights
@@ -150,7 +149,7 @@ def back(weights: HybridWeights, engine: TorchEngine, group: Any) -> None:
 def blocks(plan: Any, rank: int, name: str, buffer: Tensor) -> Iterable[Shard]:
     for block in plan.blocks(rank, name):
         at = tuple(slice(start, start + size) for start, size in zip(*block.local, strict=True))
-        yield Shard(name, plan.specs[name].shape, block.box.offset, buffer[at])
+        yield Shard(name, plan.specs[name].shape, block.slice.offset, buffer[at])
 
 
 def run(case: Case, group: Any) -> dict[str, Any]:

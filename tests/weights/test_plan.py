@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from benchmarks.moved import micro_groups, moved_bytes, paper_table
 from tests.properties import examples
 from verl.errors import ConfigError
-from verl.weights.layout import Layout, Mesh
-from verl.weights.meshes import generation_mesh
-from verl.weights.plan import Region, ReshardPlan, transition
-from verl.weights.shard import Box, PartBlock, ShardedDim, WeightSpec
+from verl.weights.layout import Layout, Mesh, generation_mesh
+from verl.weights.plan import ReshardPlan, SliceTransfer, transition
+from verl.weights.shard import ShardedDim, ShardSlice, Slice, WeightSpec
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -60,37 +59,37 @@ def layouts(draw: st.DrawFn) -> tuple[Mesh, Mesh]:
 
 
 def fill(plan: ReshardPlan, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A rank's parts in the target as the plan's regions make them; -1 where none came."""
+    """A rank's parts in the target as the plan's transfers make them; -1 where none came."""
     parts = {}
     for name in plan.names(rank):
         part = torch.full(plan.local_shape(rank, name), -1.0)
-        for region in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
-            assert any(contains(block, region) for block in plan.held(region.source, name)), region
-            place = next(_place(block, region) for block in plan.blocks(rank, name) if contains(block, region))
-            assert (part[place] == -1).all(), region
-            part[place] = whole[name][slices(region.box)]
+        for transfer in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
+            assert any(contains(block, transfer) for block in plan.held(transfer.source, name)), transfer
+            place = next(_place(block, transfer) for block in plan.blocks(rank, name) if contains(block, transfer))
+            assert (part[place] == -1).all(), transfer
+            part[place] = whole[name][slices(transfer.slice)]
         parts[name] = part
     return parts
 
 
 def exchanging(plan: ReshardPlan) -> set[frozenset[int]]:
     """Pairs of ranks of which one gives the other something."""
-    regions = (region for rank in plan.target.ranks for bucket in plan.incoming(rank) for region in bucket)
-    return {frozenset((region.source, region.target)) for region in regions if region.source != region.target}
+    transfers = (each for rank in plan.target.ranks for bucket in plan.incoming(rank) for each in bucket)
+    return {frozenset((each.source, each.target)) for each in transfers if each.source != each.target}
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
+def slices(whole: Slice) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(*whole, strict=True))
 
 
-def contains(block: PartBlock, region: Region) -> bool:
-    pairs = zip(*region.box, *block.box, strict=True)
+def contains(block: ShardSlice, transfer: SliceTransfer) -> bool:
+    pairs = zip(*transfer.slice, *block.slice, strict=True)
     return all(a >= b and a + n <= b + m for a, n, b, m in pairs)
 
 
-def _place(block: PartBlock, region: Region) -> tuple[slice, ...]:
-    starts = zip(block.local.offset, region.box.offset, block.box.offset, strict=True)
-    return slices(Box(tuple(p + a - b for p, a, b in starts), region.box.shape))
+def _place(block: ShardSlice, transfer: SliceTransfer) -> tuple[slice, ...]:
+    starts = zip(block.local.offset, transfer.slice.offset, block.slice.offset, strict=True)
+    return slices(Slice(tuple(p + a - b for p, a, b in starts), transfer.slice.shape))
 
 
 @examples(12)
@@ -105,12 +104,12 @@ def test_every_element_arrives_once_and_nothing_that_is_there_moves(meshes: tupl
             blocks = plan.blocks(rank, name)
             expected = torch.full_like(part, -2.0)
             for block in blocks:
-                expected[slices(block.local)] = whole[name][slices(block.box)]
+                expected[slices(block.local)] = whole[name][slices(block.slice)]
             assert torch.equal(part, expected), name
             # What this rank holds of it is not asked of another.
-            for region in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
-                held = [block for block in plan.held(rank, name) if contains(block, region)]
-                assert (region.source == rank) == bool(held), region
+            for transfer in (r for bucket in plan.incoming(rank) for r in bucket if r.name == name):
+                held = [block for block in plan.held(rank, name) if contains(block, transfer)]
+                assert (transfer.source == rank) == bool(held), transfer
         # The training piece lies within the generation part.
         moved = moved_bytes(plan, rank)
         assert moved.own == moved.source
@@ -142,7 +141,7 @@ def test_any_ranks_become_tensor_parallel_ones(data: st.DataObject) -> None:
     for rank in mesh.ranks:
         for name, part in fill(plan, rank, whole).items():
             for block in plan.blocks(rank, name):
-                expected = whole[name][slices(block.box)]
+                expected = whole[name][slices(block.slice)]
                 assert torch.equal(part[slices(block.local)], expected), name
 
 
@@ -242,9 +241,9 @@ def counted(train: Layout, tg: int, *, runs: bool = False) -> tuple[float, float
     total, found = sum(spec.nbytes for spec in specs.values()), []
     for rank in mesh.ranks:
         own = dict.fromkeys(specs, 0)
-        for region in (region for bucket in plan.incoming(rank) for region in bucket):
-            own[region.name] += region.box.numel * 2 if region.source == rank else 0
-        held = {name: sum(block.box.numel * 2 for block in plan.held(rank, name)) for name in specs}
+        for transfer in (transfer for bucket in plan.incoming(rank) for transfer in bucket):
+            own[transfer.name] += transfer.slice.numel * 2 if transfer.source == rank else 0
+        held = {name: sum(block.slice.numel * 2 for block in plan.held(rank, name)) for name in specs}
         # A training piece is freed where all of it is part of what generates (`HybridWeights`), of ZeRO none.
         twice = sum(own[name] for name in specs if runs or own[name] < held[name])
         moved = moved_bytes(plan, rank)

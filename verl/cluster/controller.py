@@ -21,8 +21,7 @@ from verl.models.lora import shape_of
 from verl.rollout.options import SamplerOptions
 from verl.training.options import TrainOptions, check_training, layout_of
 from verl.training.torch_engine import rehearse
-from verl.weights.layout import Layout, Mesh
-from verl.weights.meshes import generation_mesh
+from verl.weights.layout import Layout, Mesh, generation_mesh
 
 W = TypeVar("W")
 _known: dict[tuple[Any, ...], Controller] = {}

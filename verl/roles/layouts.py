@@ -14,8 +14,7 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.rollout.options import ENGINES
 from verl.training.options import Strategy
-from verl.weights.layout import Layout, Mesh, ModelShape
-from verl.weights.meshes import transition_shares
+from verl.weights.layout import Layout, Mesh, ModelShape, transition_shares
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
 from verl.weights.forks import no_forks
 from verl.weights.shard import Shard, blocks_of
-from verl.weights.shards import Part, overlap
+from verl.weights.shards import LocalShard, overlap
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class SplitAdamW:
         """Copy the elements of a shard that belong to this rank; returns how many. A master is split at once."""
         state, like = self._states[weight], weight.source.detach()
         if name != "master":
-            return Part(like, {"exp_avg": state.first, "exp_avg_sq": state.second}[name]).fill(shard)
+            return LocalShard(like, {"exp_avg": state.first, "exp_avg_sq": state.second}[name]).fill(shard)
         count, remainders = 0, blocks_of(like, state.remainder)
         for (offset, live), (_, remainder) in zip(blocks_of(like, weight.live.detach()), remainders, strict=True):
             live, master = overlap(offset, live, shard)

@@ -18,7 +18,7 @@ from verl.training.gradients import Gradients, Weight
 from verl.training.options import OptimConfig
 from verl.weights.forks import no_forks
 from verl.weights.shard import Shard
-from verl.weights.shards import Part
+from verl.weights.shards import LocalShard
 
 #: A torch optimizer over a model's parameters, or a function that makes one of a list of parameters.
 OwnOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -245,7 +245,7 @@ class MasterOptimizer:
             before = self._optimizer.state.get(master, {}).get(name)
             fits = isinstance(before, Tensor) and (before.shape, before.dtype) == (master.shape, dtype)
             coming[name] = before if fits else torch.empty_like(master, dtype=dtype, requires_grad=False)
-        return Part(weight.source, master if name == "master" else coming[name]).fill(shard)
+        return LocalShard(weight.source, master if name == "master" else coming[name]).fill(shard)
 
     def put(self, weight: Weight, name: str, value: Any) -> None:
         """Take over a state that is one value for the whole weight."""

@@ -1,5 +1,5 @@
 """Where a weight is and how it moves: layouts, shards, files, from one layout to another.
 
-Reading order: `shard`, `layout`, `shards`, `tensor_plan`, `meshes`, `plan`, `transfer`, `transition`,
-`meta`, `forks`, `tensor_files`.
+Reading order: `shard`, `layout`, `shards`, `plan`, `transfer`, `transition`, `meta`, `forks`,
+`tensor_files`.
 """

@@ -8,30 +8,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from operator import itemgetter
 from typing import NamedTuple
 
 from verl.errors import ConfigError
 from verl.weights.layout import DIMS, Mesh
-from verl.weights.shard import Box, PartBlock, ShardedDim, WeightSpec, buckets, part_blocks
+from verl.weights.shard import ShardedDim, ShardSlice, Slice, WeightSpec, buckets, shard_slices
 
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20
 
 
-class Region(NamedTuple):
-    """A block of a weight, who gives it to whom (both are the same rank where it has it already), and where in the
-    target's part it goes."""
+class SliceTransfer(NamedTuple):
+    """A slice of a weight, which rank sends it to which (the same one where it has it already), and where in the
+    target's shard it goes."""
 
     name: str
-    box: Box
+    slice: Slice
     source: int
     target: int
-    local: Box
+    local: Slice
 
 
-class Item(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows `low` up to `high` of a weight; of one without dimensions, all."""
 
     name: str
@@ -54,14 +54,14 @@ class ReshardPlan:
     target: Mesh
     specs: Mapping[str, WeightSpec]
     sharded_dims: Mapping[str, tuple[ShardedDim, ...]]
-    buckets: tuple[tuple[Item, ...], ...]
-    _incoming: dict[int, tuple[tuple[Region, ...], ...]] = field(default_factory=dict, repr=False)
+    buckets: tuple[tuple[RowSlice, ...], ...]
+    _incoming: dict[int, tuple[tuple[SliceTransfer, ...], ...]] = field(default_factory=dict, repr=False)
 
     def names(self, rank: int) -> list[str]:
         """The weights of which a rank has a part in the target."""
         return [name for name in self.specs if self._stage_holds(rank, name)]
 
-    def blocks(self, rank: int, name: str) -> tuple[PartBlock, ...]:
+    def blocks(self, rank: int, name: str) -> tuple[ShardSlice, ...]:
         """The blocks of a rank's part of a weight in the target."""
         if not self._stage_holds(rank, name):
             return ()
@@ -73,26 +73,26 @@ class ReshardPlan:
         ends = ([start + size for start, size in zip(*block.local, strict=True)] for block in blocks)
         return tuple(map(max, zip(*ends, strict=True))) if blocks else (0,) * len(shape)
 
-    def held(self, rank: int, name: str) -> tuple[PartBlock, ...]:
+    def held(self, rank: int, name: str) -> tuple[ShardSlice, ...]:
         """The blocks of a rank's part of a weight in the source."""
         spec = self.specs[name]
         if rank not in self.source or not _holds(spec, self.source.coordinate(rank)["pp"]):
             return ()
         return _blocks(spec, spec.sharded_dims, self.source, self.source.coordinate(rank))
 
-    def incoming(self, rank: int) -> tuple[tuple[Region, ...], ...]:
-        """By bucket, the regions that a rank's part in the target is made of, its own included."""
+    def incoming(self, rank: int) -> tuple[tuple[SliceTransfer, ...], ...]:
+        """By bucket, the transfers that a rank's part in the target is made of, its own included."""
         if rank not in self._incoming:
             self._incoming[rank] = tuple(
-                tuple(region for item in bucket for region in self._regions(rank, item)) for bucket in self.buckets
+                tuple(chain.from_iterable(self._transfers(rank, rows) for rows in bucket)) for bucket in self.buckets
             )
         return self._incoming[rank]
 
-    def outgoing(self, rank: int) -> tuple[tuple[Region, ...], ...]:
-        """By bucket, the regions that a rank gives to others."""
+    def outgoing(self, rank: int) -> tuple[tuple[SliceTransfer, ...], ...]:
+        """By bucket, the transfers that a rank gives to others."""
         readers = [self.incoming(other) for other in self.target.ranks if other != rank]
         return tuple(
-            tuple(region for reader in readers for region in reader[number] if region.source == rank)
+            tuple(transfer for reader in readers for transfer in reader[number] if transfer.source == rank)
             for number in range(len(self.buckets))
         )
 
@@ -107,19 +107,19 @@ class ReshardPlan:
         first = self.target.coordinate(rank)["pp"] * joined
         return any(_holds(self.specs[name], stage) for stage in range(first, first + joined))
 
-    def _regions(self, rank: int, item: Item) -> Iterator[Region]:
+    def _transfers(self, rank: int, item: RowSlice) -> Iterator[SliceTransfer]:
         spec = self.specs[item.name]
         dims = len(spec.shape)
-        rows = Box((item.low, *[0] * dims)[:dims], (item.high - item.low, *spec.shape[1:])[:dims])
+        rows = Slice((item.low, *[0] * dims)[:dims], (item.high - item.low, *spec.shape[1:])[:dims])
         for block in self.blocks(rank, item.name):
-            wanted = block.box & rows
+            wanted = block.slice & rows
             for source, held in self._holders(rank, spec) if wanted.numel else ():
-                if (common := wanted & held.box).numel:
-                    starts = zip(common.offset, block.box.offset, block.local.offset, strict=True)
-                    local = Box(tuple(start - low + local_start for start, low, local_start in starts), common.shape)
-                    yield Region(item.name, common, source, rank, local)
+                if (common := wanted & held.slice).numel:
+                    starts = zip(common.offset, block.slice.offset, block.local.offset, strict=True)
+                    local = Slice(tuple(start - low + local_start for start, low, local_start in starts), common.shape)
+                    yield SliceTransfer(item.name, common, source, rank, local)
 
-    def _holders(self, rank: int, spec: WeightSpec) -> Iterator[tuple[int, PartBlock]]:
+    def _holders(self, rank: int, spec: WeightSpec) -> Iterator[tuple[int, ShardSlice]]:
         """All blocks of a weight, each once, and of the ranks that have it in the source the one nearest to `rank`:
         itself if it is one of them, else one of its own replica."""
         layout = self.source.layout
@@ -169,13 +169,13 @@ def transition(
             )
     else:
         target_dims = {name: tuple(sharded_dims[name]) for name in specs}
-    sized = buckets(_sized_items(specs, target_dims, target, bucket_bytes), itemgetter(1), bucket_bytes)
+    sized = buckets(_sized_rows(specs, target_dims, target, bucket_bytes), itemgetter(1), bucket_bytes)
     return ReshardPlan(source, target, specs, target_dims, tuple(tuple(item for item, _ in bucket) for bucket in sized))
 
 
-def _sized_items(
+def _sized_rows(
     specs: Mapping[str, WeightSpec], sharded_dims: Mapping[str, tuple[ShardedDim, ...]], target: Mesh, limit: int
-) -> Iterator[tuple[Item, int]]:
+) -> Iterator[tuple[RowSlice, int]]:
     """What moves at once of each weight, and the bytes of a rank's part of the whole weight."""
     for name, spec in specs.items():
         rows = spec.shape[0] if spec.shape else 1
@@ -184,13 +184,13 @@ def _sized_items(
         row_parts = math.prod(getattr(target.layout, cut.dim) for cut in sharded_dims[name] if cut.axis)
         row = max(1, spec.nbytes // max(rows * row_parts, 1))
         step = max(1, limit // row) if part > limit else rows
-        yield from ((Item(name, low, min(low + step, rows)), part) for low in range(0, rows, step))
+        yield from ((RowSlice(name, low, min(low + step, rows)), part) for low in range(0, rows, step))
 
 
 def _blocks(
     spec: WeightSpec, sharded_dims: tuple[ShardedDim, ...], mesh: Mesh, coordinate: Mapping[str, int]
-) -> tuple[PartBlock, ...]:
-    return part_blocks(spec.shape, sharded_dims, {dim: getattr(mesh.layout, dim) for dim in DIMS}, coordinate)
+) -> tuple[ShardSlice, ...]:
+    return shard_slices(spec.shape, sharded_dims, {dim: getattr(mesh.layout, dim) for dim in DIMS}, coordinate)
 
 
 def _holds(spec: WeightSpec, stage: int) -> bool:

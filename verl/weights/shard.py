@@ -1,4 +1,4 @@
-"""A piece of a weight under its Hugging Face checkpoint name: the one currency of weights.
+"""A shard of a weight under its Hugging Face checkpoint name: the one currency of weights.
 
 One stream of shards feeds every sink: checkpoint, export, engine sync, resharding, checksum.
 Tied weights occur once in a stream; a sink that needs the alias (an engine's `lm_head.weight`) expands it.
@@ -29,17 +29,17 @@ T = TypeVar("T")
 BUNCH = 64 << 20
 
 
-class Box(NamedTuple):
-    """A block of a weight: the index where it begins, and its shape."""
+class Slice(NamedTuple):
+    """A slice of a weight: the index where it begins, and its shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def __and__(self, other: Box) -> Box:
+    def __and__(self, other: Slice) -> Slice:
         """What both have in common; without elements if that is nothing."""
         low = tuple(map(max, self.offset, other.offset))
         high = (min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
-        return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
+        return Slice(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
     @property
     def numel(self) -> int:
@@ -71,13 +71,13 @@ class Shard:
         return tuple(self.tensor.shape) == self.global_shape
 
     @property
-    def box(self) -> Box:
-        return Box(self.offset, tuple(self.tensor.shape))
+    def slice(self) -> Slice:
+        return Slice(self.offset, tuple(self.tensor.shape))
 
     @property
     def is_inside(self) -> bool:
         """Whether the block lies in the weight."""
-        return self.box & Box((0,) * len(self.offset), self.global_shape) == self.box
+        return self.slice & Slice((0,) * len(self.offset), self.global_shape) == self.slice
 
     @property
     def nbytes(self) -> int:
@@ -210,20 +210,20 @@ def blocks_of(
     cut: Any = tensor
     mesh = cut.device_mesh
     sizes, coordinate = (dict(zip(mesh.mesh_dim_names, of, strict=True)) for of in (mesh.shape, mesh.get_coordinate()))
-    for box, part in part_blocks(tuple(tensor.shape), sharded_dims_of(tensor), sizes, coordinate):
-        yield box.offset, part.of(local)
+    for whole, part in shard_slices(tuple(tensor.shape), sharded_dims_of(tensor), sizes, coordinate):
+        yield whole.offset, part.of(local)
 
 
-class PartBlock(NamedTuple):
-    """A block that a part of a tensor is made of: in the tensor, and in the part (of a run: none)."""
+class ShardSlice(NamedTuple):
+    """A slice of a tensor that a rank's shard has: where in the tensor, and where in the shard (of a run: none)."""
 
-    box: Box
-    local: Box
+    slice: Slice
+    local: Slice
 
 
-def part_blocks(
+def shard_slices(
     shape: tuple[int, ...], sharded_dims: Sequence[ShardedDim], sizes: Mapping[str, int], coordinate: Mapping[str, int]
-) -> tuple[PartBlock, ...]:
+) -> tuple[ShardSlice, ...]:
     """The blocks that the part of one rank is made of, for any rank of any mesh.
 
     Args:
@@ -240,7 +240,7 @@ def part_blocks(
         steps[axis].append((sizes[dim], coordinate[dim], fused))
     runs = [_runs(size, tuple(cut)) for size, cut in zip(shape, steps, strict=True)]
     return tuple(
-        PartBlock(Box(offset, lengths), Box(start, lengths))
+        ShardSlice(Slice(offset, lengths), Slice(start, lengths))
         for offset, start, lengths in (zip(*block, strict=True) if block else ((), (), ()) for block in product(*runs))
     )
 
@@ -272,7 +272,7 @@ def run_blocks(shape: tuple[int, ...], start: int, run: torch.Tensor) -> Iterato
 
 
 @lru_cache(maxsize=4096)
-def _run_blocks(shape: tuple[int, ...], ranks: int, index: int) -> tuple[PartBlock, ...]:
+def _run_blocks(shape: tuple[int, ...], ranks: int, index: int) -> tuple[ShardSlice, ...]:
     """The blocks of one of equal runs of a flattened tensor, of which the last may be shorter."""
     import torch
 
@@ -280,7 +280,7 @@ def _run_blocks(shape: tuple[int, ...], ranks: int, index: int) -> tuple[PartBlo
     each = -(-total // ranks)
     run = torch.empty(max(0, min(each, total - index * each)), device="meta")
     blocks = run_blocks(shape, index * each, run)
-    return tuple(PartBlock(Box(offset, tuple(block.shape)), Box((), ())) for offset, block in blocks)
+    return tuple(ShardSlice(Slice(offset, tuple(block.shape)), Slice((), ())) for offset, block in blocks)
 
 
 @contextmanager

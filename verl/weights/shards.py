@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, nearest
-from verl.weights.shard import Box, Shard, blocks_of, local_part
+from verl.weights.shard import Shard, Slice, blocks_of, local_part
 
 
 def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
@@ -43,7 +43,7 @@ def model_shards(model: nn.Module) -> Iterator[Shard]:
             yield Shard(name, tuple(tensor.shape), offset, block)
 
 
-class Part:
+class LocalShard:
     """What this rank holds of a tensor, to be filled from shards that may be cut otherwise.
 
     Args:
@@ -60,7 +60,7 @@ class Part:
         self._blocks = [*blocks_of(like, self.tensor)]
 
     def fill(self, shard: Shard) -> int:
-        """Copy what a shard of the same tensor has of this part, and return how many elements that are."""
+        """Copy what a shard of the same tensor has of this one, and return how many elements that are."""
         count = sum(fill_block(offset, block, shard) for offset, block in self._blocks)
         self.missing -= count
         return count
@@ -73,7 +73,7 @@ def whole_weights(shards: Iterable[Shard]) -> Iterator[Shard]:
         if first.is_whole:
             yield first
             continue
-        whole = Part(first.tensor.new_empty(first.global_shape))
+        whole = LocalShard(first.tensor.new_empty(first.global_shape))
         for part in chain([first], parts):
             whole.fill(part)
         yield Shard.whole(name, whole.tensor)
@@ -89,7 +89,7 @@ def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool
 
 def overlap(offset: tuple[int, ...], target: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """What the block `target` that begins at `offset` and a shard have in common, as parts of either."""
-    common = Box(offset, tuple(target.shape)) & shard.box
+    common = Slice(offset, tuple(target.shape)) & shard.slice
     return common.of(target, offset), common.of(shard.tensor, shard.offset)
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.weights.plan import Region, ReshardPlan
-from verl.weights.shard import Shard
+from verl.weights.plan import ReshardPlan, SliceTransfer
+from verl.weights.shard import Shard, Slice
 from verl.weights.shards import fill_block
 
 #: Buckets under way at a time: while one is copied to its places the next is on the line.
@@ -51,7 +51,7 @@ class Transfer:
     ) -> None:
         self._incoming, self._outgoing = plan.incoming(rank), plan.outgoing(rank)
         self._plan, self._rank, self._group = plan, rank, group
-        self._shards = _LocalShards(shards)
+        self._shards = _HeldShards(shards)
         self._buffers, self._device, self._begin, self._end = buffers, device, begin, end
         self.received = self.sent = self.staged = 0
         self._last = {item.name: number for number, bucket in enumerate(plan.buckets) for item in bucket}
@@ -77,22 +77,22 @@ class Transfer:
         self._begin(number)
         bucket = _Bucket(number)
         incoming, outgoing = _by_peer(self._incoming[number], "source"), _by_peer(self._outgoing[number], "target")
-        for region in incoming.pop(self._rank, ()):
-            region.local.of(self._buffers[region.name]).copy_(self._shards.find(region))
+        for transfer in incoming.pop(self._rank, ()):
+            transfer.local.of(self._buffers[transfer.name]).copy_(self._shards.find(transfer))
         peers = sorted({*incoming, *outgoing, self._rank})
         here, operations = peers.index(self._rank), []
         messages: dict[Any, Tensor] = {}
         for step in range(1, len(peers)):  # each rank gives to one and receives from one other at a time
             to, source = peers[(here + step) % len(peers)], peers[here - step]
             if to in outgoing:
-                key = tuple(region[:2] for region in outgoing[to])
+                key = tuple(transfer[:2] for transfer in outgoing[to])
                 if key not in messages:
-                    parts = [self._shards.find(region) for region in outgoing[to]]
+                    parts = [self._shards.find(transfer) for transfer in outgoing[to]]
                     messages[key] = bucket.message(parts, self._device)
                 operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
                 self.sent += messages[key].numel()
             if source in incoming:
-                slot = bucket.slot([region.local.of(self._buffers[region.name]) for region in incoming[source]])
+                slot = bucket.slot([transfer.local.of(self._buffers[transfer.name]) for transfer in incoming[source]])
                 operations.append(dist.P2POp(dist.irecv, slot, source, self._group, number))
                 self.received += slot.numel()
         bucket.works = dist.batch_isend_irecv(operations) if operations else []
@@ -147,25 +147,26 @@ class _Bucket:
         return flat
 
 
-class _LocalShards:
+class _HeldShards:
     """The shards of a rank. Its iterator is advanced only as far as it must be: some are made on the way."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._coming: Iterator[Shard] = iter(shards)
         self._by_name: dict[str, list[Shard]] = {}
 
-    def find(self, region: Region) -> Tensor:
-        """A region: a view of one shard, or a copy put together from several.
+    def find(self, wanted: SliceTransfer) -> Tensor:
+        """The slice: a view of one shard, or a copy put together from several.
 
         Raises:
             ConfigError: this rank does not hold all of it.
         """
-        while (block := self._look_up(region)) is None:
+        name, where = wanted.name, wanted.slice
+        while (block := self._look_up(name, where)) is None:
             shard = next(self._coming, None)
             if shard is None:
                 raise ConfigError(
-                    f"transition: this rank was expected to hold {list(region.box.shape)} of '{region.name}' from "
-                    f"{list(region.box.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
+                    f"transition: this rank was expected to hold {list(where.shape)} of '{name}' from "
+                    f"{list(where.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
                 )
             self._by_name.setdefault(shard.name, []).append(shard)
         return block
@@ -174,23 +175,23 @@ class _LocalShards:
         for name in names:
             self._by_name.pop(name, None)
 
-    def _look_up(self, region: Region) -> Tensor | None:
-        shards, box = self._by_name.get(region.name, []), region.box
+    def _look_up(self, name: str, wanted: Slice) -> Tensor | None:
+        shards = self._by_name.get(name, [])
         for shard in shards:
-            if box & shard.box == box:
-                return box.of(shard.tensor, shard.offset)
-        if sum((box & shard.box).numel for shard in shards) < box.numel:
+            if wanted & shard.slice == wanted:
+                return wanted.of(shard.tensor, shard.offset)
+        if sum((wanted & shard.slice).numel for shard in shards) < wanted.numel:
             return None
-        whole = shards[0].tensor.new_empty(box.shape)
+        whole = shards[0].tensor.new_empty(wanted.shape)
         for shard in shards:
-            fill_block(box.offset, whole, shard)
+            fill_block(wanted.offset, whole, shard)
         return whole
 
 
-def _by_peer(regions: Iterable[Region], side: str) -> dict[int, list[Region]]:
-    by_peer: dict[int, list[Region]] = {}
-    for region in regions:
-        by_peer.setdefault(getattr(region, side), []).append(region)
+def _by_peer(transfers: Iterable[SliceTransfer], side: str) -> dict[int, list[SliceTransfer]]:
+    by_peer: dict[int, list[SliceTransfer]] = {}
+    for transfer in transfers:
+        by_peer.setdefault(getattr(transfer, side), []).append(transfer)
     return by_peer
 
 

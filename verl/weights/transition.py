@@ -8,8 +8,10 @@ generation weights is copied there (from memory to memory, no rank is asked) and
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, TimeoutError
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +34,7 @@ class HybridWeights:
 
     Args:
         engine: of this rank, which trains.
-        target: the ranks that generate, such as `verl.weights.meshes.generation_mesh` lays them out.
+        target: the ranks that generate, such as `verl.weights.layout.generation_mesh` lays them out.
         group: a process group of all ranks of both meshes, used for nothing else meanwhile; its timeout is the deadline
             of each wait.
         targets: the parameters of a generation model by checkpoint name, laid out over `target`. Nothing else may use
@@ -88,8 +90,16 @@ class HybridWeights:
         backend: Any = group._get_backend(group._device_types[0])
         self._deadline: float = backend.options._timeout.total_seconds()
         self._last = {item.name: number for number, bucket in enumerate(self.plan.buckets) for item in bucket}
+        #: Bytes of the training shards here, and of this rank's shards in the target that it has already.
+        self._held_bytes, self._own_bytes = Counter[str](), Counter[str]()
+        for name in self.buffers:
+            size = specs[name].dtype.itemsize
+            self._held_bytes[name] = sum(block.slice.numel * size for block in self.plan.held(self.rank, name))
+        for transfer in chain(*self.plan.incoming(self.rank)):
+            size = transfer.slice.numel * specs[transfer.name].dtype.itemsize
+            self._own_bytes[transfer.name] += size * (transfer.source == self.rank)
         #: Weights whose training shard on this rank lies within its generation part.
-        self._within = {name for name, size in self._own_bytes().items() if size and size == self._held_bytes(name)}
+        self._within = {name for name, size in self._own_bytes.items() if size and size == self._held_bytes[name]}
         self._thread: threading.Thread | None = None
         #: By bucket, from `start` to `release`: done when its weights are in place.
         self._arrived: list[Future[None]] | None = None
@@ -198,16 +208,4 @@ class HybridWeights:
 
     def _shards_of(self, name: str, buffer: Tensor) -> Iterator[Shard]:
         for block in self.plan.blocks(self.rank, name):
-            yield Shard(name, self.plan.specs[name].shape, block.box.offset, block.local.of(buffer))
-
-    def _held_bytes(self, name: str) -> int:
-        size = self.plan.specs[name].dtype.itemsize
-        return sum(block.box.numel * size for block in self.plan.held(self.rank, name))
-
-    def _own_bytes(self) -> dict[str, int]:
-        """What of its part of each weight in the target this rank has already."""
-        sizes = dict.fromkeys(self.buffers, 0)
-        for region in (region for bucket in self.plan.incoming(self.rank) for region in bucket):
-            if region.source == self.rank:
-                sizes[region.name] += region.box.numel * self.plan.specs[region.name].dtype.itemsize
-        return sizes
+            yield Shard(name, self.plan.specs[name].shape, block.slice.offset, block.local.of(buffer))

@@ -12,7 +12,7 @@ from verl.models.portable import empty_copy
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
-from verl.weights.meshes import generation_mesh
+from verl.weights.layout import generation_mesh
 from verl.weights.meta import give_memory
 from verl.weights.shards import named_weights
 from verl.weights.transition import HybridWeights

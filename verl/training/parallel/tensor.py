@@ -27,8 +27,8 @@ from verl.errors import ConfigError
 from verl.models.packed import PackedModel
 from verl.training.forward import Forward
 from verl.training.ranks import Parallel, Ranks
+from verl.weights.layout import tensor_plan
 from verl.weights.shard import local_part, local_weights, rows_of
-from verl.weights.tensor_plan import tensor_plan
 
 Style = Callable[["_Cutter", str, Any], None]
 
