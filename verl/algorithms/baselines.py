@@ -21,7 +21,7 @@ from verl.algorithms.policy import NO_CLIP, Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.errors import ConfigError
+from verl.errors import ConfigError, nearest
 
 
 @register_algorithm("grpo")
@@ -103,8 +103,11 @@ class DAPO(GRPO):
         episodes = Episodes(batch)
         if self.filter_metric == "outcome":
             values = self.outcome_rewards(episodes.batch)
-        else:
+        elif self.filter_metric in episodes.batch:
             values = episodes.batch.tensor(self.filter_metric, torch.float64)
+        else:
+            known = nearest(self.filter_metric, [*episodes.batch.columns, "outcome"])
+            raise ConfigError(f"{self.name}: filter_metric='{self.filter_metric}' is no column of the samples: {known}")
         good = values.isfinite() & present(episodes.batch)
         groups = episodes.responses.groups[good]
         useful = ~adv.group_equal(values[good], groups) & (adv.group_sizes(groups) > 1)

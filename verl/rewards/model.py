@@ -49,7 +49,7 @@ class RewardModel(FunctionReward):
         batch_size: Count = 8,
         max_length: Count | None = None,
         dtype: str = "auto",
-        device: Any = None,
+        device: str | torch.device | None = None,
         name: str = "reward_model",
         timeout: Seconds = 600.0,
         retries: Retries = 0,
@@ -100,7 +100,7 @@ class TokenScorer:
         device: where it runs from the first call on; None: the accelerator where there is one.
     """
 
-    def __init__(self, model: Any, batch_size: int, device: Any = None) -> None:
+    def __init__(self, model: Any, batch_size: int, device: str | torch.device | None = None) -> None:
         self.model, self.batch_size = model, batch_size
         self._device = None if device is None else str(device)
 
