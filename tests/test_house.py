@@ -65,6 +65,9 @@ def imports(tree: ast.AST, known: frozenset[str]) -> Iterator[str]:
             parent = node.module[5:]
             inner = (f"{parent}.{name.name}".lstrip(".") for name in node.names)
             yield from (name if name in known else parent for name in inner)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            named = (part.value for part in node.args if isinstance(part, ast.Constant))
+            yield from (name[5:] for name in named if isinstance(name, str) and name.startswith("verl."))
         else:
             yield from imports(node, known)
 
@@ -93,10 +96,10 @@ def floor(name: str) -> int:
 def test_the_search_sees_imports_of_every_form() -> None:
     code = (
         "import verl.run.train\nfrom verl import errors\ndef f():\n    from verl.models import lora, X\n"
-        "if TYPE_CHECKING:\n    import verl.cli\nfrom verlx import y\n"
+        "if TYPE_CHECKING:\n    import verl.cli\nfrom verlx import y\nx = import_module('verl.tune').y\n"
     )
     found = set(imports(ast.parse(code), frozenset({"run.train", "errors", "models", "models.lora"})))
-    assert found == {"run.train", "errors", "models.lora", "models"}
+    assert found == {"run.train", "errors", "models.lora", "models", "tune"}
 
 
 def test_every_package_has_a_floor() -> None:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib import import_module
 
+from verl._base import keywords
 from verl._base.later import later
 
 __version__ = "0.1.0"
@@ -63,6 +65,9 @@ __getattr__ = later(__name__, HOMES)
 def __dir__() -> list[str]:
     return __all__
 
+
+# Only the root may import everything; `_base` asks it which call takes a keyword.
+keywords.public_calls = lambda: import_module("verl.trainer.calls").public_calls()
 
 # Looked for beside this package alone, which takes no time: `verl doctor` looks everywhere.
 try:
