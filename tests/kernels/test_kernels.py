@@ -51,11 +51,11 @@ def test_rms_norm_rounds_as_the_torch_operations_do(dtype: torch.dtype, rows: in
     states = total.float()
     expected = weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-5)).to(dtype)
     out = torch.empty_like(x)
-    compiled(dtype).rms_norm(x, delta, weight, 1e-5, out)
+    compiled(dtype).rms_norm(x, delta, weight, out, *x.shape, 1e-5)
     assert torch.equal(x, total)
     torch.testing.assert_close(out, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     assert (out != expected).float().mean() < 0.02 or dtype == torch.float32
-    compiled(dtype).rms_norm(x, None, weight, 1e-5, out)
+    compiled(dtype).rms_norm(x, None, weight, out, *x.shape, 1e-5)
     assert torch.equal(x, total)
 
 
@@ -68,7 +68,7 @@ def test_rotate_is_the_rotary_embedding(dtype: torch.dtype, rotary: int) -> None
     turned = x[..., :rotary]
     half = torch.cat([-turned[..., rotary // 2 :], turned[..., : rotary // 2]], -1)
     expected = torch.cat([turned * cos[:, None] + half * sin[:, None], x[..., rotary:]], -1)
-    compiled(dtype).rotate(x, cos, sin)
+    compiled(dtype).rotate(x, cos, sin, *x.shape, rotary)
     torch.testing.assert_close(x, expected, rtol=0 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     gate = torch.linspace(-120, 120, 4096).to(dtype)
     up = torch.randn(4096).to(dtype)
     expected = F.silu(gate) * up
-    compiled(dtype).silu_mul(gate, up, gate)
+    compiled(dtype).silu_mul(gate, up, gate, gate.numel())
     torch.testing.assert_close(gate, expected, rtol=1e-2 if dtype == torch.bfloat16 else 2e-6, atol=1e-20)
 
 

@@ -173,7 +173,7 @@ def test_norm_backward(dtype: torch.dtype, rows: int) -> None:
     out = scale * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-5)
     out.backward(grad.double())
     to_x, to_weight, again = before.clone(), torch.zeros(192), torch.empty_like(x)
-    _kernels(dtype).rms_norm_backward(x, weight, 1e-5, grad, to_x, to_weight, again)
+    _kernels(dtype).rms_norm_backward(x, weight, grad, to_x, again, to_weight, *x.shape, 1e-5)
     tolerance = {"rtol": 2e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(to_x.double(), before.double() + states.grad, **tolerance)
     torch.testing.assert_close(again.double(), out.detach(), **tolerance)
@@ -188,7 +188,7 @@ def test_gated_product_backward(dtype: torch.dtype) -> None:
     product = torch.nn.functional.silu(g) * u
     product.backward(grad.double())
     to_gate, to_up, place = torch.empty_like(gate), torch.empty_like(up), grad.clone()
-    _kernels(dtype).silu_mul_backward(gate, up, place, to_gate, to_up)
+    _kernels(dtype).silu_mul_backward(gate, up, place, to_gate, to_up, gate.numel())
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     for got, want in ((place, product.detach()), (to_gate, g.grad), (to_up, u.grad)):
         torch.testing.assert_close(got.double(), want, **tolerance)

@@ -196,7 +196,7 @@ def test_on_a_device_a_chat_template_costs_no_launches() -> None:
     def rounds(template: int, device: str) -> int:
         prompts = [[5] * template + [9 + n, 7, 8] for n in range(8) for _ in range(4)]
         responses = [[100 + n, 3] for n in range(32)]
-        return len(VarlenKeys(pack_rows(prompts, responses, device).context.rows)._rounds)
+        return len(VarlenKeys(pack_rows(prompts, responses, device).context.rows).rounds)
 
     assert rounds(24, "meta") == rounds(0, "meta") == 4
     assert rounds(24, "cpu") == 40  # buckets there, which make no copies

@@ -381,14 +381,17 @@ class _Steps:
     def gather(self, x_THD: Tensor, index: Tensor) -> Tensor:
         """The heads `[B, H, L, D]` at the index `[B, L]`, zeros where it is -1."""
         if self.kernels is not None:
-            return self.kernels.gather(x_THD, index.contiguous())
+            out_BHLD = x_THD.new_empty(len(index), x_THD.shape[1], index.shape[1], x_THD.shape[2])
+            self.kernels.gather(x_THD, index.contiguous(), out_BHLD, *index.shape, *x_THD.shape[1:])
+            return out_BHLD
         rows = x_THD[index.clamp(min=0)].masked_fill_((index < 0)[..., None, None], 0)
         return rows.transpose(1, 2).contiguous()
 
     def scatter(self, x_BHCD: Tensor, out_THD: Tensor, start: int) -> None:
         """The inverse, for the bucket's queries from `start`."""
         if self.kernels is not None:
-            self.kernels.scatter(x_BHCD, self.bucket.queries, out_THD, start)
+            sizes = (len(x_BHCD), x_BHCD.shape[2], self.bucket.longest, *out_THD.shape[1:])
+            self.kernels.scatter(x_BHCD, self.bucket.queries[:, start:], out_THD, *sizes)
             return
         index = self.bucket.queries[:, start : start + x_BHCD.shape[2]]
         out_THD.index_copy_(0, index[index >= 0], x_BHCD.transpose(1, 2)[index >= 0])
@@ -396,7 +399,7 @@ class _Steps:
     def scatter_add(self, x_BKMD: Tensor, total_TKD: Tensor) -> None:
         """Add the gradients of the bucket's keys to the flat row's; both fp32 or fp64."""
         if self.kernels is not None and (compiled := layer_kernels(x_BKMD.dtype, x_BKMD.device)) is not None:
-            compiled.scatter_add(x_BKMD, self.bucket.keys, total_TKD)
+            compiled.scatter_add(x_BKMD, self.bucket.keys, total_TKD, *self.bucket.keys.shape, *total_TKD.shape[1:])
             return
         real = self.bucket.keys >= 0
         add_rows(total_TKD, self.bucket.keys[real], x_BKMD.transpose(1, 2)[real])
@@ -406,8 +409,8 @@ class _Steps:
         gradient of the probabilities."""
         bucket = self.bucket
         if self.kernels is not None:
-            sizes = (bucket.before, bucket.longest_prefix, start, self.window)
-            self.kernels.softmax(scores_BHCN, *sizes, self.scale, dp_BHCN)
+            sizes = (*scores_BHCN.shape, bucket.longest_prefix, start, self.window)
+            self.kernels.softmax(scores_BHCN, dp_BHCN, bucket.before, *sizes, self.scale)
             return scores_BHCN, dp_BHCN
         exact = scores_BHCN.to(torch.promote_types(scores_BHCN.dtype, torch.float32))
         mask = bucket.mask(self.window)[:, None, start : start + exact.shape[2], : exact.shape[3]]

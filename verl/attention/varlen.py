@@ -36,15 +36,16 @@ class VarlenKeys:
     Attributes:
         cu_seq_q, cu_seq_k: `[N + 1]` int32, where the queries and the gathered keys of each row begin.
         keys: `[U]` int64, the gathered keys in the flat row; None where they are the flat row.
+        local: `[T]` int64, where the key of each token's own row is among them.
+        shared: `[P]` int64, the tokens of prefixes, those with most copies first.
+        rounds: of the first copies of all of them, of the second ones, ...: where they are among the gathered keys.
     """
 
     def __init__(self, rows: Sequence[Row], device: torch.device = _HOST) -> None:
-        def ints(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-            return to_device(torch.tensor(values, dtype=dtype), device)
-
         lengths, seen = [row.length for row in rows], [len(row.prefix) + row.length for row in rows]
         self.max_q, self.max_k = max(lengths), max(seen)
-        self.cu_seq_q, self.cu_seq_k = (ints([0, *accumulate(sizes)], torch.int32) for sizes in (lengths, seen))
+        begins = torch.tensor([[0, *accumulate(sizes)] for sizes in (lengths, seen)], dtype=torch.int32)
+        self.cu_seq_q, self.cu_seq_k = to_device(begins, device)
         self.keys: Tensor | None = None
         if lengths == seen:
             return
@@ -57,25 +58,17 @@ class VarlenKeys:
                 keys.append(token)
             own_keys.extend(range(len(keys), len(keys) + row.length))
             keys.extend(range(row.start, row.start + row.length))
-        self.keys, self._own = ints(keys), ints(own_keys)
         # The first copies of all tokens that have one, then the second ones, ...: those with most copies come first.
         shared = sorted(copies, key=lambda token: -len(copies[token]))
         rounds = zip_longest(*(copies[token] for token in shared))
-        self._shared = ints(shared)
-        self._rounds = [ints([copy for copy in copies_of if copy is not None]) for copies_of in rounds]
+        self.keys, self.local, self.shared, *self.rounds = (
+            to_device(torch.tensor([i for i in index if i is not None]), device)
+            for index in (keys, own_keys, shared, *rounds)
+        )
 
     def gather(self, x_TKD: Tensor) -> Tensor:
         """The keys or values `[U, K, D]` of each row."""
         return x_TKD if self.keys is None else _Gather.apply(x_TKD, self)  # type: ignore[no-untyped-call]
-
-    def add_copies(self, grad_UKD: Tensor) -> Tensor:
-        """The gradient `[T, K, D]` of the gathered tensor, given the gradient of its copies."""
-        total_TKD = grad_UKD.index_select(0, self._own)
-        exact = torch.promote_types(grad_UKD.dtype, torch.float32)
-        shared = total_TKD.index_select(0, self._shared).to(exact)
-        for copies in self._rounds:
-            shared[: len(copies)] += grad_UKD.index_select(0, copies)
-        return total_TKD.index_copy_(0, self._shared, shared.to(grad_UKD.dtype))
 
 
 class _Gather(torch.autograd.Function):
@@ -87,7 +80,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.varlen.add_copies(grads[0]), None
+        varlen, grad_UKD = ctx.varlen, grads[0]
+        total_TKD = grad_UKD.index_select(0, varlen.local)
+        exact = torch.promote_types(grad_UKD.dtype, torch.float32)
+        shared = total_TKD.index_select(0, varlen.shared).to(exact)
+        for copies in varlen.rounds:
+            shared[: len(copies)] += grad_UKD.index_select(0, copies)
+        return total_TKD.index_copy_(0, varlen.shared, shared.to(grad_UKD.dtype)), None
 
 
 def varlen_attend(

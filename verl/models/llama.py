@@ -119,20 +119,20 @@ class FusedLayers:
         for index, layer in enumerate(backbone.layers):
             attention, mlp = layer.self_attn, layer.mlp
             norm = layer.input_layernorm
-            compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
+            compiled.rms_norm(x, delta, norm.weight, normed, *x.shape, norm.variance_epsilon)
             q_THD, k_TKD, v_TKD = (
                 linear(normed, m.weight, m.bias).view(tokens.shape[0], -1, packed.head_dim)
                 for m in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            compiled.rotate(q_THD, cos, sin)
-            compiled.rotate(k_TKD, cos, sin)
+            compiled.rotate(q_THD, cos, sin, *q_THD.shape, cos.shape[1])
+            compiled.rotate(k_TKD, cos, sin, *k_TKD.shape, cos.shape[1])
             mixed = context.attend(index, q_THD, k_TKD, v_TKD, *self._calls[index]).view(tokens.shape[0], -1)
             delta, norm = linear(mixed, attention.o_proj.weight, attention.o_proj.bias), layer.post_attention_layernorm
-            compiled.rms_norm(x, delta, norm.weight, norm.variance_epsilon, normed)
+            compiled.rms_norm(x, delta, norm.weight, normed, *x.shape, norm.variance_epsilon)
             gate, up = (linear(normed, m.weight, m.bias) for m in (mlp.gate_proj, mlp.up_proj))
-            compiled.silu_mul(gate, up, gate)
+            compiled.silu_mul(gate, up, gate, gate.numel())
             delta = linear(gate, mlp.down_proj.weight, mlp.down_proj.bias)
-        compiled.rms_norm(x, delta, backbone.norm.weight, backbone.norm.variance_epsilon, normed)
+        compiled.rms_norm(x, delta, backbone.norm.weight, normed, *x.shape, backbone.norm.variance_epsilon)
         return normed
 
     def with_gradient(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
@@ -226,7 +226,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, compiled: Kernels) -> Tensor:
         out = torch.empty_like(x)
-        compiled.rms_norm(x, None, weight, eps, out)
+        compiled.rms_norm(x, None, weight, out, *x.shape, eps)
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.kernels = eps, compiled
         return out
@@ -255,13 +255,13 @@ class _BeforeAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         eps, head_dim = sizes
         normed = torch.empty_like(x)
-        compiled.rms_norm(x, None, norm, eps, normed)
+        compiled.rms_norm(x, None, norm, normed, *x.shape, eps)
         q_THD, k_TKD, v_TKD = (
             linear(normed, weight, bias).unflatten(1, (-1, head_dim))  # type: ignore[arg-type]
             for weight, bias in zip(projections[::2], projections[1::2], strict=True)
         )
-        compiled.rotate(q_THD, cos, sin)
-        compiled.rotate(k_TKD, cos, sin)
+        compiled.rotate(q_THD, cos, sin, *q_THD.shape, cos.shape[1])
+        compiled.rotate(k_TKD, cos, sin, *k_TKD.shape, cos.shape[1])
         ctx.save_for_backward(x, cos, sin, norm, *projections)
         ctx.kernels, ctx.eps = compiled, eps
         return q_THD, k_TKD, v_TKD
@@ -272,8 +272,8 @@ class _BeforeAttention(torch.autograd.Function):
         x, cos, sin, norm, *projections = ctx.saved_tensors
         # The transpose of a rotation is the rotation back.
         dq_THD, dk_TKD = (grad.clone(memory_format=torch.contiguous_format) for grad in grads[:2])
-        ctx.kernels.rotate(dq_THD, cos, -sin)
-        ctx.kernels.rotate(dk_TKD, cos, -sin)
+        ctx.kernels.rotate(dq_THD, cos, -sin, *dq_THD.shape, cos.shape[1])
+        ctx.kernels.rotate(dk_TKD, cos, -sin, *dk_TKD.shape, cos.shape[1])
         flat = [grad.flatten(1) for grad in (dq_THD, dk_TKD, grads[2])]
         to_normed = flat[0] @ projections[0]
         for grad, weight in zip(flat[1:], projections[2::2], strict=True):
@@ -299,10 +299,10 @@ class _AfterAttention(torch.autograd.Function):
     ) -> Tensor:
         o, gate_of, up_of, down = zip(projections[::2], projections[1::2], strict=True)
         middle, normed = x.clone(), torch.empty_like(x)
-        compiled.rms_norm(middle, linear(mixed, *o), norm, eps, normed)  # type: ignore[arg-type]
+        compiled.rms_norm(middle, linear(mixed, *o), norm, normed, *x.shape, eps)  # type: ignore[arg-type]
         gate, up = linear(normed, *gate_of), linear(normed, *up_of)  # type: ignore[arg-type]
         product = torch.empty_like(gate)
-        compiled.silu_mul(gate, up, product)
+        compiled.silu_mul(gate, up, product, gate.numel())
         ctx.save_for_backward(mixed, middle, gate, up, norm, *projections)
         ctx.kernels, ctx.eps = compiled, eps
         return linear(product, *down).add_(middle)  # type: ignore[arg-type]
@@ -315,7 +315,7 @@ class _AfterAttention(torch.autograd.Function):
         o, gate_of, up_of, down = projections[::2]
         product = out @ down  # its gradient, until silu_mul_backward puts the product itself in this place
         to_gate, to_up = torch.empty_like(gate), torch.empty_like(up)
-        ctx.kernels.silu_mul_backward(gate, up, product, to_gate, to_up)
+        ctx.kernels.silu_mul_backward(gate, up, product, to_gate, to_up, gate.numel())
         to_normed = (to_gate @ gate_of).addmm_(to_up, up_of)
         to_middle, normed, to_norm = _norm_backward(ctx.kernels, middle, norm, ctx.eps, to_normed, out.clone())
         to_weights = _weight_gradients(
@@ -332,7 +332,7 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`to_x` with the gradient of the norm's input added, the norm's output, and the gradient of its weight."""
     normed, to_weight = torch.empty_like(x), torch.zeros(weight.shape, dtype=torch.float32)
-    compiled.rms_norm_backward(x, weight, eps, grad, to_x, to_weight, normed)
+    compiled.rms_norm_backward(x, weight, grad, to_x, normed, to_weight, *x.shape, eps)
     return to_x, normed, to_weight.to(weight.dtype)
 
 

@@ -156,7 +156,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if statistics is not None:
                 _look(product, rows[part], options, statistics[:, part])
             if compiled is not None and options.softcap is None:
-                compiled.softmax_rows(product, rows[part], options.factor, *results)
+                compiled.softmax_rows(product, rows[part], *product.shape, options.factor, *results)
             else:
                 _softmax_rows(product, rows[part], options, *results)
         if cut is not None:
@@ -195,7 +195,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 None if entropies is None else to_entropies[part],
             )
             if compiled is not None and options.softcap is None and cut is None:
-                compiled.softmax_rows_backward(product, rows[part], options.factor, *of_part)
+                compiled.softmax_rows_backward(product, rows[part], *product.shape, options.factor, *of_part)
             else:
                 _softmax_rows_backward(product, rows[part], to_targets[part], options, *of_part)
             # From here on `product` is the gradient of the products.

@@ -167,7 +167,8 @@ def _step(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> N
     if compiled is None:
         _step_in_torch(live, gradient, state, formula)
     else:
-        compiled.adamw(*tensors, **vars(formula))
+        is_bf16 = state.first.dtype == torch.bfloat16
+        compiled.adamw(*tensors, live.numel(), *vars(formula).values(), is_bf16)
 
 
 def _step_in_torch(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:

@@ -116,9 +116,11 @@ class PagedAttention(NamedTuple):
         else:
             inputs = (q_THD, k_TKD[:count], v_TKD[:count])
             q_THD, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
-            kernels.write(k_TKD, v_TKD, keys, values, tensors.slots)
+            strides = (*k_TKD.stride()[:2], *v_TKD.stride()[:2])
+            kernels.write(k_TKD, v_TKD, keys, values, tensors.slots, count, *strides, heads, size)
             lists = (tensors.cu_seq_q, tensors.seqused_k, tensors.block_table, tensors.shared)
-            kernels.varlen_attn(q_THD, keys, values, out_THD, *lists, window or 0, scale, heads)
+            sizes = (*tensors.block_table.shape, *q_THD.stride()[:2], q_THD.shape[1], heads, size)
+            kernels.varlen_attn(q_THD, out_THD, keys, values, *lists, *sizes, window or 0, scale)
         return out_THD
 
     def _attend(self, q_THD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, scale: float, window: int | None) -> Tensor:

@@ -136,7 +136,11 @@ def sample(
     if kernels is None:
         return _sample_torch(logits.to(torch.promote_types(logits.dtype, torch.float32)), uniforms, table)
     inverse, top_k, top_p, min_p = table.numbers
-    return kernels.sample(logits, uniforms, inverse, top_k.long(), top_p, min_p)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float64)
+    columns = (uniforms, inverse, top_k.long(), top_p, min_p, tokens, log_probs)
+    kernels.sample(logits, *columns, *logits.shape, logits.stride(0))
+    return tokens, log_probs
 
 
 def _sample_edited(
