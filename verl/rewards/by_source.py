@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from verl._base.names import check_known
-from verl.batch import Batch
 from verl.errors import DataError, RewardError
 from verl.rewards.answers import boxes
 
@@ -51,14 +50,12 @@ def score_by_source(data_source: str, solution_str: str, ground_truth: Any) -> f
     raise RewardError(f"rows of data_source '{data_source}' have no score here ({', '.join(_KNOWN)} have{_OWN})")
 
 
-def _check_values(where: str, rows: Batch) -> None:
-    check_known(f"{where}: the column 'data_source' has", rows["data_source"], _KNOWN, DataError, _OWN)
-
-
-score_by_source.check_values = _check_values  # type: ignore[attr-defined]
-
-
-vars(score_by_source)["judges"] = "last_turn"
+vars(score_by_source).update(
+    judges="last_turn",
+    check_values=lambda where, rows: check_known(
+        f"{where}: the column 'data_source' has", rows["data_source"], _KNOWN, DataError, _OWN
+    ),
+)
 
 
 def _spelt(answer: str) -> str:

@@ -7,8 +7,10 @@ The alternative is a process, which is killed: `verl.rewards.processes`, or seve
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,14 +27,20 @@ WATCHED = 32
 
 
 class Slots:
-    """A FIFO semaphore that works across event loops."""
+    """A FIFO semaphore that works across event loops.
 
-    def __init__(self, width: int) -> None:
-        self._free = width
+    Args:
+        nests: a call that a user's function makes is part of its own turn.
+    """
+
+    def __init__(self, width: int, *, nests: bool = False) -> None:
+        self._free, self._nests = width, nests
         self._waiting: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
     async def __aenter__(self) -> None:
+        if self._nests and notes_here.get() is not None:
+            return
         turn: Future[None] = Future()
         self._waiting.append(turn)
         self._add(0)
@@ -44,7 +52,7 @@ class Slots:
             raise
 
     async def __aexit__(self, *error: object) -> None:
-        self._add(1)
+        self._add(not self._nests or notes_here.get() is None)
 
     def _add(self, free: int) -> None:
         with self._lock:
@@ -56,20 +64,8 @@ class Slots:
                     turn.set_result(None)
 
 
-class _Turn(Slots):
-    """One at a time; a call that a user's function makes is part of its own turn."""
-
-    async def __aenter__(self) -> None:
-        if notes_here.get() is None:
-            await super().__aenter__()
-
-    async def __aexit__(self, *error: object) -> None:
-        if notes_here.get() is None:
-            await super().__aexit__()
-
-
 #: Of plain functions in threads of this process, which share its random generators.
-TURN = _Turn(1)
+TURN = Slots(1, nests=True)
 
 
 class Caller(Protocol):
@@ -90,20 +86,24 @@ class Caller(Protocol):
 
     def take_counts(self) -> dict[str, int]:
         """The number of its processes ("workers"), and of those that died since the last call ("deaths")."""
+        return {}
 
     def close(self) -> None:
         """End what it has started; the next call starts it again."""
 
 
-class FunctionCaller:
+class FunctionCaller(Caller):
     """Calls of a plain function are one after the other, of an async one together on one event loop."""
 
     max_late = 3.0
     ends_late = True
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self.function, self.name = function, name
-        self.is_async = is_async(function)
+        self.name, self.is_async = name, is_async(function)
+        # A caller lives until its reward is gone, and the object of a method may be that reward or have it: with a
+        # reference neither would be freed.
+        is_weak = inspect.ismethod(function) and hasattr(function.__self__, "__weakref__")
+        self.get_function: Callable[[], Any] = weakref.WeakMethod(function) if is_weak else lambda: function
         self.width = ASYNC_CALLS if self.is_async else 1
         self.slots = Slots(self.width)
         self._numbers = itertools.count(1)
@@ -123,7 +123,7 @@ class ThreadCaller(FunctionCaller):
         try:
             if self.is_async:
                 is_watched = next(self._numbers) <= WATCHED
-                return await self._code.call(timeout, call_async, self.function, call, is_watched)  # type: ignore[no-any-return]
+                return await self._code.call(timeout, call_async, self.get_function(), call, is_watched)  # type: ignore[no-any-return]
             return await self._code.call(timeout, self._call_plain, call)  # type: ignore[no-any-return]
         except LateError:
             if not self.is_async:
@@ -138,12 +138,9 @@ class ThreadCaller(FunctionCaller):
     def _call_plain(self, call: Call) -> list[Score]:
         loop, self._loop = self._loop or asyncio.new_event_loop(), None  # a late call goes on with its own
         asyncio.set_event_loop(loop)
-        scores = call_plain(self.function, call, loop)
+        scores = call_plain(self.get_function(), call, loop)
         self._loop = loop
         return scores
-
-    def take_counts(self) -> dict[str, int]:
-        return {}
 
     def close(self) -> None:
         if self._loop is not None:

@@ -138,7 +138,11 @@ def extract_code(response: str, names: Collection[str] = ()) -> str:
 
     def rank(block: tuple[str, str]) -> tuple[bool, bool, bool]:
         label, text = block
-        return any(_defines(text, name) for name in names), label in _PYTHON, not label
+        defines = [
+            re.search(rf"(?m)^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}\b[^=\n]*=[^=]", text)
+            for name in map(re.escape, names)
+        ]
+        return any(defines), label in _PYTHON, not label
 
     return max(reversed(blocks), key=rank)[1]
 
@@ -182,8 +186,3 @@ def _ends(opened: re.Match[str], line: str) -> re.Match[str] | None:
 def _indent(fence: re.Match[str]) -> int:
     """Characters before a fence; behind text in its line, none."""
     return len(fence.groupdict().get("before", ""))
-
-
-def _defines(text: str, name: str) -> bool:
-    return re.search(rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{re.escape(name)}\b|^{re.escape(name)}\b[^=\n]*=[^=]",
-                     text, re.MULTILINE) is not None  # fmt: skip

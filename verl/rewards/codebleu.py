@@ -21,7 +21,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 from verl._base.checked import checked
 from verl._base.record import Seconds
@@ -85,12 +85,13 @@ def codebleu(program: str, reference: str, weights: Sequence[float] = (0.25,) * 
     """`score`, and its parts `ngrams`, `weighted_ngrams`, `syntax` and `dataflow`, each from 0 to 1."""
     words, wanted = _words(program), _words(reference)
     tree, wanted_tree = _parsed(program), _parsed(reference)
-    values = {
+    values: dict[str, float | None] = {
         "ngrams": _bleu(words, wanted, {}),
         "weighted_ngrams": _bleu(words, wanted, dict.fromkeys(keyword.kwlist, 1.0)),
-        "syntax": _share(Counter(_subtrees(wanted_tree)), Counter(_subtrees(tree))),
-        "dataflow": _share(_flow(wanted_tree), _flow(tree)),
     }
+    for name, parts in (("syntax", _subtrees), ("dataflow", _flow)):
+        needed = Counter(parts(wanted_tree))
+        values[name] = sum((needed & Counter(parts(tree))).values()) / needed.total() if needed else None
     known = [(value, weight) for value, weight in zip(values.values(), weights, strict=True) if value is not None]
     total = sum(weight for _, weight in known)
     score = sum(value * weight for value, weight in known) / total if total else 0.0
@@ -162,8 +163,3 @@ def _flow(tree: ast.AST | None) -> Counter[tuple[int, int]]:
             targets, sources = names(node.target), names(node.iter)
         pairs |= {(target, source) for target in targets for source in sources}
     return Counter(pairs)
-
-
-def _share(wanted: Counter[Any], present: Counter[Any]) -> float | None:
-    """The share of the wanted items that are present; None: nothing is wanted."""
-    return sum((wanted & present).values()) / sum(wanted.values()) if wanted else None

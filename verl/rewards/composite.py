@@ -55,7 +55,9 @@ class CompositeReward:
         self.weights: dict[str, float] = {}
         for key, part in parts.items() if isinstance(parts, Mapping) else ((None, part) for part in parts):
             source, weight = _part(part, make, options)
-            key = _free_name(source.name, self.parts) if key is None else key
+            if key is None:
+                numbered = (source.name + (f"_{number}" if number > 1 else "") for number in count(1))
+                key = next(name for name in numbered if name not in self.parts)
             self.parts[key], self.weights[key] = source, weight
         if weights is not None and not isinstance(weights, Mapping):
             if len(weights) != len(self.parts):
@@ -171,8 +173,3 @@ def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any])
         part = {key: value for key, value in part.items() if key != "weight"}
     is_source = isinstance(source_of(part), RewardSource)
     return make(part, **({} if is_source else options)), weight
-
-
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
-    numbered = (name if number == 1 else f"{name}_{number}" for number in count(1))
-    return next(one for one in numbered if one not in taken)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import hashlib
+import json
 import logging
 import math
 import re
@@ -11,21 +12,19 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from os import PathLike
 from typing import Any, ClassVar, TypedDict
 
 from verl._base.checked import checked
 from verl._base.record import Count, Portion, Retries, Seconds
-from verl._host.user_calls import is_async
 from verl._host.user_code import show_once
 from verl._host.user_functions import load_function, split_spec
 from verl.batch import WRITTEN, Batch
 from verl.errors import ConfigError, RewardError, nearest
 from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
-from verl.rewards.generators import seed_of
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Call, Score, failure
 from verl.rewards.signatures import has_value, name_of, recognise, user_columns
@@ -34,6 +33,8 @@ from verl.rewards.source import RewardResult
 logger = logging.getLogger(__name__)
 #: What torch says where a fork uses an accelerator that was in use before.
 _FROM_A_FORK = re.compile("in forked subprocess|CUDA error: initialization error")
+#: The reason of an error: its type, and the file and line that raised it do not differ from sample to sample.
+_ERROR = re.compile(r"(?s)\Araised (\w+).* \((?:.*/)?(.+) line (\d+), in .*\)\Z")
 
 
 class OnFailure(TypedDict, total=False):
@@ -102,6 +103,8 @@ class FunctionReward:
         spec = None if callable(source) else str(source)
         function = source if callable(source) else load_function(str(source))
         self.function = function
+        #: From the name of some data and a batch of them; raises DataError if a column names what is not known.
+        self.check_values: Callable[[str, Batch], None] = getattr(function, "check_values", lambda *_: None)
         self.signature = recognise(function)._replace(judges=getattr(function, "judges", self.judges))
         self.name = name or (split_spec(spec)[1] if spec else name_of(function))
         if batch_size is not None and self.signature.by_row:
@@ -121,7 +124,7 @@ class FunctionReward:
             self.call_in(workers, spec)
         else:
             is_forked = process and getattr(function, "process", True) and can_travel(function)
-            self.call_in(ProcessCaller if is_forked else ThreadCaller, _weak(function))
+            self.call_in(ProcessCaller if is_forked else ThreadCaller)
         self._lock = threading.Lock()
         #: Of the run; with the ids of its rows it seeds the random generators of a call.
         self.seed = 0
@@ -154,10 +157,6 @@ class FunctionReward:
                 f"{nearest(self.one_of[0], user_columns(dict(rows[0])))}"
             )
 
-    def check_values(self, where: str, batch: Batch) -> None:
-        """Raises DataError if a column names what the function does not know."""
-        getattr(self.function, "check_values", lambda *_: None)(where, batch)
-
     async def score(self, batch: Batch) -> RewardResult:
         """Raises RewardError if a column that the function needs is missing, or it fails too often."""
         rows = list(batch.rows())
@@ -168,8 +167,13 @@ class FunctionReward:
         scores: list[list[Score]] = [[] for _ in cuts]
         calls = iter(enumerate([rows[row] for row in cut] for cut in cuts))
         counts: Counter[str] = Counter()
-        width = min(self.group.width, len(cuts))
-        await asyncio.gather(*(self._serve(calls, scores, counts) for _ in range(width)))
+
+        async def serve() -> None:
+            async with self.group.slots:
+                for index, called in calls:
+                    scores[index] = await self._attempts(called, counts)
+
+        await asyncio.gather(*(serve() for _ in range(min(self.group.width, len(cuts)))))
         by_row = dict(zip(chain.from_iterable(cuts), chain.from_iterable(scores), strict=True))
         return self._result([by_row[row] for row in range(len(rows))], counts)
 
@@ -179,14 +183,6 @@ class FunctionReward:
             return batch.group_indices()
         size = self._rows or len(batch)
         return [range(start, min(start + size, len(batch))) for start in range(0, len(batch), size)]
-
-    async def _serve(
-        self, calls: Iterator[tuple[int, list[dict[str, Any]]]], scores: list[list[Score]], counts: Counter[str]
-    ) -> None:
-        """Make one call after the other, in one slot of the caller, until none is left."""
-        async with self.group.slots:
-            for index, rows in calls:
-                scores[index] = await self._attempts(rows, counts)
 
     async def _attempts(self, rows: list[dict[str, Any]], counts: Counter[str]) -> list[Score]:
         """The scores of the rows of one call, which is tried again where it fails."""
@@ -200,7 +196,7 @@ class FunctionReward:
             answer = await self._call(rows, self.timeout)
             is_late = answer is None
             counts["late"] += is_late
-            answer = answer or [self._late()]
+            answer = answer or [failure(f"gave no answer within {self.timeout:g} s")]
             failed_whole = len(answer) < len(rows)
             answer = answer * len(rows) if failed_whole else answer
             # A retry replaces failures only.
@@ -222,13 +218,14 @@ class FunctionReward:
             answer = None if left <= 0 else await self._call([rows[row] for row in part], left)
             if answer is None and (left <= 0 or not self.group.ends_late):
                 raise TimeoutError
-            return answer or [self._late()]
+            return answer or [failure(f"gave no answer within {self.timeout:g} s")]
 
         return await isolate(call, len(rows), failed)
 
     async def _call(self, rows: Sequence[dict[str, Any]], seconds: float) -> list[Score] | None:
         args, kwargs = self.signature.arguments(rows)
-        seed = seed_of(self.seed, [row["id"] for row in rows]) if "id" in rows[0] else None
+        ids = json.dumps([self.seed, *(row["id"] for row in rows)]).encode() if "id" in rows[0] else None
+        seed = None if ids is None else int.from_bytes(hashlib.sha256(ids).digest()[:4], "big")
         answer = await self.group.call(call := Call(args, kwargs, len(rows), seed), seconds)
         if not answer or not _FROM_A_FORK.search(answer[0].reason or ""):
             return answer
@@ -236,11 +233,8 @@ class FunctionReward:
             text = "%s %s uses an accelerator, which a forked process cannot: this process calls it from now on"
             logger.warning(text, self.what, self.name)
             self.group.close()
-            self.call_in(ThreadCaller, _weak(self.function))
+            self.call_in(ThreadCaller)
         return await self.group.call(call, seconds)
-
-    def _late(self) -> Score:
-        return failure(f"gave no answer within {self.timeout:g} s")
 
     def log_failures(self) -> None:
         """Log, in one line, how many samples have failed since this was called last, and why."""
@@ -257,7 +251,7 @@ class FunctionReward:
     def _result(self, scores: Sequence[Score], counts: Counter[str]) -> RewardResult:
         with self._lock:
             self.failures.add(score.failed for score in scores)
-            self._unsaid.update(_place(score.reason or "") for score in scores if score.failed)
+            self._unsaid.update(_ERROR.sub(r"\1 at \2:\3", score.reason or "") for score in scores if score.failed)
             self._scored += len(scores)
             notes = {score.note for score in scores if score.note} - self._noted
             self._noted |= notes
@@ -318,25 +312,3 @@ async def isolate(call: Callable[[Sequence[int]], Awaitable[list[Score]]], count
         answer = [failed]
     scores |= zip(rest, answer if len(answer) == len(rest) else answer * len(rest), strict=True)
     return [scores[sample] for sample in range(count)]
-
-
-def _place(reason: str) -> str:
-    """A reason without what differs from sample to sample: of an error its type, and the line that raised it."""
-    raised = re.fullmatch(r"raised (\w+).* \((?:.*/)?(.+) line (\d+), in .*\)", reason, re.DOTALL)
-    return f"{raised[1]} at {raised[2]}:{raised[3]}" if raised else reason
-
-
-def _weak(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; a method without a reference to its object. The caller lives until the reward is gone, and the
-    object may be the reward or have it: with a reference neither would be freed."""
-    if not inspect.ismethod(function) or not hasattr(function.__self__, "__weakref__"):
-        return function
-    method: Any = weakref.WeakMethod(function)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return method()(*args, **kwargs)
-
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        return await method()(*args, **kwargs)
-
-    return call_async if is_async(function) else call

@@ -4,15 +4,13 @@ of `random`, NumPy and torch are seeded for each call of a plain function. What 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import pickle
 import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,14 +21,9 @@ from verl._host.user_code import NOT_THE_USERS
 notes_here: ContextVar[list[str] | None] = ContextVar("notes_here", default=None)
 #: Whether the generators' states are kept for what else this process does: it is no process of a function's own.
 keeps_states = True
-_lock = threading.Lock()
+_lock = threading.RLock()
 #: The states of the generators before the outermost seeded call; None: no call is under way.
 _before: list[Any] | None = None
-
-
-def seed_of(seed: int, ids: Sequence[str]) -> int:
-    """A seed of 32 bits for a call on the rows of these ids in a run with this seed."""
-    return int.from_bytes(hashlib.sha256(json.dumps([seed, *ids]).encode()).digest()[:4], "big")
 
 
 @contextmanager
@@ -54,24 +47,18 @@ def seeded(seed: int | None) -> Iterator[list[str]]:
         yield notes
     finally:
         notes_here.reset(token)
-        _restore(mine)
-
-
-def _restore(states: list[Any] | None) -> None:
-    """Unless the call that kept these states was left behind: another may have begun since."""
-    global _before
-    if states is None:
-        return
-    with _lock:
-        if states is _before:
-            for (_, restore, _), state in zip(_generators(), states, strict=False):
-                restore(state)
-            _before = None
+        with _lock:
+            if mine is not None and mine is _before:  # else the call was left behind, and another may have begun since
+                leave_calls()
 
 
 def leave_calls() -> None:
-    """The calls under way are late and left behind: the generators are as they were before them."""
-    _restore(_before)
+    """The calls under way are over, or late and left behind: the generators are as they were before them."""
+    global _before
+    with _lock:
+        for (_, restore, _), state in zip(_generators(), _before or (), strict=False):
+            restore(state)
+        _before = None
 
 
 @contextmanager

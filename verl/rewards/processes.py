@@ -31,12 +31,14 @@ from verl.sandbox.jail import die_with_parent
 logger = logging.getLogger(__name__)
 #: In the place of a request's number: files of the user's that the process has imported.
 _IMPORTED = -1
+#: The thread of each process that forks: one that stays, as the kernel ends a process with the thread that forked it.
+_forkers: dict[int, ThreadPoolExecutor] = {}
 #: Seconds for a function's `load`, and in which a process that still runs its event loop answers.
 _START_SECONDS, _PULSE_SECONDS = 300.0, 0.5
 
 
 class _Process:
-    """A fork of this process, made in the thread of `_forker`. Requests have numbers, by which they are answered;
+    """A fork of this process, made in a thread of `_forkers`. Requests have numbers, by which they are answered;
     number 0 is answered when it is ready for calls."""
 
     def __init__(self, function: Callable[..., Any], is_awaited: bool) -> None:
@@ -148,20 +150,13 @@ class ProcessCaller(FunctionCaller):
                 self.name,
             )
             self._was_said = True
-        return _forker().submit(_Process, self.function, self.is_async).result()
+        forker = _forkers.setdefault(os.getpid(), ThreadPoolExecutor(1, "fork"))
+        return forker.submit(_Process, self.get_function(), self.is_async).result()
 
     def _end(self, process: _Process) -> None:
         if self._process is process:
             self._process = None
             process.end()
-
-
-_forkers: dict[int, ThreadPoolExecutor] = {}
-
-
-def _forker() -> ThreadPoolExecutor:
-    """The thread that forks: one that stays, as the kernel ends a process with the thread that forked it."""
-    return _forkers.setdefault(os.getpid(), ThreadPoolExecutor(1, "fork"))
 
 
 def _settle(parent: int) -> None:
@@ -181,42 +176,35 @@ def _settle(parent: int) -> None:
 
 
 def _serve(function: Callable[..., Any], is_awaited: bool, pipe: Connection) -> None:
-    """Make calls until there are no more requests. Plain functions are called one after the
-    other in this thread, and no event loop runs meanwhile; calls of async ones are under way together."""
+    """Make calls until there are no more requests, which raises EOFError. Plain functions are called one after the
+    other in this thread, and no event loop runs meanwhile."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
+    _answer(pipe, 0, [])
+    if is_awaited:
+        loop.run_until_complete(_serve_async(function, pipe))
+    while True:
+        number, call = pickle.loads(pipe.recv_bytes())
+        _answer(pipe, number, call_plain(function, call, loop))
+
+
+async def _serve_async(function: Callable[..., Any], pipe: Connection) -> None:
+    """The same of an async function, whose calls are under way together."""
     tasks: dict[int, asyncio.Task[None]] = {}
+    reader = ThreadPoolExecutor(1)  # its own: the function may keep all threads of the loop's busy
 
     async def score(number: int, call: Call) -> None:
         _answer(pipe, number, await call_async(function, call, number <= WATCHED))
         tasks.pop(number, None)
 
-    def take(number: int, request: Call | int) -> None:
+    while True:
+        number, request = pickle.loads(await asyncio.get_running_loop().run_in_executor(reader, pipe.recv_bytes))
         if isinstance(request, Call):
-            tasks[number] = loop.create_task(score(number, request))
-            return
+            tasks[number] = asyncio.create_task(score(number, request))
+            continue
         if late := tasks.pop(request, None):  # it is the number of a call to cancel
             late.cancel()
         _answer(pipe, number, [])
-
-    def read() -> None:
-        for request in _requests(pipe):
-            loop.call_soon_threadsafe(take, *request)
-        loop.call_soon_threadsafe(loop.stop)
-
-    _answer(pipe, 0, [])
-    if is_awaited:
-        threading.Thread(target=read, daemon=True).start()
-        loop.run_forever()
-    else:
-        for number, call in _requests(pipe):
-            _answer(pipe, number, call_plain(function, call, loop))
-
-
-def _requests(pipe: Connection) -> Iterator[tuple[Any, ...]]:
-    with suppress(EOFError):
-        while True:
-            yield pickle.loads(pipe.recv_bytes())
 
 
 def _answer(pipe: Connection, number: int, scores: list[Score]) -> None:

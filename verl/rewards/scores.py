@@ -50,11 +50,6 @@ def failure(reason: str, traceback: str | None = None) -> Score:
     return Score(None, masked(reason)[:_REASON_LENGTH], True, traceback=traceback)
 
 
-def raised(error: BaseException) -> Score:
-    """The failure of a function that raised an error."""
-    return failure(f"raised {describe(error)}", traceback_of(error))
-
-
 def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractEventLoop) -> list[Score]:
     """Call a function; `read_result` reads its result. If it raises, or does not return an
     entry for each sample, the answer is one score, which says so.
@@ -68,7 +63,7 @@ def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractE
             result = loop.run_until_complete(awaited(result)) if inspect.isawaitable(result) else result
             scores = read_result(result, call)
         except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
-            scores = [raised(error)]
+            scores = [failure(f"raised {describe(error)}", traceback_of(error))]
     return _noted(scores, notes)
 
 
@@ -80,7 +75,7 @@ async def call_async(function: Callable[..., Any], call: Call, is_watched: bool)
             work = in_steps(work, partial(watching_draws, notes)) if is_watched else work
             scores = read_result(await work, call)
         except BaseException as error:  # as above
-            scores = [raised(error)]
+            scores = [failure(f"raised {describe(error)}", traceback_of(error))]
     return _noted(scores, notes)
 
 

@@ -6,10 +6,10 @@ A reward that cannot be computed is null, with a reason: the sample abstains. It
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -84,21 +84,22 @@ def columns_read(source: RewardSource) -> tuple[str, ...]:
 async def score_finished(source: RewardSource, batch: Batch) -> RewardResult:
     """`source.score` of the finished responses; those that were aborted or rejected abstain."""
     ends = batch["finish"] if "finish" in batch else [None] * len(batch)
-    rows = [row for row, end in enumerate(ends) if end not in ("abort", "reject")]
-    if len(rows) == len(batch):
+    is_finished = [end not in ("abort", "reject") for end in ends]
+    if all(is_finished):
         return await source.score(batch)
     errors = batch["episode_error"] if "episode_error" in batch else [None] * len(batch)
-    reasons = [error or f"the response ended by {end}" for error, end in zip(errors, ends, strict=True)]
-    scored = await source.score(batch.take(rows)) if rows else RewardResult([])
-    index_of = {row: index for index, row in enumerate(rows)}
+    others = [error or f"the response ended by {end}" for error, end in zip(errors, ends, strict=True)]
+    scored = await source.score(batch.filter(is_finished)) if any(is_finished) else RewardResult([])
 
-    def spread(values: Sequence[float | None]) -> list[float | None]:
-        return [values[index_of[row]] if row in index_of else None for row in range(len(batch))]
+    def spread(values: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+        left = iter(values)
+        return [next(left) if one else other for one, other in zip(is_finished, others, strict=True)]
 
+    nothing = [None] * len(batch)
     return RewardResult(
-        spread(scored.reward),
-        {name: spread(values) for name, values in scored.components.items()},
-        [scored.reasons[index_of[row]] if row in index_of else reason for row, reason in enumerate(reasons)],
+        spread(scored.reward, nothing),
+        {name: spread(values, nothing) for name, values in scored.components.items()},
+        spread(scored.reasons, others),
         scored.counts,
     )
 
