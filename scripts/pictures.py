@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.other_systems import COLOCATED, SPLIT, STANDALONE, evaluation  # noqa: E402
 from verl.planner.picture import bars  # noqa: E402
 from verl.planner.search import PlacementPlan, search  # noqa: E402
-from verl.report.reading import curves_of, read_rows, summary_of  # noqa: E402
+from verl.report.reading import curves_in, json_of, read_rows  # noqa: E402
 from verl.weights.layout import Layout, Mesh, generation_mesh  # noqa: E402
 
 LOG, FOLDER = ROOT / "docs" / "log.md", ROOT / "docs" / "pictures"
@@ -330,7 +330,7 @@ def growth() -> str:
 
 def curve(run: Path) -> str:
     """Mean reward of each step, and accuracy on held-out problems with its interval, in per cent."""
-    rewards = curves_of(run)["reward/mean"]
+    rewards = curves_in(read_rows(run / "metrics.jsonl"), [])["reward/mean"]
     evals = [row for row in read_rows(run / "eval.jsonl") if "accuracy" in row]
     drawing = Drawing("A run of examples/grpo_arithmetic.yaml: SmolLM2-135M learns to add", 340)
     last = max(rewards[-1][0], evals[-1]["step"])
@@ -349,7 +349,7 @@ def curve(run: Path) -> str:
         drawing.dot(x(row["step"]), y(100 * row["accuracy"]), GREEN, 6)
     for before, after in pairwise(evals):
         drawing.line([(x(row["step"]), y(100 * row["accuracy"])) for row in (before, after)], GREEN, 1)
-    count = summary_of(run).get("eval_problems", "")
+    count = json_of(run / "summary.json").get("eval_problems", "")
     _legend(
         drawing,
         326,

@@ -39,7 +39,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def test_runs_that_differ_in_the_seed_alone_are_one_line(runs: list[Path]) -> None:
     groups = grouped(runs)
-    assert [group.names for group in groups] == [["a", "b"], ["<c>"]]
+    assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["<c>"]]
     assert differing(groups) == ["actor.optim.lr"]
     assert metrics_of(groups) == ["reward/mean"]  # and not the one that never changes
     curve = spread([curves["reward/mean"] for curves in groups[0].curves])
@@ -169,7 +169,7 @@ def test_a_run_without_settings_is_a_line_of_its_own(runs: list[Path], tmp_path:
         (run / "config.yaml").unlink()
         runs.append(run)
     groups = grouped(runs)
-    assert [group.names for group in groups] == [["a", "b"], ["<c>"], ["script-1"], ["script-2"]]
+    assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["<c>"], ["script-1"], ["script-2"]]
     page = page_of(runs, tmp_path / "out.html").text
     assert "script-1" in page and "lr=None" not in page and "lr=null" not in page
 
@@ -177,7 +177,7 @@ def test_a_run_without_settings_is_a_line_of_its_own(runs: list[Path], tmp_path:
 def test_a_run_counts_once_however_often_it_is_named(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("a")
     (one,) = grouped([tmp_path / "latest", *runs[:2], tmp_path / "." / "b"])
-    assert one.names == ["a", "b"]
+    assert [run.name for run in one.runs] == ["a", "b"]
     assert spread([curves["reward/mean"] for curves in one.curves])[0][1] == pytest.approx(0.1)
 
 

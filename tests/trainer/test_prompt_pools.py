@@ -20,7 +20,7 @@ from verl.data.loader import PromptLoader
 from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, DataError
-from verl.report.reading import curves_of
+from verl.report.reading import curves_in, read_rows
 from verl.run.check import check_settings
 from verl.run.train import train
 
@@ -135,7 +135,7 @@ def test_a_run_shows_its_pools_and_goes_on_with_them(tiny: Path, tmp_path: Path)
     assert [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in cut if "reward" in row] == [
         {k: v for k, v in row.items() if not k.startswith("eval/")} for row in whole if "reward" in row
     ]
-    curves = curves_of(runs.run_dir(tmp_path / "whole"))
+    curves = curves_in(read_rows(runs.run_dir(tmp_path / "whole") / "metrics.jsonl"), [])
     assert [value for _, value in curves["pools/solved"]][-1] == 4 and len(curves["pools/failed"]) == 8
     saved = json.loads((runs.run_dir(tmp_path / "cut") / "checkpoints" / "latest" / "trainer.json").read_text())
     assert saved["position"]["pooled"]["solved"]

@@ -8,7 +8,6 @@ settings that differ, and link to their own pages.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import statistics
@@ -19,20 +18,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from verl._base.durable import write_atomic
 from verl._base.schemas import SETTINGS, check_run_schema
 from verl.config.load import flat, read_settings
 from verl.errors import ConfigError, DataError
-from verl.report.page import FIRST, duration, fill, framed, gain_text, meanings, table_row, value_text
+from verl.report.page import FIRST, duration, gain_text, headline, meanings, value_text, write_page
 from verl.report.reading import (
     MAX_POINTS,
     clock_of,
     curves_in,
+    evaluated_samples,
     is_number,
-    last_evaluation,
+    json_of,
     read_rows,
     stretches,
-    summary_of,
 )
 
 Points = list[list[float]]
@@ -43,7 +41,6 @@ _MOST_NAMED = 6
 #: Settings that are named first, and last words of keys that say nothing alone.
 _FIRST_SETTINGS = ("algorithm.name", "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.lr")
 _VAGUE = ("name", "path", "type", "kind", "enabled", "enable", "size", "n")
-NAV = {"results": "Results", "curves": "Curves", "answers": "Answers", "settings": "Settings"}
 #: Settings that say where a run is and how it is watched, and those that `seeds` of one setting differ in.
 _NOT_SETTINGS = (
     SETTINGS.key, "trainer.output_dir", "trainer.run_name", "trainer.project", "trainer.loggers", "trainer.threads",
@@ -67,10 +64,6 @@ class Group:
     curves: list[Mapping[str, Points]] = field(default_factory=list)
     clocks: list[Points] = field(default_factory=list)
 
-    @property
-    def names(self) -> list[str]:
-        return [run.name for run in self.runs]
-
 
 def write_comparison(runs: Sequence[Path], page: Path) -> Path:
     """Write the page; returns its path.
@@ -80,9 +73,22 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
         ConfigError: another version of verl has written one, in a form that is not read.
     """
     groups = grouped(runs)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, _render(groups, page.resolve().parent).encode(errors="replace").decode())
-    return page
+    keys, names = differing(groups), metrics_of(groups)
+    letters = [_letters(number) for number in range(len(groups))]
+    lines = [
+        _line(group, number, letter, label, page.resolve().parent)
+        for number, (group, letter, label) in enumerate(zip(groups, letters, _labels(groups, keys), strict=True))
+    ]
+    data = {
+        "first": FIRST,
+        "lines": [{"key": line["letter"], "label": line["label"], "clock": line["clock"]} for line in lines],
+        "curves": _curves(groups, names),
+        "meanings": meanings(names),
+        "answers": _answers(groups, letters),
+    }
+    count = sum(len(group.runs) for group in groups)
+    settings = {key: [_text(group.settings.get(key)) for group in groups] for key in keys}
+    return write_page(page, "compare", data, title=f"{count} run{'s' * (count != 1)}", lines=lines, settings=settings)
 
 
 def grouped(runs: Sequence[Path]) -> list[Group]:
@@ -164,39 +170,13 @@ def _labels(groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
         differences = (f"{names[key]}={_text(group.settings.get(key))}" for key in keys[:_MOST_NAMED])
         settings = ", ".join(differences) + f" and {more} more" * (more > 0) if group.settings else ""
         seeds = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
-        labels.append((settings or group.names[0]) + seeds)
+        labels.append((settings or group.runs[0].name) + seeds)
     return labels
 
 
 def _letters(number: int) -> str:
     """A, B, ..., Z, AA, AB, ..."""
     return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
-
-
-def _render(groups: Sequence[Group], folder: Path) -> str:
-    """The page as text, for a file in that folder."""
-    keys, names = differing(groups), metrics_of(groups)
-    labels = _labels(groups, keys)
-    runs = sum(len(group.runs) for group in groups)
-    title = f"{runs} run{'s' * (runs != 1)}"
-    letters = [_letters(number) for number in range(len(groups))]
-    data = {
-        "first": FIRST,
-        "lines": [
-            {"key": letter, "label": label, "clock": max(group.clocks, key=len)}
-            for letter, label, group in zip(letters, labels, groups, strict=True)
-        ],
-        "curves": _curves(groups, names),
-        "meanings": meanings(names),
-        "answers": _answers(groups, letters),
-    }
-    body = {
-        "title": title,
-        "curves": fill("curves.html", {}),
-        "results": _results(groups, letters, labels, folder),
-        "settings": _table(groups, letters, keys),
-    }
-    return framed(title, NAV, fill("compare.html", body), data, "compare.js")
 
 
 def _curves(groups: Sequence[Group], names: Sequence[str]) -> dict[str, list[Any]]:
@@ -221,64 +201,39 @@ def _answers(groups: Sequence[Group], letters: Sequence[str]) -> dict[str, list[
     most = _MOST_ANSWERS // sum(len(group.runs) for group in groups)
     for letter, group in zip(letters, groups, strict=True):
         for run in group.runs:
-            if (sample := last_evaluation(run, most)) is None:
-                continue
-            before: Counter[int] = Counter()
-            rows = []
-            for _, prompt, response, reward in sample["rows"]:
-                number = prompts.setdefault(prompt, len(prompts))
-                rows.append([number, before[number], response, reward])
-                before[number] += 1
-            runs.append({"label": f"{letter} {run.name}", "step": sample["step"], "of": sample["of"], "rows": rows})
+            for sample in evaluated_samples(run / "completions")[-1:]:
+                before: Counter[int] = Counter()
+                rows = []
+                for _, prompt, response, reward in sample["rows"][:most]:
+                    number = prompts.setdefault(prompt, len(prompts))
+                    rows.append([number, before[number], response, reward])
+                    before[number] += 1
+                runs.append({"label": f"{letter} {run.name}", "step": sample["step"], "of": sample["of"], "rows": rows})
     return {"prompts": [*prompts], "runs": runs}
 
 
-def _results(groups: Sequence[Group], letters: Sequence[str], labels: Sequence[str], folder: Path) -> str:
-    """A row for each run, and one with the mean below runs of several seeds."""
-    columns = ("", "settings", "run", "before", "after", "gain (95 % interval)", "steps", "tokens", "time", "state")
-    rows = []
-    for number, (letter, label, group) in enumerate(zip(letters, labels, groups, strict=True)):
-        square = f"<b style='color: {_color(number)}'>&#9632;</b> {letter}"
-        results = [_result(run, clock[-1]) for run, clock in zip(group.runs, group.clocks, strict=True)]
-        for run, (_, cells) in zip(group.runs, results, strict=True):
-            cells = (square, html.escape(label), _link(run, folder), *map(html.escape, cells))
-            rows.append(_row("", columns, cells))
-        gains = [gain for gain, _ in results if gain is not None]
-        if len({name for name, _ in gains}) == 1 and len(gains) > 1:
-            values = [gain for _, gain in gains]
-            ends = (statistics.fmean(values), min(values), max(values))
-            mean, low, high = (gain_text(gains[0][0], value, None, None)[0] for value in ends)
-            text = f"{mean} ({low} to {high} over {len(values)} runs)"
-            rows.append(_row(" class=mean", columns, (square, "mean of the runs", "", "", "", text, "", "", "", "")))
-    head = "".join(f"<th>{name}</th>" for name in columns)
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f"<div class='panel scroll'><table class=results>{body}</table></div>"
-
-
-def _row(attributes: str, names: Sequence[str], cells: Sequence[str]) -> str:
-    """Cells with the name of their column, which is shown next to them on a narrow screen."""
-    content = (f"<td data-name='{name}'><span>{cell}</span></td>" for name, cell in zip(names, cells, strict=True))
-    return f"<tr{attributes}>{''.join(content)}</tr>"
-
-
-def _color(number: int) -> str:
-    """As charts.js has it."""
-    return f"var(--line-{number % 8})" if number else "var(--accent)"
-
-
-def _link(run: Path, folder: Path) -> str:
-    """The run's own page, where it has one."""
-    name, page = html.escape(run.name), run / "report.html"
-    if not page.is_file():
-        return name
-    return f'<a class=link href="{html.escape(quote(Path(os.path.relpath(page, folder)).as_posix()))}">{name}</a>'
+def _line(group: Group, number: int, letter: str, label: str, folder: Path) -> dict[str, Any]:
+    """The runs of a group as rows of the table, for a page in that folder; with the mean of several."""
+    runs, gains = [], []
+    for run, clock in zip(group.runs, group.clocks, strict=True):
+        gain, cells = _result(run, clock[-1])
+        gains += [] if gain is None else [gain]
+        page = quote(Path(os.path.relpath(run / "report.html", folder)).as_posix())
+        runs.append({"name": run.name, "page": page if (run / "report.html").is_file() else "", "cells": cells})
+    mean = ""
+    if len({name for name, _ in gains}) == 1 and len(gains) > 1:
+        values = [gain for _, gain in gains]
+        ends = (statistics.fmean(values), min(values), max(values))
+        shown = [gain_text(gains[0][0], value, None, None)[0] for value in ends]
+        mean = f"{shown[0]} ({shown[1]} to {shown[2]} over {len(values)} runs)"
+    clock = max(group.clocks, key=len)
+    return {"number": number, "letter": letter, "label": label, "clock": clock, "runs": runs, "mean": mean}
 
 
 def _result(run: Path, clock: Sequence[float]) -> tuple[tuple[str, float] | None, tuple[str, ...]]:
     """The gain in the headline metric, by its name, and the cells of a run from "before" on."""
-    summary, evals = summary_of(run), read_rows(run / "eval.jsonl")
-    name = str(summary.get("headline") or (evals[0].get("headline") if evals else None) or "accuracy")
-    scored = [row for row in evals if is_number(row.get(name))]
+    summary = json_of(run / "summary.json")
+    name, scored = headline(summary, read_rows(run / "eval.jsonl"))
     shown = [value_text(name, row[name], row.get("low"), row.get("high")) for row in (*scored[:1], *scored[-1:])]
     gain, text = None, ""
     if len(scored) > 1:
@@ -290,11 +245,3 @@ def _result(run: Path, clock: Sequence[float]) -> tuple[tuple[str, float] | None
     step, seconds, tokens = clock
     cells = (before, after, text, f"{step:,.0f}", f"{tokens:,.0f}", duration(seconds))
     return None if gain is None else (name, gain), (*cells, str(summary.get("state", "not finished")))
-
-
-def _table(groups: Sequence[Group], letters: Sequence[str], keys: Sequence[str]) -> str:
-    if not keys:
-        return "<p class=none>None.</p>"
-    head = "".join(f"<th>{letter}</th>" for letter in letters)
-    rows = "".join(table_row(key, *(_text(group.settings.get(key)) for group in groups)) for key in keys)
-    return f"<table class=wide-cells><tr><th></th>{head}</tr>{rows}</table>"

@@ -66,7 +66,11 @@ def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> p
     if "response" not in batch:
         columns["response"] = [decode(tokens) for tokens in batch["response_tokens"]]
     if "ground_truth" not in batch:
-        columns["ground_truth"] = _truths(batch)
+        # verl's data have it within `reward_model`, others call it `answer`.
+        columns["ground_truth"] = batch["answer"] if "answer" in batch else [None] * size
+        if "reward_model" in batch:
+            models = batch["reward_model"]
+            columns["ground_truth"] = [row.get("ground_truth") if isinstance(row, Mapping) else None for row in models]
     if "episode" in batch:
         columns["left_out"] = left_out_words(batch)
     texts = {name: pa.array(map(_text, columns[name]), pa.string()) for name in _TEXTS}
@@ -126,13 +130,6 @@ def _questions(batch: Batch) -> list[str | None]:
     return [text if chat is None else said[chat] for text, chat in zip(texts, chats, strict=True)]
 
 
-def _truths(batch: Batch) -> list[Any]:
-    """verl's data have it within `reward_model`, others call it `answer`."""
-    if "reward_model" in batch:
-        return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in batch["reward_model"]]
-    return batch["answer"] if "answer" in batch else [None] * len(batch)
-
-
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) or value is None else json.dumps(value, ensure_ascii=False, default=str)
 
@@ -168,15 +165,3 @@ def save_table(path: Path, table: pa.Table) -> None:
         write_atomic(path, content.getvalue())
     except OSError as error:  # the next step may find room
         logger.warning("completions were not saved to %s: %s", path, error)
-
-
-class CompletionFiles:
-    """A log sink for `train-<step>.parquet` in a directory, one a step, whole or not there."""
-
-    name = "completions"
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def completions(self, step: int, table: pa.Table) -> None:
-        save_table(self._directory / f"train-{step:06d}.parquet", table)

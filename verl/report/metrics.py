@@ -42,7 +42,13 @@ class Metric:
             raise ConfigError(f"metric '{name}' is a {type(function).__name__}: give a function of the scored samples")
         self.name, self.function, self._failures = name, function, Failures(_MOST_FAILURES)
         self._code = UserCode(f"metric {name}")
-        self.by_row = None if takes_batch(function) else _by_row(name, function)
+        self.by_row: RowMetric | None = None
+        if not takes_batch(function):
+            try:
+                self.by_row = RowMetric(function, name=name, whole_batch=not recognise(function).by_row)
+            except ConfigError as error:
+                why = f"is no f(samples), which reads their columns itself, and {error}"
+                raise ConfigError(f"metric '{name}' {why}") from None
 
     def __call__(self, samples: Batch, seconds: float = DEADLINE) -> tuple[float, list[float | None] | None]:
         """The metric (NaN: it failed, or no row has a number), and the number of each row where it gives those.
@@ -101,13 +107,6 @@ class RowMetric(FunctionReward):
 
     what: ClassVar[str] = "metric"
     calls_on_fewer: ClassVar[bool] = True
-
-
-def _by_row(name: str, function: MetricFn) -> RowMetric:
-    try:
-        return RowMetric(function, name=name, whole_batch=not recognise(function).by_row)
-    except ConfigError as error:
-        raise ConfigError(f"metric '{name}' is no f(samples), which reads their columns itself, and {error}") from None
 
 
 def add_metrics(

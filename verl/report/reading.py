@@ -61,11 +61,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def curves_of(run: Path) -> dict[str, list[list[float]]]:
-    """The curves of a run's directory, see `curves_in`."""
-    return curves_in(read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl"))
-
-
 def curves_in(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Points (step, value) of each metric; metrics of evaluations are named "eval/..."."""
     curves: dict[str, list[list[float]]] = {}
@@ -75,13 +70,6 @@ def curves_in(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dic
                 if name not in _NO_CURVES and is_number(value):
                     curves.setdefault(f"{prefix}{name}", []).append([row["step"], value])
     return curves
-
-
-def thinned(points: list[list[float]]) -> list[list[float]]:
-    """At most `MAX_POINTS` points: each stretch of a longer curve gives its last step and its mean."""
-    if len(points) <= MAX_POINTS:
-        return points
-    return [[part[-1][0], math.fsum(value for _, value in part) / len(part)] for part in stretches(points, MAX_POINTS)]
 
 
 def stretches(points: Sequence[P], most: int) -> Iterator[Sequence[P]]:
@@ -101,17 +89,6 @@ def clock_of(metrics: Sequence[Mapping[str, Any]]) -> list[list[float]]:
         rows.append([row["step"], seconds, tokens])
     stride = math.ceil(len(rows) / MAX_POINTS)
     return [[float(f"{value:.7g}") for value in row] for row in [*rows[:-1:stride], rows[-1]]]
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    """The run's `summary.json`; empty if the file is missing."""
-    return json_of(run / "summary.json")
-
-
-def last_evaluation(run: Path, most: int) -> dict[str, Any] | None:
-    """The first samples of the last evaluation that has any, as on the run's own page."""
-    samples = evaluated_samples(run / "completions")
-    return {**samples[-1], "rows": samples[-1]["rows"][:most]} if samples else None
 
 
 def evaluated_samples(directory: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +26,7 @@ from verl._base.schemas import RUN_FILE, write_run_schema
 from verl._host.user_calls import DEADLINE, UserCode
 from verl._host.user_code import describe, show_once, traceback_of
 from verl.errors import ConfigError
-from verl.report.completions import CompletionFiles, without_tokens
+from verl.report.completions import save_table, without_tokens
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -174,10 +173,17 @@ def _markdown(row: Mapping[str, Any]) -> str:
 
 
 class RunSink:
-    """Weights & Biases or Trackio (a local database that `trackio show` shows): `run` takes what is logged."""
+    """Weights & Biases or Trackio (a local database that `trackio show` shows), by the `name` of its package.
 
-    def __init__(self, name: str, run: Any) -> None:
-        self.name, self._run = name, run
+    A resumed run goes on in the run of its id; W&B goes by `id`, Trackio by `name`.
+    """
+
+    def __init__(self, name: str, project: str, run_id: str, directory: str, config: Mapping[str, Any]) -> None:
+        self.name, self._library = name, load_extra(name, name, "trainer.loggers")
+        # Trackio is not embedded: in a notebook that would start its server within this process.
+        special = {"id": run_id, "dir": directory} if name == "wandb" else {"embed": False}
+        options = {"project": project, "name": run_id, "config": dict(config), "resume": "allow", **special}
+        self._run = self._library.init(**options)
 
     def write(self, step: int, record: Record) -> None:
         self._run.log({name: plain(value) for name, value in record.items()}, step=step)
@@ -185,7 +191,7 @@ class RunSink:
     def completions(self, step: int, table: pa.Table) -> None:
         shown = without_tokens(table)
         rows = [list(row.values()) for row in shown.to_pylist()]
-        self._run.log({"completions": _library(self.name).Table(columns=shown.column_names, data=rows)}, step=step)
+        self._run.log({"completions": self._library.Table(columns=shown.column_names, data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -197,7 +203,7 @@ class MlflowSink:
     name = "mlflow"
 
     def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
-        mlflow = _library("mlflow")
+        mlflow = load_extra("mlflow", "mlflow", "trainer.loggers")
         self._client = mlflow.MlflowClient()
         experiment = mlflow.set_experiment(project)
         tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
@@ -243,23 +249,21 @@ def open_logger(
     """
     from verl.report.progress import ConsoleSink
 
-    wanted = list(sinks)
+    wanted, settings = list(sinks), config or {}
     check_loggers(wanted)
-    makers: dict[str, Callable[[], Any]] = {
-        "console": partial(ConsoleSink, total_steps, start=max(resume_step or 0, 0), eval_every=eval_every)
-    }
-    makers |= {name: partial(_tracker, name, project, run_id, directory or ".", config or {}) for name in EXTRAS}
-    if directory is None:
-        wanted = [name for name in wanted if name != "tensorboard"]
-    else:
-        makers[_METRICS] = partial(_metrics, Path(directory))
-        makers["tensorboard"] = partial(TensorBoardSink, Path(directory) / "tensorboard", resume_step)
-        makers["completions"] = partial(CompletionFiles, Path(directory) / "completions")
+    if directory is not None:
         wanted[:0] = [_METRICS, "completions"]
-    opened = []
+    opened: list[Any] = []
     for name in wanted:
         try:
-            opened.append(makers[name]())
+            if name == "console":
+                opened.append(ConsoleSink(total_steps, start=max(resume_step or 0, 0), eval_every=eval_every))
+            elif name == "mlflow":
+                opened.append(MlflowSink(project, run_id, settings))
+            elif name in EXTRAS:
+                opened.append(RunSink(name, project, run_id, str(directory or "."), settings))
+            elif directory is not None:
+                opened.append(_in_files(name, Path(directory), resume_step))
         except ConfigError:
             raise
         except Exception as error:  # a tracker that cannot be reached, a disk that is full
@@ -267,27 +271,16 @@ def open_logger(
     return Logger(opened)
 
 
-def _metrics(directory: Path) -> JsonlSink:
-    """The sink of every run's directory, which says the version of its form."""
-    sink = JsonlSink(directory / _METRICS)
+def _in_files(name: str, directory: Path, resume_step: int | None) -> Any:
+    """A sink whose files are in the directory of the run, which says the version of its form."""
+    if name == "tensorboard":
+        return TensorBoardSink(directory / name, resume_step)
+    if name == "completions":
+        save = lambda step, table: save_table(directory / name / f"train-{step:06d}.parquet", table)  # noqa: E731
+        return SimpleNamespace(name=name, completions=save)
+    sink = JsonlSink(directory / name)
     write_run_schema(directory)
     return sink
-
-
-def _tracker(name: str, project: str, run_id: str, directory: str | Path, config: Mapping[str, Any]) -> Any:
-    """The sink of a tracker; `config` are flat settings."""
-    if name == "mlflow":
-        return MlflowSink(project, run_id, config)
-    # A resumed run goes on in the run of its id; W&B goes by `id`, Trackio by `name`. Trackio is not embedded: in a
-    # notebook that would start its server within this process.
-    special = {"id": run_id, "dir": str(directory)} if name == "wandb" else {"embed": False}
-    run = _library(name).init(project=project, name=run_id, config=dict(config), resume="allow", **special)
-    return RunSink(name, run)
-
-
-def _library(name: str) -> Any:
-    """Raises ConfigError if its package is not installed."""
-    return load_extra(name, name, "trainer.loggers")
 
 
 def check_loggers(sinks: Iterable[str]) -> None:
@@ -295,7 +288,7 @@ def check_loggers(sinks: Iterable[str]) -> None:
     for name in sinks:
         check_known("trainer.loggers: unknown logger", [name], SINKS)
         if name in EXTRAS:
-            _library(name)
+            load_extra(name, name, "trainer.loggers")
 
 
 def run_directory(log_dir: str | Path | bool | None, name: str) -> Path | None:

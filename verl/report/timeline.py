@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl._base.durable import LineFile
-from verl.dataflow.calls import Timing
 
 
 class Span(NamedTuple):
@@ -22,13 +21,6 @@ class Span(NamedTuple):
     seconds: float
     rank: int = 0
     host: str = socket.gethostname()
-
-
-def spans_of(timings: Mapping[str, Timing]) -> list[Span]:
-    """The spans of nodes by name."""
-    return [
-        Span(name, timing.role, start, end - start) for name, timing in timings.items() for start, end in timing.spans
-    ]
 
 
 def busy_shares(spans: Iterable[Span], seconds: float) -> dict[str, float]:
@@ -74,22 +66,13 @@ class TraceFile:
             track = (span.rank, span.role)
             if track not in self._rows:
                 self._rows[track] = len(self._rows)
-                host = {"name": f"rank {span.rank} on {span.host}"}
-                role = {"name": span.role}
+                host, role = {"name": f"rank {span.rank} on {span.host}"}, {"name": span.role}
                 events += [
                     {"name": "process_name", "ph": "M", "pid": span.rank, "args": host},
                     {"name": "thread_name", "ph": "M", "pid": span.rank, "tid": self._rows[track], "args": role},
                 ]
-            events.append(
-                {
-                    "name": span.node,
-                    "cat": span.role,
-                    "ph": "X",
-                    "ts": round(span.start * 1e6),
-                    "dur": round(span.seconds * 1e6),
-                    "pid": span.rank,
-                    "tid": self._rows[track],
-                    "args": {"step": step, "role": span.role, "rank": span.rank, "host": span.host},
-                }
-            )
+            about = {"step": step, "role": span.role, "rank": span.rank, "host": span.host}
+            when = {"ts": round(span.start * 1e6), "dur": round(span.seconds * 1e6)}
+            where = {"pid": span.rank, "tid": self._rows[track]}
+            events.append({"name": span.node, "cat": span.role, "ph": "X", **when, **where, "args": about})
         self._lines.append(*(json.dumps(event) + ",\n" for event in events))

@@ -15,7 +15,7 @@ from verl.dataflow import loop
 from verl.dataflow.calls import DEADLINE, NodeLock, TimedCalls
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import SLOT
-from verl.report.timeline import Span, TraceFile, spans_of
+from verl.report.timeline import Span, TraceFile
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,7 +59,9 @@ class Run:
             for node in [] if graph is None else graph.nodes.values():
                 if node.at_end is not None:
                     node.at_end()
-        self.add(spans_of(calls.timings), in_step=in_step)
+        timings = calls.timings.items()
+        spans = [Span(name, of.role, start, end - start) for name, of in timings for start, end in of.spans]
+        self.add(spans, in_step=in_step)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work on the event loop."""

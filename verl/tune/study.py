@@ -17,7 +17,7 @@ from verl._base.extras import load_extra
 from verl.config import Config, load_config, run_id, to_yaml
 from verl.errors import ConfigError, VerlError
 from verl.report.compare import short_names, write_comparison
-from verl.report.reading import curves_of
+from verl.report.reading import curves_in, read_rows
 from verl.run.check import check_settings
 from verl.run.folder import is_finished
 from verl.tune.space import combinations, ends
@@ -234,8 +234,10 @@ def write_results(search: Search, study: Study) -> tuple[Path | None, Path | Non
         settings = search.out / "best.yaml"
         origin = f"# {best.user_attrs['run']}: {search.metric} {shown(best)}\n"
         write_atomic(settings, origin + to_yaml(search.settings({k: str(v) for k, v in best.params.items()})))
-    names = [str(trial.user_attrs.get("run", "")) for trial in ended(study)]  # those named twice count once
-    if runs := [run for name in names if curves_of(run := search.out / "runs" / name)]:
+    # Those named twice count once.
+    folders = [search.out / "runs" / str(trial.user_attrs.get("run", "")) for trial in ended(study)]
+    files = [(run, read_rows(run / "metrics.jsonl"), read_rows(run / "eval.jsonl")) for run in folders]
+    if runs := [run for run, metrics, evals in files if curves_in(metrics, evals)]:
         page = write_comparison(runs, search.out / "report.html")
     return settings, page
 
