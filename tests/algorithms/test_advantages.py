@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
 from tests.algorithms.support import experience
+from verl.algorithms import Experience, make_algorithm
 from verl.algorithms import advantages as adv
+from verl.algorithms.episodes import Episodes
 from verl.algorithms.responses import Responses
+from verl.batch import Batch
 
 REWARDS = [1.0, 0.0, 0.5, 0.5, 0.5, -2.0, 0.25, 1.0, 0.0]
 GROUPS = [0, 0, 1, 1, 1, 2, 0, 3, 3]
@@ -26,6 +32,25 @@ def by_group() -> dict[int, list[float]]:
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(GROUPS)
+
+
+def advantages(
+    name: str, rewards: torch.Tensor, groups: torch.Tensor, lengths: Sequence[int] = (), **options: Any
+) -> torch.Tensor:
+    """An algorithm's advantages `[S]` of rows with these outcomes; NaN for one without a token."""
+    lengths = [*lengths] or [1] * len(rewards)
+    batch = Batch.from_columns({
+        "response_tokens": pa.array([[1] * length for length in lengths], pa.large_list(pa.int64())),
+        "reward": pa.array(rewards.tolist(), pa.float64()),
+        "group": pa.array([str(group) for group in groups.tolist()], pa.string()),
+    })  # fmt: skip
+    episodes = Episodes(batch)
+    nothing = torch.zeros(sum(lengths), dtype=torch.float64)
+    e = Experience(batch, episodes.responses, nothing, rewards, nothing, episodes)
+    of_tokens: torch.Tensor = make_algorithm(name, **options).estimate(e)["advantages"]  # type: ignore[attr-defined]
+    of_rows = torch.full((len(rewards),), math.nan, dtype=torch.float64)
+    of_rows[episodes.responses.sequence] = of_tokens
+    return of_rows
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -52,7 +77,7 @@ def test_rloo_leaves_one_out() -> None:
     for row, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
         rest = [r for i, (r, g) in enumerate(zip(REWARDS, GROUPS, strict=True)) if g == group and i != row]
         expected.append(reward - (statistics.mean(rest) if rest else 0.0))
-    assert adv.rloo(*tensors()).tolist() == pytest.approx(expected, abs=1e-12)
+    assert advantages("rloo", *tensors()).tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_opo_weights_by_length() -> None:
@@ -62,38 +87,38 @@ def test_opo_weights_by_length() -> None:
         rows = [i for i, g in enumerate(GROUPS) if g == group]
         baseline = sum(lengths[i] * REWARDS[i] for i in rows) / sum(lengths[i] for i in rows) if len(rows) > 1 else 0.0
         expected.append(reward - baseline)
-    got = adv.opo(*tensors(), torch.tensor(lengths, dtype=torch.float64))
-    assert got.tolist() == pytest.approx(expected, abs=1e-12)
+    got = advantages("opo", *tensors(), lengths)
+    assert got[6].isnan() and lengths[6] == 0
+    assert got.nan_to_num().tolist() == pytest.approx([*expected[:6], 0.0, *expected[7:]], abs=1e-12)
 
 
 def test_gpg_scales_by_the_share_of_rewards_other_than_zero() -> None:
     nonzero = sum(r != 0 for r in REWARDS)
     centred = adv.group_centred(*tensors())
-    assert torch.allclose(adv.gpg(*tensors(), f_norm=2.0), centred * len(REWARDS) / nonzero / 2.0)
-    assert not adv.gpg(torch.zeros(3, dtype=torch.float64), torch.tensor([0, 0, 1])).any()
+    assert torch.allclose(advantages("gpg", *tensors(), f_norm=2.0), centred * len(REWARDS) / nonzero / 2.0)
+    assert not advantages("gpg", torch.zeros(3, dtype=torch.float64), torch.tensor([0, 0, 1])).any()
 
 
 def test_passk_rewards_only_the_best_lead() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, 5.0], dtype=torch.float64)
     groups = torch.tensor([0, 0, 0, 1, 1, 2])
-    assert adv.passk(rewards, groups, norm_adv_by_std=False).tolist() == [0.5, 0, 0, 0, 0, 0]
+    assert advantages("grpo_passk", rewards, groups, norm_adv_by_std=False).tolist() == [0.5, 0, 0, 0, 0, 0]
     std = statistics.stdev([1.0, 0.0, 0.5])
-    assert adv.passk(rewards, groups).tolist() == pytest.approx([0.5 / (std + 1e-6), 0, 0, 0, 0, 0])
+    assert advantages("grpo_passk", rewards, groups).tolist() == pytest.approx([0.5 / (std + 1e-6), 0, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("estimate", [adv.grpo, adv.rloo, adv.gpg])
-def test_equal_rewards_have_no_signal_and_a_lone_sample_has_no_baseline(estimate: object) -> None:
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
+def test_equal_rewards_have_no_signal_and_a_lone_sample_has_no_baseline(name: str) -> None:
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.7], dtype=torch.float64)
-    got = estimate(rewards, torch.tensor([0, 0, 0, 1]))  # type: ignore[operator]
+    got = advantages(name, rewards, torch.tensor([0, 0, 0, 1]))
     assert got[:3].tolist() == [0.0, 0.0, 0.0]
     assert got[3] == pytest.approx(0.7, abs=1e-6)
 
 
 def test_no_rows() -> None:
     nothing, groups = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-    for estimate in (adv.grpo, adv.rloo, adv.gpg, adv.passk):
-        assert estimate(nothing, groups).shape == (0,)
-    assert adv.opo(nothing, groups, nothing).shape == (0,)
+    for name in ("grpo", "rloo", "gpg", "grpo_passk", "opo"):
+        assert advantages(name, nothing, groups).shape == (0,)
 
 
 def ragged(seed: int) -> tuple[Responses, list[list[float]], list[list[float]]]:

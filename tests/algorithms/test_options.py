@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.algorithms.support import OFFLINE, ONLINE, experience, loss_input, preferences
 from verl._base.record import SettingsError
 from verl.algorithms import make_algorithm
-from verl.algorithms.advantages import gpg
+from verl.algorithms.advantages import grpo
 from verl.algorithms.base import BaseAlgorithm, _option_types
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses import aggregation_weights
@@ -246,7 +246,7 @@ def test_all_wrong_options_are_named_at_once() -> None:
 
 def test_numbers_of_options_are_not_rounded_to_fp32() -> None:
     rewards, groups = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-    assert gpg(rewards, groups).tolist() == [4 / 3 * (reward - 0.75) for reward in rewards.tolist()]
+    assert grpo(rewards, groups, False).tolist() == [reward - 0.75 for reward in rewards.tolist()]
     ones = torch.ones(3) != 0
     weights = aggregation_weights(ones, torch.tensor([0, 1, 1]), 2, "seq-mean-token-sum-norm", 7.3)
     assert weights.tolist() == [1 / (2 * 7.3)] * 3

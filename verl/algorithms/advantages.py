@@ -51,6 +51,14 @@ def group_centred(rewards: Tensor, groups: Tensor) -> Tensor:
     return torch.where(group_equal(rewards, groups), 0.0, rewards - mean)
 
 
+def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
+    """`[S]`: sample standard deviation of the row's group; 1 in a group of one."""
+    sizes = group_sizes(groups)
+    squares = (rewards - group_sums(rewards, groups) / sizes).square()
+    variance = group_sums(squares, groups) / (sizes - 1).clamp(min=1)
+    return torch.where(sizes > 1, variance.sqrt(), 1.0)
+
+
 def grpo(
     rewards: Tensor,
     groups: Tensor,
@@ -64,49 +72,7 @@ def grpo(
         return centred
     if norm_adv_by_std == "batch":
         return centred / ((rewards.std() if len(rewards) > 1 else 1.0) + std_epsilon)
-    return centred / (_group_std(rewards, groups) + std_epsilon)
-
-
-def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """RLOO (arXiv:2402.14740, equation 8): reward minus the mean of the group's other rows."""
-    sizes = group_sizes(groups)
-    return group_centred(rewards, groups) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
-
-
-def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """OPO (arXiv:2505.23585, equation 8): reward minus the group's length-weighted mean; `lengths` `[S]` in tokens.
-
-    In a group without any token the mean is 0.
-    """
-    weight = group_sums(lengths, groups)
-    baseline = group_sums(lengths * rewards, groups) / weight.clamp(min=1)
-    baseline = torch.where(group_sizes(groups) > 1, baseline, 0.0)
-    return torch.where(group_equal(rewards, groups), 0.0, rewards - baseline)
-
-
-def passk(rewards: Tensor, groups: Tensor, norm_adv_by_std: bool = True, epsilon: float = STD_EPSILON) -> Tensor:
-    """Pass@k (arXiv:2503.19595): the best row of each group gets its lead over the second best, the others 0.
-
-    A group of one has no second best: its advantage is 0.
-    """
-    advantages = torch.zeros_like(rewards)
-    for number in range(int(groups.max()) + 1 if len(groups) else 0):
-        rows = (groups == number).nonzero().flatten()
-        if len(rows) > 1:
-            # Of several best rows none has a lead: all advantages are 0.
-            best, second = rewards[rows].topk(2).values
-            advantages[rows[rewards[rows].argmax()]] = best - second
-    return advantages / (_group_std(rewards, groups) + epsilon) if norm_adv_by_std else advantages
-
-
-def gpg(rewards: Tensor, groups: Tensor, f_norm: float = 1.0, raw_rewards: Tensor | None = None) -> Tensor:
-    """GPG (arXiv:2504.02546): centred in the group, times rows / rows with a reward other than 0. The factor is verl's;
-    the paper's counts the rows of groups whose rewards differ.
-
-    `raw_rewards` `[S]`: the rewards before a penalty, after which none is 0; None: `rewards`.
-    """
-    scale = len(rewards) / (rewards if raw_rewards is None else raw_rewards).count_nonzero().clamp(min=1).double()
-    return scale * group_centred(rewards, groups) / f_norm
+    return centred / (group_std(rewards, groups) + std_epsilon)
 
 
 def gae(token_rewards: Tensor, values: Tensor, responses: Responses, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -147,11 +113,3 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
         return values
     variance = chosen.var(correction=1) if len(chosen) > 1 else chosen.new_zeros(())
     return (values - chosen.mean()) * (variance + _VARIANCE_EPSILON).rsqrt()
-
-
-def _group_std(rewards: Tensor, groups: Tensor) -> Tensor:
-    """`[S]`: sample standard deviation of the row's group; 1 in a group of one."""
-    sizes = group_sizes(groups)
-    squares = (rewards - group_sums(rewards, groups) / sizes).square()
-    variance = group_sums(squares, groups) / (sizes - 1).clamp(min=1)
-    return torch.where(sizes > 1, variance.sqrt(), 1.0)

@@ -28,7 +28,7 @@ from verl.algorithms.advantages import group_centred, group_sums
 from verl.algorithms.episodes import Episodes
 from verl.algorithms.loss_terms import Loss, LossFn, LossInput, LossNeeds
 from verl.algorithms.losses import AggregationMode, aggregation_weights
-from verl.algorithms.responses import Responses
+from verl.algorithms.responses import Responses, numbers_of
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 
@@ -42,10 +42,11 @@ FurtherMetrics: TypeAlias = "Callable[[BaseAlgorithm, LossInput], Mapping[str, T
 #: `unread` of a loss that is a mean over rows or pairs.
 NOT_BY_TOKEN = {"loss_agg_mode": "its loss is a mean over rows, not over tokens"}
 
+#: What a loss with a ratio to the policy that the batch came from reads.
+ACTOR_COLUMNS: tuple[str, ...] = ("old_log_probs", "advantages")
 #: Models an algorithm may ask for. Trained ones: actor, critic, cost_critic.
 ROLES = frozenset({"actor", "critic", "reference", "reward", "cost", "cost_critic"})
-_CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
-#: A role's loss, and the methods that it is made of.
+#: The loss of each trained role, and the methods that it is made of.
 _LOSSES = {
     "actor": ("compute_loss", "policy_loss", "importance"),
     "critic": ("compute_critic_loss",),
@@ -88,7 +89,7 @@ class BaseAlgorithm(ABC):
     head: ClassVar[Literal["lm", "score"]] = "lm"
     samples_per_prompt: ClassVar[int] = 8
     greedy_baseline: ClassVar[bool] = False
-    needs_log_probs: ClassVar[bool] = False
+    needs_log_probs = False
     needs_constraint: ClassVar[bool] = False
     measures: ClassVar[frozenset[str]] = frozenset()
     unread: ClassVar[Mapping[str, str]] = {}
@@ -96,6 +97,17 @@ class BaseAlgorithm(ABC):
         "loss_scale_factor": ("loss_agg_mode", "seq-mean-token-sum-norm")
     }
     no_gradient_at_zero: ClassVar[bool] = False
+
+    #: Models it needs, out of `ROLES`.
+    roles = frozenset({"actor", "reward"})
+    #: Columns that `compute_loss` reads; those the batch lacks are left out of `x.columns`.
+    loss_columns = ACTOR_COLUMNS
+    #: Whether `compute_loss` reads `x.entropy`.
+    needs_entropy = False
+    #: Whether it learns from comparing the samples of one prompt, so that one sample alone says nothing.
+    needs_groups = False
+    #: Whether the only step on the policy's own samples, too, reads the `old_log_probs` of `prepare`.
+    keeps_old_log_probs = False
 
     loss_agg_mode: AggregationMode = "token-mean"
     loss_scale_factor: Positive | None = None
@@ -119,6 +131,10 @@ class BaseAlgorithm(ABC):
                     )
         #: Metrics of the actor's micro-batches beside the loss's own, by a function that a module has under its name.
         self.further_metrics: FurtherMetrics | None = None
+        #: Whether a batch used for more than one optimizer step needs `log_probs` or `rollout_log_probs`.
+        self.needs_old_log_probs = "old_log_probs" in self.loss_columns
+        #: The name of an option, if set, that rewards or punishes responses besides the given rewards.
+        self.own_rewards: str | None = None
         check_known(f"algorithm '{label}' asks for an unknown role", self.roles, ROLES)
         if "actor" not in self.roles:
             raise ConfigError(f"algorithm '{label}': roles must name 'actor', the model it trains")
@@ -137,26 +153,6 @@ class BaseAlgorithm(ABC):
         wanted = " or ".join(f"{other}={value!r}" for value in values) or other
         return f"it is for {wanted}: set that, or leave it out"
 
-    @property
-    def roles(self) -> frozenset[str]:
-        """Models it needs, out of `ROLES`."""
-        return frozenset({"actor", "reward"})
-
-    @property
-    def loss_columns(self) -> tuple[str, ...]:
-        """Columns that `compute_loss` reads; those the batch lacks are left out of `x.columns`."""
-        return ("old_log_probs", "advantages")
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether `compute_loss` reads `x.entropy`."""
-        return False
-
-    @property
-    def needs_groups(self) -> bool:
-        """Whether it learns from comparing the samples of one prompt, so that one sample alone says nothing."""
-        return False
-
     def check_samples(self, n: int) -> None:
         """Raises ConfigError where `n` samples a prompt leave the algorithm nothing to compare."""
         if self.online and self.needs_groups and n < 2:
@@ -165,22 +161,6 @@ class BaseAlgorithm(ABC):
                 "nothing to compare: set n to 2 or more (in settings actor_rollout_ref.rollout.n), or choose an "
                 "algorithm with another baseline"
             )
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether the loss has a ratio to the policy that the batch came from, so that a batch used for more than
-        one optimizer step needs `log_probs` or `rollout_log_probs`."""
-        return "old_log_probs" in self.loss_columns
-
-    @property
-    def keeps_old_log_probs(self) -> bool:
-        """Whether the only step on the policy's own samples, too, reads the `old_log_probs` of `prepare`."""
-        return self.needs_log_probs
-
-    @property
-    def own_rewards(self) -> str | None:
-        """The name of an option, if set, that rewards or punishes responses besides the given rewards."""
-        return None
 
     def extend(self, batch: Batch) -> Batch:
         """The rows that models read, before any does: with labels made of rewards, and rows that only statistics need
@@ -215,7 +195,7 @@ class BaseAlgorithm(ABC):
         episodes = Episodes(batch)
         responses = episodes.responses
         rewards = episodes.batch.tensor("reward", torch.float64)
-        advantages = responses.spread(group_centred(rewards, responses.groups))
+        advantages = group_centred(rewards, responses.groups)[responses.sequence]
         return old_log_probs(episodes.trajectories.store({"advantages": advantages})), metrics
 
     def token_weights(self, batch: Batch) -> Tensor:
@@ -225,7 +205,7 @@ class BaseAlgorithm(ABC):
         sequence, scale = responses.sequence, self.loss_scale_factor
         if "episode" in batch:
             # All trajectories of an episode are one sequence, so that an episode weighs the same however it was split.
-            sequence = responses.spread(responses.episodes)
+            sequence = numbers_of(batch.episode_indices(), responses.rows)[sequence]
             longest = torch.bincount(sequence[responses.trained], minlength=1).max()
             scale = scale or float(longest.clamp(min=1))
         return aggregation_weights(responses.trained, sequence, responses.rows, self.loss_agg_mode, scale)
@@ -258,9 +238,9 @@ class BaseAlgorithm(ABC):
         Raises:
             ConfigError: the algorithm does not train that role.
         """
-        if role not in self.roles or role not in ("actor", *_CRITICS):
+        if role not in self.roles or role not in _LOSSES:
             raise ConfigError(f"algorithm '{self.name or type(self).__name__}' does not train a '{role}'")
-        return RoleObjective(self, role, self.further_metrics if role == "actor" else None)
+        return RoleObjective(self, role)
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from batch to batch (KL coefficient, lambda), as JSON."""
@@ -284,15 +264,16 @@ class RoleObjective:
 
     algorithm: BaseAlgorithm
     role: str
-    further_metrics: FurtherMetrics | None = None
 
     def __post_init__(self) -> None:
         algorithm, is_actor = self.algorithm, self.role == "actor"
+        prefix = self.role.removesuffix("critic")
+        self.further_metrics = algorithm.further_metrics if is_actor else None
         self._loss: LossFn = getattr(algorithm, _LOSSES[self.role][0])
         self.token_weights = algorithm.token_weights
         self.by_token = not is_actor or not (algorithm.coupled or algorithm.head == "score")
         self.loss_needs = LossNeeds(
-            columns=algorithm.loss_columns if is_actor else _CRITICS[self.role],
+            columns=algorithm.loss_columns if is_actor else (f"{prefix}values", f"{prefix}returns"),
             entropy=is_actor and algorithm.needs_entropy,
             statistics=self.further_metrics is not None,
             coupled=is_actor and algorithm.coupled,
@@ -350,7 +331,7 @@ def drop_abstained(
     batch = batch if stays.all() else batch.filter(stays.tolist())
     if not (counts | ~stays).all():  # of what stands apart, with nothing to compare it with, no token is trained
         responses = Responses(batch)
-        trained = responses.trained & responses.spread(counts[stays])
+        trained = responses.trained & counts[stays][responses.sequence]
         batch = Responses(batch.drop(["loss_mask"])).store({"loss_mask": trained.to(torch.uint8)})
     return batch, metrics
 
@@ -367,7 +348,7 @@ def present(batch: Batch, columns: tuple[str, ...] = ("reward",)) -> Tensor:
         good &= batch.tensor(column, torch.float64).isfinite()
     if "token_rewards" in batch:
         responses = Responses(batch)
-        good &= responses.count(~responses.tokens("token_rewards").isfinite()) == 0
+        good &= responses.sum(~responses.tokens("token_rewards").isfinite()) == 0
     return good
 
 

@@ -46,7 +46,7 @@ class GRPO(PolicyGradient):
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         advantages = adv.grpo(e.outcome, e.responses.groups, self.norm_adv_by_std, self.std_epsilon)
-        return {"advantages": e.responses.spread(advantages)}
+        return {"advantages": advantages[e.responses.sequence]}
 
 
 @register_algorithm("dr_grpo")
@@ -89,12 +89,10 @@ class DAPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.overlong_length is not None and not 0 < self.overlong_buffer <= self.overlong_length:
-            raise ConfigError(f"{self.name}: overlong_length needs 0 < overlong_buffer <= overlong_length")
-
-    @property
-    def own_rewards(self) -> str | None:
-        return None if self.overlong_length is None else "overlong_length"
+        if self.overlong_length is not None:
+            self.own_rewards = "overlong_length"
+            if not 0 < self.overlong_buffer <= self.overlong_length:
+                raise ConfigError(f"{self.name}: overlong_length needs 0 < overlong_buffer <= overlong_length")
 
     def keep(self, batch: Batch) -> list[bool] | None:
         """Rows that did not abstain, of groups in which at least two episodes differ in `filter_metric`."""
@@ -130,7 +128,7 @@ class GRPOPassK(GRPO):
     """GRPO for pass@k: only the best sample of a group learns, by its lead over the second best. Tang et al.,
     "Optimizing Language Models for Inference Time Objectives" (arXiv:2503.19595).
 
-    Deviation: a group of one has advantage 0; in verl it is an error.
+    Deviation: a group of one has no second best, so its advantage is 0; in verl it is an error.
     """
 
     zero_where_alike = True
@@ -139,14 +137,23 @@ class GRPOPassK(GRPO):
     norm_adv_by_std: bool = True
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        advantages = adv.passk(e.outcome, e.responses.groups, self.norm_adv_by_std, self.std_epsilon)
-        return {"advantages": e.responses.spread(advantages)}
+        rewards, groups = e.outcome, e.responses.groups
+        advantages = torch.zeros_like(rewards)
+        for number in groups.unique():
+            rows = (groups == number).nonzero().flatten()
+            if len(rows) > 1:
+                # Of several best rows none has a lead: all advantages are 0.
+                best, second = rewards[rows].topk(2).values
+                advantages[rows[rewards[rows].argmax()]] = best - second
+        if self.norm_adv_by_std:
+            advantages /= adv.group_std(rewards, groups) + self.std_epsilon
+        return {"advantages": advantages[e.responses.sequence]}
 
 
 @register_algorithm("rloo")
 class RLOO(PolicyGradient):
     """Advantage: the reward minus the mean reward of the group's other samples. Ahmadian et al., "Back to Basics:
-    Revisiting REINFORCE Style Optimization" (arXiv:2402.14740).
+    Revisiting REINFORCE Style Optimization" (arXiv:2402.14740, equation 8).
 
     Deviation, as in verl: a ratio of each token. With `ratio_of="sequence"` it is the whole response's, as in the
     paper.
@@ -165,10 +172,12 @@ class RLOO(PolicyGradient):
     std_epsilon: NotNegative | None = None
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        advantages = adv.rloo(e.outcome, e.responses.groups)
+        sizes = adv.group_sizes(e.responses.groups)
+        of_others = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
+        advantages = adv.group_centred(e.outcome, e.responses.groups) * of_others
         if self.std_epsilon is not None and len(advantages) > 1:
             advantages = advantages / (advantages.std() + self.std_epsilon)
-        return {"advantages": e.responses.spread(advantages)}
+        return {"advantages": advantages[e.responses.sequence]}
 
     def ratio(self, t: PolicyTerms) -> Tensor:
         return super().ratio(self._terms(t))
@@ -188,14 +197,17 @@ class RLOO(PolicyGradient):
 @register_algorithm("opo")
 class OPO(PolicyGradient):
     """Advantage: the reward minus the group's length-weighted mean, the baseline of least variance. Hao et al.,
-    "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585)."""
+    "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585, equation 8)."""
 
     needs_groups = True
     zero_where_alike = True
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        lengths = e.responses.count(e.responses.written)
-        return {"advantages": e.responses.spread(adv.opo(e.outcome, e.responses.groups, lengths))}
+        groups, lengths = e.responses.groups, e.responses.sum(e.responses.written)
+        mean = adv.group_sums(lengths * e.outcome, groups) / adv.group_sums(lengths, groups).clamp(min=1)
+        baseline = torch.where(adv.group_sizes(groups) > 1, mean, 0.0)
+        advantages = torch.where(adv.group_equal(e.outcome, groups), 0.0, e.outcome - baseline)
+        return {"advantages": advantages[e.responses.sequence]}
 
 
 @register_algorithm("gpg")
@@ -215,13 +227,10 @@ class GPG(PolicyGradient):
 
     f_norm: Positive = 1.0
 
-    @property
-    def needs_old_log_probs(self) -> bool:
-        return self.rollout_is is not None or self.rollout_rs is not None  # there is no ratio beside the correction
-
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        raw_rewards = self.outcome_rewards(e.batch)
-        return {"advantages": e.responses.spread(adv.gpg(e.outcome, e.responses.groups, self.f_norm, raw_rewards))}
+        scale = len(e.outcome) / self.outcome_rewards(e.batch).count_nonzero().clamp(min=1).double()
+        advantages = scale * adv.group_centred(e.outcome, e.responses.groups) / self.f_norm
+        return {"advantages": advantages[e.responses.sequence]}
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         return PolicyLoss(-t.advantages * t.log_probs)
@@ -248,8 +257,8 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
     needs_groups = True
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        centred = e.responses.spread(adv.group_centred(e.outcome, e.responses.groups))
-        return {"advantages": adv.whiten(centred, e.responses.trained)}
+        centred = adv.group_centred(e.outcome, e.responses.groups)
+        return {"advantages": adv.whiten(centred[e.responses.sequence], e.responses.trained)}
 
 
 @register_algorithm("remax")
@@ -284,4 +293,4 @@ class ReMax(PolicyGradient):
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         returns = adv.discounted_returns(e.token_rewards, e.episodes.trajectories)
         baseline = e.batch.tensor("reward_baseline", torch.float64)
-        return {"advantages": returns - e.responses.spread(baseline)}
+        return {"advantages": returns - baseline[e.responses.sequence]}

@@ -72,7 +72,7 @@ def importance_weights(
     # The weight of a row stands at all of its tokens and counts once in the mean, however many they are.
     share = log_ratio.usable.double()
     if level == "sequence":
-        share = share / responses.count(log_ratio.usable).clamp(min=1)[responses.sequence]
+        share = share / responses.sum(log_ratio.usable).clamp(min=1)[responses.sequence]
     mean = (weights * share).sum() / share.sum().clamp(min=1e-8)
     return weights / mean if mean > 1e-8 else weights
 
@@ -92,7 +92,7 @@ def accepted(log_ratio: LogRatio, rule: Rejection, upper: float, lower: float | 
         highest = statistic.new_zeros(responses.rows)
         statistic = highest.scatter_reduce(0, responses.sequence, statistic, "amax")[responses.sequence]
     elif level != "token":
-        counts = responses.count(log_ratio.usable).clamp(min=1) if level == "seq_mean" else 1.0
+        counts = responses.sum(log_ratio.usable).clamp(min=1) if level == "seq_mean" else 1.0
         statistic = (responses.sum(statistic) / counts)[responses.sequence]
     return log_ratio.usable & (statistic >= low) & (statistic <= high)
 
@@ -122,19 +122,13 @@ def mismatch(log_ratio: LogRatio, weights: Tensor | None = None) -> dict[str, fl
     absolute log-ratio; ess: effective sample size of the weights as a fraction, (sum w)^2 / (n sum w^2);
     nonfinite: written tokens whose log-ratio is not finite. No usable token: kl 0, ess 1.
     """
-    d = log_ratio.values[log_ratio.usable]
-    bad = float((log_ratio.responses.written & ~log_ratio.usable).sum())
-    if not len(d):
-        return {"mismatch/kl": 0.0, "mismatch/k3": 0.0, "mismatch/log_ratio/max": 0.0, "mismatch/ess": 1.0,
-                "mismatch/nonfinite": bad}  # fmt: skip
-    w = bounded_ratio(d) if weights is None else weights[log_ratio.usable]
-    return {
-        "mismatch/kl": float(-d.mean()),
-        "mismatch/k3": float(kl_estimate(-d, torch.zeros_like(d), "k3").mean()),
-        "mismatch/log_ratio/max": float(log_ratio.values.abs().max()),
-        "mismatch/ess": float(w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-300)),
-        "mismatch/nonfinite": bad,
-    }
+    usable = log_ratio.usable
+    d = log_ratio.values[usable]
+    w = bounded_ratio(d) if weights is None else weights[usable]
+    metrics = mismatch_shares(d, usable[usable], len(d))
+    metrics["mismatch/ess"] = w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-300) if len(w) else 1.0
+    metrics["mismatch/nonfinite"] = (log_ratio.responses.written & ~usable).sum()
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def mismatch_shares(log_ratio: Tensor, active: Tensor, computed_tokens: int) -> dict[str, Tensor | float]:

@@ -50,6 +50,7 @@ class Episodes:
         wholes = torch.tensor([name is None for name in self._apart], dtype=torch.bool)
         self.whole = torch.where(wholes, torch.arange(len(members)), 0).cummax(0).values
         self._sizes = torch.tensor([len(rows) for _, rows in members], dtype=torch.int64)
+        self._firsts: list[int] = (self._sizes.cumsum(0) - self._sizes).tolist()
         if len(members) != len(batch) or "trajectory_reward" in batch or "call_rewards" in batch:
             self.batch = self._merged()
 
@@ -96,10 +97,6 @@ class Episodes:
             return torch.zeros(len(self.trajectories.sequence), dtype=torch.float64)
         return self.trajectories.at_written(_filled(self.rows, "call_rewards"))
 
-    @property
-    def _firsts(self) -> list[int]:
-        return (self._sizes.cumsum(0) - self._sizes).tolist()
-
     @cached_property
     def _own_rewards(self) -> Tensor:
         """`[S]`: each trajectory's own reward, or the episode's. NaN where the episode has no reward."""
@@ -112,11 +109,10 @@ class Episodes:
 
     def _merged(self) -> Batch:
         lengths = self.rows.lengths("response_tokens")
-        firsts = self._firsts
-        batch = self.rows.take(firsts)
+        batch = self.rows.take(self._firsts)
         columns: dict[str, Any] = {}
         ends = [0, *accumulate(lengths)]
-        offsets = [ends[first] for first in firsts] + ends[-1:]
+        offsets = [ends[first] for first in self._firsts] + ends[-1:]
         for name in self.rows.columns:
             values = self.rows.arrow(name)
             # The tokens of an episode are already adjacent: its columns only get coarser offsets.

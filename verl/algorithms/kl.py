@@ -49,20 +49,13 @@ def kl_estimate(
         bound: of the exponent in k3, in nats. Beyond it k3 grows linearly, and its gradient stays that at the bound.
     """
     check_estimator(estimator)
-    base, difference = estimator.removesuffix("+"), log_probs - ref_log_probs
-    kind = _ALIASES.get(base, base)
-    if kind == "k1":
-        value = difference
-    elif kind == "abs":
-        value = difference.abs()
-    elif kind == "k2":
-        value = 0.5 * difference.square()
-    else:
+    name, difference = estimator.removesuffix("+"), log_probs - ref_log_probs
+    k2, kind = 0.5 * difference.square(), _ALIASES.get(name, name)
+    if kind == "k3":
         value = bounded(-difference, -bound, bound).exp() - 1 + difference
-    if base == estimator:
-        return value
-    k2 = 0.5 * difference.square()
-    return k2 - k2.detach() + value.detach()
+    else:
+        value = {"k1": difference, "k2": k2, "abs": difference.abs()}[kind]
+    return k2 - k2.detach() + value.detach() if estimator.endswith("+") else value
 
 
 def kl_of_token(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class KTO(BaseAlgorithm):
     unread = NOT_BY_TOKEN
     read_with: ClassVar = {"kl_rows": ("loss_type", "kto")}
     online: ClassVar[bool] = False
-    needs_log_probs: ClassVar[bool] = True
+    needs_log_probs = True
     samples_per_prompt: ClassVar[int] = 4
 
     beta: Positive = 0.1

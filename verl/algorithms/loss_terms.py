@@ -24,49 +24,55 @@ class LossInput:
 
     A loss is additive over micro-batches and ranks: a sum over what is here, divided by counts of the whole
     mini-batch on all ranks (`weights` has the division done). Then no split can change the gradient.
+
+    Attributes:
+        log_probs: `[R]`, with gradient: log-probs of the response tokens, of temperature-scaled logits (an LM head).
+            This, the entropy and columns of log-probs are 0 where `mask` is False: the head skips these tokens.
+        entropy: `[R]`, with gradient: entropy, in nats, of the distribution of each token; None unless the loss needs
+            it. Without a gradient where only `LossNeeds.statistics` asks for it.
+        mean_logits: `[R]`: the mean over the vocabulary of the logits of each token; None unless statistics are asked
+            for.
+        is_top: `[R]`: 1 where no token of the vocabulary is likelier than the response's, else 0; None as
+            `mean_logits`.
+        values: `[R]`, with gradient: value of the state before each response token (a critic's head).
+        scores: `[S]`, with gradient: one number a row (a reward model's head).
+        weights: `[R]`: aggregation weights over the mini-batch on all ranks: `loss = (weights * per_token).sum()`.
+        mask: `[R]` bool: the `response_mask`; False on tokens the policy did not write.
+        sequence: `[R]` int64: the row, 0..S-1, of each token.
+        num_sequences: S.
+        total_sequences: rows of the whole mini-batch on all ranks.
+        total_tokens: tokens with `mask` set in the whole mini-batch on all ranks.
+        total_active: tokens with a weight other than 0 in the whole mini-batch on all ranks: without those that were
+            rejected.
+        total_groups: groups of the whole mini-batch on all ranks.
+        computed_tokens: of `total_active` those in rows that are computed, for the means of metrics; without it, all.
+        computed_sequences: of `total_sequences` those that are computed; see `verl.training.micro_batch`.
+        columns: number columns of the batch: token-aligned `[R]`, one a row `[S]`; `group` as an int64 index `[S]`.
     """
 
     log_probs: Tensor | None = None
-    """`[R]`, with gradient: log-probs of the response tokens, of temperature-scaled logits (an LM head). This, the
-    entropy and columns of log-probs are 0 where `mask` is False: the head skips these tokens."""
     entropy: Tensor | None = None
-    """`[R]`, with gradient: entropy, in nats, of what each token was drawn from; None unless the loss needs it. Without
-    a gradient where only `LossNeeds.statistics` asks for it."""
     mean_logits: Tensor | None = None
-    """`[R]`: the mean over the vocabulary of the logits of each token; None unless statistics are asked for."""
     is_top: Tensor | None = None
-    """`[R]`: 1 where no token of the vocabulary is likelier than the response's, else 0; None as `mean_logits`."""
     values: Tensor | None = None
-    """`[R]`, with gradient: value of the state before each response token (a critic's head)."""
     scores: Tensor | None = None
-    """`[S]`, with gradient: one number a row (a reward model's head)."""
     weights: Tensor
-    """`[R]`: aggregation weights over the mini-batch on all ranks: `loss = (weights * per_token).sum()`."""
     mask: Tensor
-    """`[R]` bool: the `response_mask`; False on tokens the policy did not write."""
     sequence: Tensor
-    """`[R]` int64: the row, 0..S-1, of each token."""
     num_sequences: int
-    """S."""
     total_sequences: int
-    """Rows of the whole mini-batch on all ranks."""
     total_tokens: int
-    """Tokens with `mask` set in the whole mini-batch on all ranks."""
     total_active: int
-    """Tokens with a weight other than 0 in the whole mini-batch on all ranks: without those that were rejected."""
     total_groups: int
-    """Groups of the whole mini-batch on all ranks."""
     computed_tokens: int = -1
-    """Of `total_active` those in rows that are computed, for the means of metrics; without it, all."""
     computed_sequences: int = -1
-    """Of `total_sequences` those that are computed; see `verl.training.micro_batch`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Number columns of the batch: token-aligned `[R]`, one a row `[S]`; `group` as an int64 index `[S]`."""
 
     def __post_init__(self) -> None:
-        for name, every in (("computed_tokens", self.total_active), ("computed_sequences", self.total_sequences)):
-            if getattr(self, name) < 0:
-                object.__setattr__(self, name, every)
+        if self.computed_tokens < 0:
+            object.__setattr__(self, "computed_tokens", self.total_active)
+        if self.computed_sequences < 0:
+            object.__setattr__(self, "computed_sequences", self.total_sequences)
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
         """`[R]` -> `[S]`: the sum over each row's tokens (0 for an empty response). Differentiable."""

@@ -34,6 +34,7 @@ _LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "apo_zero": lambda a, b: 1 - torch.sigmoid(a) + torch.sigmoid(b),
     "apo_down": lambda a, b: torch.sigmoid(a) + 1 - torch.sigmoid(a - b),
 }
+_COLUMNS: tuple[str, ...] = ("group", "label")
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", "aot")
 
 
@@ -116,7 +117,7 @@ class PreferenceAlgorithm(BaseAlgorithm):
     """Base of the pair losses of language models. `beta` scales the implicit reward."""
 
     roles = frozenset({"actor", "reference"})
-    loss_columns: ClassVar[tuple[str, ...]] = ("group", "label", "ref_log_probs")
+    loss_columns = (*_COLUMNS, "ref_log_probs")
     unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True
@@ -198,14 +199,8 @@ class DPO(PreferenceAlgorithm):
             )
         if not self.label_smoothing and self.loss_type == "exo_pair":
             raise ConfigError("dpo: loss_type='exo_pair' needs label_smoothing above 0, such as 0.001")
-
-    @property
-    def needs_log_probs(self) -> bool:  # type: ignore[override]
-        return self.loss_type == "aot"
-
-    @property
-    def loss_columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*super().loss_columns, *(("aot_shift",) if self.loss_type == "aot" else ()))
+        if self.loss_type == "aot":
+            self.needs_log_probs, self.loss_columns = True, (*self.loss_columns, "aot_shift")
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, metrics = super().prepare(batch)
@@ -257,7 +252,7 @@ class WithoutReference(PreferenceAlgorithm):
     """Base of those that compare log-probs per token instead."""
 
     roles = frozenset({"actor"})
-    loss_columns: ClassVar[tuple[str, ...]] = ("group", "label")
+    loss_columns = _COLUMNS
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
         return sequence_log_probs(x, log_probs) / sequence_tokens(x)
@@ -300,7 +295,7 @@ class ORPO(WithoutReference):
     def token_weights(self, batch: Batch) -> Tensor:
         """One over the tokens of all chosen responses; 0 on the rejected."""
         responses = Responses(batch)
-        chosen = responses.spread(batch.tensor("label", torch.float64)) > 0.5
+        chosen = batch.tensor("label", torch.float64)[responses.sequence] > 0.5
         return aggregation_weights(responses.written & chosen, responses.sequence, responses.rows)
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -328,7 +323,7 @@ class RewardModel(BaseAlgorithm):
     """
 
     roles = frozenset({"actor"})
-    loss_columns = ("group", "label")
+    loss_columns = _COLUMNS
     unread = NOT_BY_TOKEN
     online: ClassVar[bool] = False
     coupled: ClassVar[bool] = True

@@ -20,7 +20,16 @@ from torch import Tensor
 from verl._base.record import Count, NotNegative, Number, Positive
 from verl.algorithms import correction
 from verl.algorithms.advantages import group_equal
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs, present, states
+from verl.algorithms.base import (
+    ACTOR_COLUMNS,
+    BaseAlgorithm,
+    Loss,
+    LossInput,
+    drop_abstained,
+    old_log_probs,
+    present,
+    states,
+)
 from verl.algorithms.episodes import Episodes
 from verl.algorithms.kl import MAX_LOG_RATIO, adapted, check_estimator, kl_estimate
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
@@ -81,6 +90,7 @@ class PolicyGradient(BaseAlgorithm):
         rollout_rs, rollout_rs_threshold, rollout_rs_lower: rejection between them.
     """
 
+    loss_columns = (*ACTOR_COLUMNS, "rollout_log_probs", "rollout_is_weights")
     no_gradient_at_zero: ClassVar[bool] = True
     #: A statement about `estimate` and the rewards that it reads, lost when they are overridden, as
     #: `no_gradient_at_zero` is: advantages are 0 where all samples of a prompt, of several, have one reward.
@@ -117,6 +127,17 @@ class PolicyGradient(BaseAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # By "ratio" the old policy is the engine. Without a ratio, only the correction reads old log-probs.
+        self.keeps_old_log_probs = self.rollout_is == "ratio"
+        corrects = self.has_ratio or self.rollout_is is not None or self.rollout_rs is not None
+        self.needs_old_log_probs &= corrects and not self.keeps_old_log_probs
+        self.needs_entropy = self.entropy_coeff != 0
+        if self.kl_in == "loss":
+            self.loss_columns += ("ref_log_probs", "kl_coef")
+        if self.kl_in != "none":
+            self.roles |= {"reference"}
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        self.clip_bounds = (self.clip_ratio if low is None else low, self.clip_ratio if high is None else high)
         if self.kl_in != "none" and self.kl_target is not None and self.kl_coef == 0:
             raise ConfigError(
                 f"algorithm '{self.name}': kl_coef=0 stays 0 whatever kl_target asks for: give a kl_coef above 0 to "
@@ -128,7 +149,7 @@ class PolicyGradient(BaseAlgorithm):
                 "so that every weight would be 0: give a lower bound below 1 and a threshold above it, or leave "
                 "rollout_is_lower out"
             )
-        if self.by_ratio and (self.rollout_rs is not None or not self.has_ratio):
+        if self.keeps_old_log_probs and (self.rollout_rs is not None or not self.has_ratio):
             why = "its loss has no ratio" if self.rollout_rs is None else "rollout_rs reads the trainer's log-probs"
             raise ConfigError(f"algorithm '{self.name}': rollout_is='ratio', but {why}: write rollout_is='token'")
         if self.rollout_rs is not None:
@@ -144,38 +165,6 @@ class PolicyGradient(BaseAlgorithm):
         if option == "kl_estimator" and self.kl_in == "reward" and (self.kl_estimator or "").endswith("+"):
             return "a '+' is about the gradient, and a reward has none: leave the '+' out"
         return super().why_unread(option)
-
-    @property
-    def by_ratio(self) -> bool:
-        """Whether the loss's ratio is to the policy as the engine computed it."""
-        return self.rollout_is == "ratio"
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        return super().needs_old_log_probs and not self.by_ratio
-
-    @property
-    def keeps_old_log_probs(self) -> bool:
-        return super().keeps_old_log_probs or self.by_ratio
-
-    @property
-    def roles(self) -> frozenset[str]:
-        return frozenset({"actor", "reward"} | ({"reference"} if self.kl_in != "none" else set()))
-
-    @property
-    def loss_columns(self) -> tuple[str, ...]:
-        kl = ("ref_log_probs", "kl_coef") if self.kl_in == "loss" else ()
-        return ("old_log_probs", "rollout_log_probs", "advantages", "rollout_is_weights", *kl)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.entropy_coeff != 0
-
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """(low, high)."""
-        low, high = self.clip_ratio_low, self.clip_ratio_high
-        return self.clip_ratio if low is None else low, self.clip_ratio if high is None else high
 
     def token_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         """KL to the reference at each token, by the estimator in use."""
@@ -220,13 +209,13 @@ class PolicyGradient(BaseAlgorithm):
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, metrics = drop_abstained(batch, by_group=self.needs_groups)
-        if self.by_ratio:
+        if self.keeps_old_log_probs:
             # The loss's own ratio is the correction: its old policy is the engine that sampled.
             old = {"old_log_probs": batch.arrow("rollout_log_probs")}
             batch = batch.drop(["log_probs", "old_log_probs"]).add(old)
         batch, measured = self._correct(old_log_probs(batch))
         episodes = Episodes(batch)
-        batch, responses = episodes.rows, episodes.responses
+        responses = episodes.responses
         coefficient = self._kl_coef  # of this batch; measuring its KL moves it for the next
         penalty, kl_metrics = self._kl_penalty(responses)
         rewards, outcome = self._rewards(episodes)
@@ -240,11 +229,11 @@ class PolicyGradient(BaseAlgorithm):
         metrics |= measured | kl_metrics
         metrics["advantages/mean"] = float(advantages.mean()) if len(advantages) else 0.0
         metrics["advantages/abs_mean"] = float(advantages.abs().mean()) if len(advantages) else 0.0
+        prepared = episodes.trajectories.store(columns)
         if self.kl_in == "loss":
             # It travels in the batch, since the loss may run in another process, whose coefficient does not adapt.
-            batch = batch.add({"kl_coef": torch.full((len(batch),), coefficient, dtype=torch.float64)})
-            return Responses(batch).store(columns), metrics
-        return episodes.trajectories.store(columns), metrics
+            prepared = prepared.add({"kl_coef": torch.full((len(prepared),), coefficient, dtype=torch.float64)})
+        return prepared, metrics
 
     def terms(self, x: LossInput, active: Tensor) -> PolicyTerms:
         """The terms of a loss, 0 at tokens that are not `active`, `[R]`. Without a column `old_log_probs` the old
@@ -292,8 +281,9 @@ class PolicyGradient(BaseAlgorithm):
         outcome, trajectories = self.outcome_rewards(episodes.batch), episodes.trajectories
         if "token_rewards" in episodes.batch:
             token_rewards = trajectories.at_written(trajectories.tokens("token_rewards"))
-            added = self.own_outcome(episodes.batch)
-            return token_rewards + trajectories.at_last_token(episodes.spread(added)), outcome
+            return token_rewards + trajectories.at_last_token(
+                episodes.spread(self.own_outcome(episodes.batch))
+            ), outcome
         rewards = trajectories.at_last_token(episodes.at_end(outcome))
         return (rewards + episodes.at_calls if "call_rewards" in episodes.batch else rewards), outcome
 
@@ -306,7 +296,7 @@ class PolicyGradient(BaseAlgorithm):
             raise DataError("KL to the reference needs 'log_probs' or 'rollout_log_probs' of the policy in the batch")
         estimate = self.token_kl(responses.tokens("old_log_probs"), responses.tokens("ref_log_probs"))
         estimate = torch.where(responses.written, estimate, 0.0)
-        kl = float((responses.sum(estimate) / responses.count(responses.written).clamp(min=1)).mean())
+        kl = float((responses.sum(estimate) / responses.sum(responses.written).clamp(min=1)).mean())
         coefficient = self._kl_coef
         if self.kl_target is not None:
             self._kl_coef = adapted(coefficient, kl, responses.rows, self.kl_target, self.kl_horizon)

@@ -44,6 +44,7 @@ class PPO(PolicyGradient):
         gamma, lam: of GAE. cliprange_value: value clip; None: off.
     """
 
+    roles = PolicyGradient.roles | {"critic"}
     samples_per_prompt: ClassVar[int] = 1
     no_gradient_at_zero: ClassVar[bool] = True
 
@@ -52,10 +53,6 @@ class PPO(PolicyGradient):
     cliprange_value: Positive | None = 0.5
     kl_in: Literal["none", "reward", "loss"] = "reward"
     kl_target: Positive | None = 0.1
-
-    @property
-    def roles(self) -> frozenset[str]:
-        return super().roles | {"critic"}
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
         trajectories = e.episodes.trajectories

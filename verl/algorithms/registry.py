@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from verl._base.checked import checked
-from verl._base.names import give_name
+from verl._base.names import check_known, give_name
 from verl._base.record import Name
 from verl._host.user_functions import load_function
 from verl.algorithms.base import BaseAlgorithm
@@ -84,15 +84,18 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
             )
         return algorithm
     kind: Any = algorithm
-    if isinstance(kind, str):
-        kind = load_function(kind) if ".py:" in kind else _registered(kind)
+    if isinstance(algorithm, str):
+        if ".py:" in algorithm:
+            kind = load_function(algorithm)
+        elif algorithm in _ALGORITHMS:
+            kind = _ALGORITHMS[algorithm]
+            kind = resolve_name(kind) if isinstance(kind, str) else kind
+        else:
+            hint = nearest(algorithm, _ALGORITHMS)
+            raise ConfigError(f"no algorithm is called '{algorithm}': {hint} (one of your own: FILE.py:CLASS)")
     check_class(kind)
     known = {field.name for field in fields(kind) if field.init}
-    for option in options:
-        if option not in known:
-            raise ConfigError(
-                f"algorithm '{kind.name or kind.__name__}' has no option '{option}': {nearest(option, known)}"
-            )
+    check_known(f"algorithm '{kind.name or kind.__name__}' has no option", options, known)
     return kind(**options)  # type: ignore[no-any-return]
 
 
@@ -110,15 +113,3 @@ def default_algorithm(batch: Batch) -> BaseAlgorithm:
 def value_algorithm() -> BaseAlgorithm:
     """PPO without a reference model: its returns and its value loss."""
     return make_algorithm("ppo", kl_in="none", kl_target=None)
-
-
-def _registered(name: str) -> Any:
-    if name not in _ALGORITHMS:
-        raise ConfigError(
-            f"no algorithm is called '{name}': {nearest(name, _ALGORITHMS)} (one of your own: FILE.py:CLASS)"
-        )
-    known = _ALGORITHMS[name]
-    if not isinstance(known, str):
-        return known
-    module, _, qualname = known.rpartition(".")
-    return getattr(import_module(module), qualname)

@@ -19,21 +19,19 @@ from verl.errors import DataError
 
 
 class Responses:
-    """Lengths, masks and groups of a batch, and the way between row and token shapes."""
+    """Lengths, masks and groups of a batch, and the way between row and token shapes.
+
+    Attributes:
+        rows: S.
+        sequence: `[R]` int64, the row of each token; a number of each row `[S]` becomes one of each token by
+            `numbers[sequence]`.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.lengths: list[int] = batch.lengths("response_tokens")
-
-    @property
-    def rows(self) -> int:
-        """S."""
-        return len(self.lengths)
-
-    @cached_property
-    def sequence(self) -> Tensor:
-        """`[R]` int64: the row of each token."""
-        return torch.repeat_interleave(torch.arange(self.rows), torch.tensor(self.lengths, dtype=torch.int64))
+        self.rows = len(self.lengths)
+        self.sequence = torch.arange(self.rows).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
 
     @cached_property
     def position(self) -> Tensor:
@@ -55,12 +53,7 @@ class Responses:
     @cached_property
     def groups(self) -> Tensor:
         """`[S]` int64: number of each row's group, in order of appearance."""
-        return self._numbers(self.batch.group_indices())
-
-    @cached_property
-    def episodes(self) -> Tensor:
-        """`[S]` int64: number of each row's episode, in order of appearance."""
-        return self._numbers(self.batch.episode_indices())
+        return numbers_of(self.batch.group_indices(), self.rows)
 
     @property
     def rewards(self) -> Tensor:
@@ -85,16 +78,8 @@ class Responses:
         return self.batch.tensor(name, torch.float64)
 
     def sum(self, values: Tensor) -> Tensor:
-        """`[R]` -> `[S]`: the sum over each row's tokens."""
-        return sum_rows(values, self.sequence, self.rows)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """`[S]` -> `[R]`: each row's number at each of its tokens."""
-        return values[self.sequence]
-
-    def count(self, mask: Tensor) -> Tensor:
-        """`[R]` bool -> `[S]` fp64: how many of each row's tokens are set."""
-        return self.sum(mask.double())
+        """`[R]` -> `[S]` fp64: the sum over each row's tokens; of a mask, how many are set."""
+        return sum_rows(values.double(), self.sequence, self.rows)
 
     def at_last_token(self, outcome: Tensor) -> Tensor:
         """`[S]` -> `[R]`: each row's number at the last token that the policy wrote, 0 elsewhere."""
@@ -132,13 +117,15 @@ class Responses:
             {name: (v.to(floats) if v.is_floating_point() else v, self.lengths) for name, v in columns.items()}
         )
 
-    def _numbers(self, parts: Sequence[Sequence[int]]) -> Tensor:
-        numbers = torch.zeros(self.rows, dtype=torch.int64)
-        for number, members in enumerate(parts):
-            numbers[members] = number
-        return numbers
-
     def _mask(self, name: str) -> Tensor:
         if name not in self.batch:
             return torch.ones(len(self.sequence), dtype=torch.bool)
         return self.tokens(name) != 0
+
+
+def numbers_of(parts: Sequence[Sequence[int]], rows: int) -> Tensor:
+    """`[rows]` int64: for each row the number of the part that it is in."""
+    numbers = torch.zeros(rows, dtype=torch.int64)
+    for number, members in enumerate(parts):
+        numbers[members] = number
+    return numbers

@@ -45,6 +45,7 @@ class SafeRLHF(PolicyGradient):
         lambda_delay: batches before the first update; lambda_window: samples whose costs are averaged.
     """
 
+    roles = PolicyGradient.roles | {"cost"}
     no_gradient_at_zero: ClassVar[bool] = True
     read_with: ClassVar = {
         "norm_adv_by_std": ("baseline", "group"),
@@ -71,17 +72,12 @@ class SafeRLHF(PolicyGradient):
         super().__post_init__()
         if self.lambda_lr and not self.lambda_min <= self.lambda_init <= self.lambda_max:
             raise ConfigError(f"{self.name} needs lambda_min <= lambda_init <= lambda_max (or lambda_lr=0)")
+        self.needs_groups = self.baseline == "group"
+        if not self.needs_groups:
+            self.roles |= {"critic", "cost_critic"}
         self.price = self._accumulated = self.lambda_init
         self._batches = 0
         self._costs: deque[float] = deque(maxlen=self.lambda_window)
-
-    @property
-    def roles(self) -> frozenset[str]:
-        return super().roles | {"cost"} | ({"critic", "cost_critic"} if self.baseline == "critics" else set())
-
-    @property
-    def needs_groups(self) -> bool:
-        return self.baseline == "group"
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, abstained = drop_abstained(batch, ("reward", "cost"), by_group=self.needs_groups)
@@ -92,17 +88,16 @@ class SafeRLHF(PolicyGradient):
         return prepared, {**metrics, **abstained, "cost/mean": mean, "lambda": self.price}
 
     def estimate(self, e: Experience) -> dict[str, Tensor]:
-        outcome_cost = e.batch.tensor("cost", torch.float64)
         if self.baseline == "group":
-            groups, spread = e.responses.groups, e.responses.spread
-            reward = spread(grpo(e.outcome, groups, self.norm_adv_by_std))
-            cost = spread(grpo(outcome_cost + e.responses.sum(e.kl_penalty), groups, self.norm_adv_by_std))
-            return {"advantages": self._combine(reward, cost)}
+            outcome_cost = e.batch.tensor("cost", torch.float64) + e.responses.sum(e.kl_penalty)
+            of_group = [grpo(x, e.responses.groups, self.norm_adv_by_std) for x in (e.outcome, outcome_cost)]
+            reward, cost = (x[e.responses.sequence] for x in of_group)
+            return {"advantages": (reward - self.price * cost) / (1 + self.price)}
         rows = e.episodes.trajectories
         reward, returns = gae(e.token_rewards, rows.tokens("values"), rows, self.gamma, self.lam)
         costs = rows.at_last_token(e.episodes.rows.tensor("cost", torch.float64)) + e.kl_penalty
         cost, cost_returns = gae(costs, rows.tokens("cost_values"), rows, self.gamma, self.lam)
-        advantages = whiten(self._combine(reward, cost), e.responses.trained)
+        advantages = whiten((reward - self.price * cost) / (1 + self.price), e.responses.trained)
         return {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
 
     def compute_critic_loss(self, x: LossInput) -> Loss:
@@ -120,9 +115,6 @@ class SafeRLHF(PolicyGradient):
         self.price, self._accumulated = float(state["lambda"]), float(state["accumulated"])
         self._batches = int(state["batches"])
         self._costs = deque(map(float, state["costs"]), maxlen=self.lambda_window)
-
-    def _combine(self, reward: Tensor, cost: Tensor) -> Tensor:
-        return (reward - self.price * cost) / (1 + self.price)
 
     def _ascend(self, costs: list[float]) -> None:
         """One step, by the costs of this batch and the window; none if the batch brought no cost."""

@@ -515,7 +515,7 @@ class Actor(ModelHandle[ActorWorker]):
         # The only step on the policy's own samples takes the detached log-probs of its own forward for the old ones
         # (`MiniBatch`), so that the ratio is exactly 1: with those of `prepare`, or of the engine, it would be off by
         # rounding. A column that is left out here is what tells the loss so.
-        if first and not algorithm.keeps_old_log_probs:
+        if first and not (algorithm.keeps_old_log_probs or algorithm.needs_log_probs):
             prepared = prepared.drop(["old_log_probs"])
         # The engine's log-probs are measured against the trainer's of the same weights: in such a step those of its
         # forward; else `prepare` has done it, with the log-probs from before the update.
