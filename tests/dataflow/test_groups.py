@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 from verl.batch import Batch
 from verl.dataflow import loop
-from verl.dataflow.calls import DEADLINE, NodeLock
+from verl.dataflow.calls import DEADLINE
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import ANY, Graph, Node
 from verl.errors import ClusterError, DataError, RewardError, RolloutError, TrainingError
@@ -28,13 +28,9 @@ from verl.trainer.step import draw
 PROMPTS = Batch.from_columns({"group": ["p0", "p1", "p2"], "answer": [10, 11, 12]})
 
 
-def run_graph(
-    graph: Graph, batch: Batch, *, deadline: float = DEADLINE, locks: Mapping[str, NodeLock] | None = None
-) -> Result:
+def run_graph(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
     """Run all nodes of a graph, from synchronous code."""
-
     run = Run(deadline=deadline)
-    run.locks |= locks or {}
     return run.wait(draw(graph, batch, run))
 
 
@@ -284,6 +280,16 @@ def test_lost_samples_are_counted_and_the_rest_goes_on() -> None:
             Node(name="n", run=lambda b: Batch.from_columns({"y": [1] * len(b)}), inputs=("group",)),
             DataError,
             r"'n' returned has undeclared \['y'\]",
+        ),
+        (
+            Node(
+                name="n",
+                run=lambda b: Batch.from_columns({c: [1] * len(b) for c in ("bonus", "bonus/a", "bonuses")}),
+                inputs=("group",),
+                outputs=("bonus?", "bonus/*"),
+            ),
+            DataError,
+            r"'n' returned has undeclared \['bonuses'\]",
         ),
         (
             Node(name="n", run=lambda b: Batch.from_columns({"x": [1] * 9}), inputs=("group",), outputs=("x",)),

@@ -209,7 +209,7 @@ class AutomaticCheckpoints:
         Returns:
             Why the disk did not take it, which is also logged.
         """
-        with trainer.models_idle():
+        with trainer.runner.models.hold():
             if trainer.steps not in (self.saved, self._pending and self._pending.step):
                 self.finish()
                 start()

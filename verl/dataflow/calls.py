@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from verl._host.user_calls import LateError, UserCode, is_async, is_users, watching, within
 from verl._host.user_code import describe, line_of
@@ -77,12 +77,6 @@ class NodeLock:
             loop.run_sync(held.__aexit__(None, None, None))
 
 
-class _Call(NamedTuple):
-    name: str
-    role: str
-    limit: float
-
-
 class TimedCalls:
     """The calls of one part of a step: each has a timeout, is timed, and is named in its errors.
 
@@ -99,37 +93,48 @@ class TimedCalls:
         self._closing: list[loop.Job] = []
 
     async def in_thread(
-        self, name: str, function: Callable[..., T], *args: Any, role: str = "", limit: float | None = None
+        self,
+        name: str,
+        function: Callable[..., T],
+        *args: Any,
+        role: str = "",
+        limit: float | None = None,
+        rows: int = 0,
     ) -> T:
-        """Call a plain function in the compute thread."""
-        call = _Call(name, role or name, limit or self.deadline)
-        return await self._compute(call, 0, function, *args)  # type: ignore[no-any-return]
+        """Call a plain function in the compute thread; its deadline begins when the thread gets to it."""
+        limit = limit or self.deadline
+        job = loop.submit(watching(function, f"node '{name}'", limit), *args)
+        self._running.add(job)
+        await asyncio.shield(asyncio.wrap_future(job.started))
+        result = within(asyncio.shield(asyncio.wrap_future(job.result)), limit)
+        value: T = await self._timed(name, role, rows, limit, result, job)
+        self._running.discard(job)
+        return value
 
     async def run(self, node: Node, batch: Batch, rows: int) -> Any:
         """`node.run(batch)`; `rows` is the length of the batch, which may have no columns."""
-        call = self._call(node)
         if not is_async(node.run):
-            return await self._compute(call, rows, node.run, batch)
-        with self._timed(call, rows):
-            if not is_users(node.run):
-                return await self._bounded(call, within(node.run(batch), call.limit))
-            # An async function of the user's may block its event loop, which must not be ours.
-            code = UserCode(f"node '{node.name}'")
-            return await self._bounded(call, within(code.call(call.limit, node.run, batch), None))
+            return await self.in_thread(node.name, node.run, batch, role=node.role, limit=node.deadline, rows=rows)
+        limit = node.deadline or self.deadline
+        if is_users(node.run):  # which may block its event loop: that must not be ours
+            result = within(UserCode(f"node '{node.name}'").call(limit, node.run, batch), None)
+        else:
+            result = within(node.run(batch), limit)
+        return await self._timed(node.name, node.role, rows, limit, result)
 
     async def stream(self, node: Node, prompts: Batch) -> AsyncGenerator[Any, None]:
         """Batches of a source, each wait bounded. However it ends, the source is closed and frees its engine."""
-        call = self._call(node)
-        stream = await self._compute(call, 0, node.run, prompts)
+        options: dict[str, Any] = {"role": node.role, "limit": node.deadline}
+        stream = await self.in_thread(node.name, node.run, prompts, **options)
         if not isinstance(stream, AsyncIterator | Iterator):
             raise DataError(f"source '{node.name}' returned {type(stream).__name__}: return an iterator of batches")
         try:
             while True:
                 if isinstance(stream, AsyncIterator):
-                    with self._timed(call, 0):
-                        value = await self._bounded(call, within(anext(stream, _END), call.limit))
+                    limit = node.deadline or self.deadline
+                    value = await self._timed(node.name, node.role, 0, limit, within(anext(stream, _END), limit))
                 else:
-                    value = await self._compute(call, 0, next, stream, _END)
+                    value = await self.in_thread(node.name, next, stream, _END, **options)
                 if value is _END:
                     return
                 yield value
@@ -142,10 +147,7 @@ class TimedCalls:
     async def settle(self) -> None:
         """Wait until sources are closed and, after a failure, running calls have ended."""
         running = [job for job in self._running if not job.result.cancel()]
-        waits = [asyncio.wrap_future(job.result) for job in [*running, *self._closing]]
-        self._running.clear()
-        self._closing.clear()
-        if waits:
+        if waits := [asyncio.wrap_future(job.result) for job in [*running, *self._closing]]:
             done, _ = await asyncio.wait(waits, timeout=self.deadline)
             for future in done:
                 future.exception()
@@ -164,45 +166,28 @@ class TimedCalls:
             "The stacks of all threads are in the log; a longer deadline may be set"
         )
 
-    def _call(self, node: Node) -> _Call:
-        return _Call(node.name, node.role or node.name, node.deadline or self.deadline)
-
-    @contextmanager
-    def _timed(self, call: _Call, rows: int) -> Iterator[None]:
-        timing = self.timings.setdefault(call.name, Timing(call.role))
+    async def _timed(
+        self, name: str, role: str, rows: int, limit: float, result: Awaitable[Any], job: loop.Job | None = None
+    ) -> Any:
+        """What is awaited, with its time noted, and with errors that name it."""
+        timing = self.timings.setdefault(name, Timing(role or name))
         timing.calls += 1
         timing.rows += rows
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            timing.add(self._epoch + start, self._epoch + time.perf_counter())
-
-    async def _compute(self, call: _Call, rows: int, function: Any, *args: Any) -> Any:
-        """A call in the compute thread; its deadline begins when the thread gets to it."""
-        job = loop.submit(watching(function, f"node '{call.name}'", call.limit), *args)
-        self._running.add(job)
-        await asyncio.shield(asyncio.wrap_future(job.started))
-        with self._timed(call, rows):
-            result = asyncio.shield(asyncio.wrap_future(job.result))
-            value = await self._bounded(call, within(result, call.limit), job)
-        self._running.discard(job)
-        return value
-
-    async def _bounded(self, call: _Call, result: Awaitable[Any], job: loop.Job | None = None) -> Any:
-        where = None
         try:
             return await result
         except LateError as error:
             where = error.where
         except VerlError as error:
-            raise type(error)(f"node '{call.name}': {error}") from error
+            raise type(error)(f"node '{name}': {error}") from error
         except Exception as error:
-            raise TrainingError(f"node '{call.name}' failed: {describe(error)}") from error
+            raise TrainingError(f"node '{name}' failed: {describe(error)}") from error
+        finally:
+            timing.add(self._epoch + start, self._epoch + time.perf_counter())
         # A thread cannot be stopped from outside. The one that is stuck is left behind, and calls that wait for it go
         # to a new one: the process can still report the error, save and end.
         if job is not None:
             where = line_of(job.thread)
             self._running.discard(job)
             loop.abandon(job)
-        raise self.stalled(call.name, call.limit, where=where)
+        raise self.stalled(name, limit, where=where)

@@ -11,8 +11,8 @@ import asyncio
 import math
 import time
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from verl.batch import Batch
 from verl.dataflow.calls import NodeLock, TimedCalls, Timing
-from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.graph import ANY, SLOT, Graph, Node
 from verl.errors import DataError, RolloutError, nearest
 
 T = TypeVar("T")
@@ -61,22 +61,19 @@ def combined(calls: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
             values[name].append((max(rows, 1), value))
     out = {}
     for name, pairs in values.items():
+        is_sum = name.endswith("/count")
         if name.endswith("/max"):
             out[name] = max(value for _, value in pairs)
-        elif name.endswith("/count"):
-            out[name] = _sum([value for _, value in pairs])
-        elif len(pairs) == 1:
+        elif len(pairs) == 1 and not is_sum:
             out[name] = pairs[0][1]
         else:
-            out[name] = _sum([rows * value for rows, value in pairs]) / sum(rows for rows, _ in pairs)
+            terms = [value if is_sum else rows * value for rows, value in pairs]
+            try:
+                total = math.fsum(terms)
+            except (OverflowError, ValueError):  # too large for a float, or infinities of both signs
+                total = sum(terms)
+            out[name] = total if is_sum else total / sum(rows for rows, _ in pairs)
     return out
-
-
-def _sum(values: Sequence[float]) -> float:
-    try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):  # too large for a float, or infinities of both signs
-        return sum(values)
 
 
 class GraphRun:
@@ -84,38 +81,38 @@ class GraphRun:
 
     Args:
         batch: prompts, where the graph has a source; else samples.
-        locks: by slot, those that several runs share; other slots are locked within this run.
+        models: the lock of the models' slot, which several runs share; other slots are locked within this run.
 
     Raises:
         DataError: the batch lacks columns that nodes read.
     """
 
-    def __init__(self, graph: Graph, batch: Batch, calls: TimedCalls, locks: Mapping[str, NodeLock]) -> None:
+    def __init__(self, graph: Graph, batch: Batch, calls: TimedCalls, models: NodeLock) -> None:
         # Nodes after a source work on samples, which bring columns of their own: checked when they are there.
         for node in [graph.source] if graph.source is not None else graph.nodes.values():
             for column, is_needed in node.reads.items():
                 if is_needed and column not in batch and (column not in graph.writers or node is graph.source):
                     raise DataError(f"node '{node.name}' reads column '{column}', which the batch lacks: {batch!r}")
         self.graph, self.batch, self._calls = graph, batch, calls
-        self._locks: dict[str, NodeLock] = defaultdict(NodeLock, locks)
+        self._locks: dict[str, NodeLock] = defaultdict(NodeLock, {SLOT: models})
         #: The samples that each group will have: the id, and the row of the batch it comes from.
         self._planned = _plan(graph.source, batch)
         self._metrics: dict[str, list[tuple[int, dict[str, float]]]] = defaultdict(list)
         self._base = graph.source.name if graph.source else ""
-        self._ran = [node.name for node in graph.of_kind("source", "rows", "batch", "forward")]
-        # What a node has written of a group: the rows that it kept, by their numbers in the group, and their columns.
-        # Each is a future, so that a reader waits for just the groups that it works on.
+        self._ran = [node.name for node in graph.of_kind("rows", "batch", "forward")]
+        # What a node has written of a group: the rows that it kept, by their numbers in the group, and its columns of
+        # all rows, null in the others. Each is a future, so that a reader waits for just the groups that it works on.
         future = asyncio.get_running_loop().create_future
-        self._written: dict[str, list[asyncio.Future[tuple[Sequence[int], Batch]]]] = {
+        self._written: dict[str, list[asyncio.Future[tuple[set[int], Batch]]]] = {
             name: [future() for _ in self._planned] for name in (self._base, *self._ran)
         }
         if graph.source is None:
             for number, samples in enumerate(self._planned):
-                self.take(number, batch.slice(samples[0][1], len(samples)))
+                self._take(number, batch.slice(samples[0][1], len(samples)))
 
-    def take(self, number: int, samples: Batch) -> None:
+    def _take(self, number: int, samples: Batch) -> None:
         """Hand a group to the nodes that wait for it."""
-        self._written[self._base][number].set_result((range(len(samples)), samples))
+        self._written[self._base][number].set_result(({*range(len(samples))}, samples))
 
     async def run(self, node: Node) -> None:
         """Make all calls of a node, each as soon as its inputs are there."""
@@ -129,32 +126,30 @@ class GraphRun:
         await all_of(self._call(node, range(start, min(start + step, total))) for start in starts)
 
     def result(self) -> Result:
-        """All that was written, once all nodes are done.
+        """All that was written, once all nodes are done; null where a node dropped the row.
 
         Raises:
             DataError: two nodes wrote the same column or metric.
         """
         metrics: dict[str, float] = {}
-        for name in self._ran:
+        for name in (self._base, *self._ran):
             for key, value in combined(self._metrics[name]).items():
                 if key in metrics:
                     raise DataError(f"metric '{key}' of node '{name}' has been given by an earlier node already")
                 metrics[key] = value
-        whole = Batch.concat(map(self._whole_group, range(len(self._planned))))
-        return Result(whole, metrics, self._calls.timings)
-
-    def _whole_group(self, group: int) -> Batch:
-        """A group with all columns; null where a node dropped the row."""
-        _, whole = self._written[self._base][group].result()
-        count, writers = len(whole), dict.fromkeys(whole.columns, self._base)
-        for name in (name for name in self._ran if name != self._base):
-            kept, columns = self._written[name][group].result()
-            for column in columns.columns:
-                if column in writers:
-                    raise DataError(f"column '{column}' was written by '{name}' and by '{writers[column]}'")
-                writers[column] = name
-            whole = whole.add(columns if len(kept) == count else columns.among(kept, count))
-        return whole
+        groups = []
+        for number in range(len(self._planned)):
+            writers: dict[str, str] = {}
+            whole = Batch.from_columns({})
+            for name, written in self._written.items():
+                _, columns = written[number].result()
+                for column in columns.columns:
+                    if column in writers:
+                        raise DataError(f"column '{column}' was written by '{name}' and by '{writers[column]}'")
+                    writers[column] = name
+                whole = whole.add(columns)
+            groups.append(whole)
+        return Result(Batch.concat(groups), metrics, self._calls.timings)
 
     async def _call(self, node: Node, groups: range) -> None:
         """One call of a node: wait for its inputs, run it, hand out what it wrote."""
@@ -175,27 +170,28 @@ class GraphRun:
         for group, (present, _) in zip(groups, read, strict=True):
             start, end = end, end + len(present)
             low, high = bisect_left(kept, start), bisect_left(kept, end)
+            numbers = [present[index - start] for index in kept[low:high]]
+            total = len(self._written[self._base][group].result()[0])
             part = new.slice(low, high - low) if new.columns else new
-            self._written[node.name][group].set_result(([present[index - start] for index in kept[low:high]], part))
+            part = part.among(numbers, total) if len(numbers) < total and new.columns else part
+            self._written[node.name][group].set_result(({*numbers}, part))
 
-    async def _read(self, node: Node, group: int) -> tuple[Sequence[int], Batch]:
+    async def _read(self, node: Node, group: int) -> tuple[list[int], Batch]:
         """The rows of a group that all writers of a node's columns have kept, and these columns; also `id`, by which
         rows of its result are matched."""
         writers = {column: self.graph.writers.get(column, self._base) for column in node.reads}
         # "*" is every column of the samples and of all nodes before.
         whole = {self._base, *self.graph.before[node.name]} if ANY in node.inputs else set()
-        sources = {*writers.values(), *whole} - {self._base}
-        names = [self._base, *(name for name in self.graph.order if name in sources)]
-        written = {name: await asyncio.shield(self._written[name][group]) for name in names}
-        common = set.intersection(*(set(kept) for kept, _ in written.values()))
         columns = Batch.from_columns({})
-        for name, (kept, batch) in written.items():
-            reads = [c for c in node.reads if writers[c] == name] + (["id"] if name == self._base else [])
-            part = batch if name in whole else batch.select(dict.fromkeys(reads))
-            if part.columns and len(kept) > len(common):
-                part = part.take([index for index, row in enumerate(kept) if row in common])
-            columns = columns.add(part)
-        return sorted(common), columns
+        common: set[int] | None = None
+        for name in dict.fromkeys([self._base, *self.graph.order]):
+            if name == self._base or name in whole or name in writers.values():
+                kept, written = await asyncio.shield(self._written[name][group])
+                common = kept if common is None else common & kept
+                reads = [c for c in node.reads if writers[c] == name] + (["id"] if name == self._base else [])
+                columns = columns.add(written if name in whole else written.select(dict.fromkeys(reads)))
+        rows = sorted(common or ())
+        return rows, columns.take(rows) if columns.columns and len(rows) < len(columns) else columns
 
     def _accept(self, node: Node, value: Any, rows: int | None = None) -> Batch:
         """The columns a node returned; keeps its metrics for the result."""
@@ -210,15 +206,20 @@ class GraphRun:
             self._metrics[node.name].append((len(columns) if rows is None else rows, metrics))
         return columns
 
-    async def sampled(self) -> AsyncGenerator[tuple[int, Batch], None]:
-        """Groups from the source, each when its last sample is there: its number, and its samples in their order with
-        the columns of their prompts. Recorded samples are there from the beginning, and none comes."""
-        if (node := self.graph.source) is None:
-            return
+    async def sample(self, node: Node) -> None:
+        """Run the source. A group is handed on when its last sample is there, in their order with the columns of their
+        prompts; at the end those groups follow that have lost some."""
         expected = {id_: (group, n) for group, ids in enumerate(self._planned) for n, (id_, _) in enumerate(ids)}
         waiting: dict[int, dict[int, Batch]] = {group: {} for group in range(len(self._planned))}
         prompts = self.batch if ANY in node.inputs else self.batch.select(node.reads)
         certain = [column for column, is_certain in {**node.writes, "id": True}.items() if is_certain]
+
+        def complete(group: int) -> None:
+            parts = sorted(waiting.pop(group).items())
+            rows = [self._planned[group][n][1] for n, part in parts for _ in range(len(part))]
+            whole = Batch.concat(part for _, part in parts)
+            self._take(group, whole.add(self.batch.take(rows)) if parts else whole)
+
         async with self._locks[node.slot].held_by((self, node.name)):
             progress, limit = time.monotonic(), node.deadline or self._calls.deadline
             async with aclosing(self._calls.stream(node, prompts)) as stream:
@@ -231,23 +232,23 @@ class GraphRun:
                     elif time.monotonic() - progress > limit:
                         raise self._calls.stalled(node.name, limit, "gave no sample")
                     self._calls.timings[node.name].rows += len(samples)
-                    for id_, rows in _by_sample(samples):
-                        group, n = expected.pop(id_, (-1, 0))
+                    # A sample is a row, or several of an episode, which come together.
+                    names = samples["episode" if "episode" in samples else "id"] if len(samples) else []
+                    keys = names if "episode" in samples else [*enumerate(names)]
+                    for _, numbers in groupby(range(len(names)), keys.__getitem__):
+                        rows = [*numbers]
+                        group, n = expected.pop(names[rows[0]], (-1, 0))
                         if group < 0:
-                            raise RolloutError(f"source '{node.name}' gave sample '{id_}' twice, or unannounced")
+                            raise RolloutError(
+                                f"source '{node.name}' gave sample '{names[rows[0]]}' twice, or unannounced"
+                            )
                         waiting[group][n] = samples.take(rows)
                         if len(waiting[group]) == len(self._planned[group]):
-                            yield group, self._in_order(group, waiting.pop(group))
+                            complete(group)
         if expected:
             self._metrics[node.name].append((0, {f"{node.name}/missing/count": float(len(expected))}))
-        for group, samples_of_it in waiting.items():
-            yield group, self._in_order(group, samples_of_it)
-
-    def _in_order(self, group: int, samples: Mapping[int, Batch]) -> Batch:
-        order = sorted(samples)
-        whole = Batch.concat(samples[n] for n in order)
-        prompts = [self._planned[group][n][1] for n in order for _ in range(len(samples[n]))]
-        return whole.add(self.batch.take(prompts)) if order else whole
+        for group in [*waiting]:
+            complete(group)
 
 
 async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
@@ -284,31 +285,37 @@ def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
         names = batch["group"] if "group" in batch else [None] * len(batch)
         keys = [("row", row) if name is None else name for row, name in enumerate(names)]
         groups = [[(ids[row], row) for row in rows] for _, rows in groupby(range(len(batch)), keys.__getitem__)]
-    if source is not None and (twice := _twice([id_ for group in groups for id_, _ in group])) is not None:
+    times = Counter(id_ for group in groups for id_, _ in group)
+    if source is not None and (twice := next((id_ for id_, count in times.items() if count > 1), None)) is not None:
         raise DataError(f"two samples of source '{source.name}' would have the id '{twice}'")
     return groups
 
 
-def _by_sample(samples: Batch) -> list[tuple[str, list[int]]]:
-    """The rows of each sample by its id: one, or several of an episode, which come together."""
-    names = samples["episode" if "episode" in samples else "id"] if len(samples) else []
-    if "episode" not in samples:
-        return [(id_, [row]) for row, id_ in enumerate(names)]
-    return [(id_, [*rows]) for id_, rows in groupby(range(len(samples)), names.__getitem__)]
-
-
 def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:
-    """Which of the given rows a result has, ascending, and its new columns in that order.
+    """Which of the given rows a result has, ascending, and its new columns in that order. Its rows are those of the
+    same `id`, where both have one, else of the same position.
 
     A result may repeat the columns it was given, as they are; those are left out.
     """
     new = result.drop(read.columns)
+    wide = tuple(column.removesuffix(ANY) for column in node.outputs if column.endswith(ANY))
     missing = [column for column, is_certain in node.writes.items() if is_certain and column not in result]
-    extra = [column for column in new.columns if not node.may_write(column)]
+    extra = [column for column in new.columns if column not in node.writes and not column.startswith(wide)]
     if missing or extra:
         faults = ([f"lacks {missing}"] if missing else []) + ([f"has undeclared {extra}"] if extra else [])
         raise DataError(f"what node '{node.name}' returned {' and '.join(faults)}; it declares {list(node.outputs)}")
-    kept = _matched(node, read, result) if result.columns else list(range(len(read)))
+    kept = list(range(len(read)))
+    if "id" in read and "id" in result and result["id"] != read["id"]:
+        if (twice := next((id_ for id_, count in Counter(result["id"]).items() if count > 1), None)) is not None:
+            raise DataError(f"node '{node.name}' returned the row '{twice}' twice")
+        row_of = {id_: row for row, id_ in enumerate(read["id"])}
+        if unknown := [id_ for id_ in result["id"] if id_ not in row_of]:
+            raise DataError(f"node '{node.name}' returned rows that it was not given: {unknown[:3]}")
+        kept = [row_of[id_] for id_ in result["id"]]
+    elif result.columns and len(result) != len(read):
+        raise DataError(
+            f"node '{node.name}' returned {len(result)} rows for {len(read)}; to drop rows, return the ids of the rest"
+        )
     if changed := result.changed(read):
         raise DataError(
             f"node '{node.name}' returned other values of column '{changed[0]}', which it was given: columns are "
@@ -318,24 +325,3 @@ def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:
         raise DataError(f"row-wise node '{node.name}' returned {len(kept)} rows for {len(read)}")
     order = sorted(range(len(kept)), key=kept.__getitem__)
     return sorted(kept), new if order == list(range(len(kept))) else new.take(order)
-
-
-def _matched(node: Node, read: Batch, result: Batch) -> list[int]:
-    """For each row of a result, which of the given rows it is: by `id` where both have one, else by position."""
-    if "id" in read and "id" in result and result["id"] != read["id"]:
-        if (twice := _twice(result["id"])) is not None:
-            raise DataError(f"node '{node.name}' returned the row '{twice}' twice")
-        row_of = {id_: row for row, id_ in enumerate(read["id"])}
-        if unknown := [id_ for id_ in result["id"] if id_ not in row_of]:
-            raise DataError(f"node '{node.name}' returned rows that it was not given: {unknown[:3]}")
-        return [row_of[id_] for id_ in result["id"]]
-    if len(result) != len(read):
-        raise DataError(
-            f"node '{node.name}' returned {len(result)} rows for {len(read)}; to drop rows, return the ids of the rest"
-        )
-    return list(range(len(read)))
-
-
-def _twice(ids: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((id_ for id_ in ids if id_ in seen or seen.add(id_)), None)  # type: ignore[func-returns-value]

@@ -20,6 +20,8 @@ Kind = Literal["source", "rows", "batch", "forward", "update"]
 #: As an input: every column of the samples and of all nodes that come before by other columns or `after`.
 #: As an output: columns besides those named, known when they come.
 ANY = "*"
+#: The slot of the models of this process, which are mutually exclusive.
+SLOT = "model"
 #: Ends the name of a column that may be missing: "finish?" is read, or written, where there is one.
 OPTIONAL = "?"
 #: What prompts may bring of the columns the system knows; where a graph samples, a node has to write the others.
@@ -95,11 +97,6 @@ class Node:
         """The columns that it names as outputs, and whether it always writes them."""
         named = [column for column in self.outputs if not column.endswith(ANY)]
         return {column.removesuffix(OPTIONAL): not column.endswith(OPTIONAL) for column in named}
-
-    def may_write(self, column: str) -> bool:
-        """Whether its outputs allow for this column."""
-        begins = tuple(wide.removesuffix(ANY) for wide in self.outputs if wide.endswith(ANY))
-        return column in self.writes or column.startswith(begins)
 
 
 class Graph:

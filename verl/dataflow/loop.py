@@ -75,13 +75,7 @@ class _Threads:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.loop_thread: threading.Thread | None = None
 
-    def submit(self, job: Job) -> None:
-        self.jobs.put(job)
-        with self.lock:
-            if self.compute is None:
-                self._start_compute()
-
-    def _start_compute(self) -> None:
+    def start_compute(self) -> None:
         self.compute = threading.Thread(target=self._work, name="verl-compute", daemon=True)
         self.compute.start()
 
@@ -100,21 +94,6 @@ class _Threads:
             # or tensors that `sleep` and `release` are to free.
             del job
 
-    def abandon(self, job: Job) -> None:
-        """Give up on a call that does not return: waiting calls go to a new thread."""
-        with self.lock:
-            if self.running is job:
-                self.running = None
-                self._start_compute()
-
-    def event_loop(self) -> asyncio.AbstractEventLoop:
-        with self.lock:
-            if self.loop is None:
-                self.loop = asyncio.new_event_loop()
-                self.loop_thread = threading.Thread(target=self.loop.run_forever, name="verl-loop", daemon=True)
-                self.loop_thread.start()
-            return self.loop
-
     def end(self) -> None:
         """Wait a short while for both threads to end.
 
@@ -130,36 +109,41 @@ class _Threads:
 
 
 _threads = _Threads()
-
-
-def _after_fork() -> None:
-    # A forked child has none of the parent's threads.
-    global _threads
-    _threads = _Threads()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # a forked child has none of the parent's threads
+    os.register_at_fork(after_in_child=lambda: globals().update(_threads=_Threads()))
 atexit.register(lambda: _threads.end())
-
-
-def on_compute_thread() -> bool:
-    return threading.current_thread() is _threads.compute
 
 
 def submit(function: Callable[..., Any], *args: Any) -> Job:
     """Queue a call for the compute thread. From the compute thread itself the call is made at once."""
     job = Job(partial(function, *args))
-    if on_compute_thread():
+    if threading.current_thread() is _threads.compute:
         job.run()
-    else:
-        _threads.submit(job)
+        return job
+    _threads.jobs.put(job)
+    with _threads.lock:
+        if _threads.compute is None:
+            _threads.start_compute()
     return job
 
 
 def abandon(job: Job) -> None:
-    """Give up on a started call that does not return; the compute thread is replaced."""
-    _threads.abandon(job)
+    """Give up on a started call that does not return: the compute thread is replaced, and waiting calls go to the new
+    one."""
+    with _threads.lock:
+        if _threads.running is job:
+            _threads.running = None
+            _threads.start_compute()
+
+
+def begin(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Begin a coroutine on the shared loop, without waiting for it."""
+    with _threads.lock:
+        if _threads.loop is None:
+            _threads.loop = asyncio.new_event_loop()
+            _threads.loop_thread = threading.Thread(target=_threads.loop.run_forever, name="verl-loop", daemon=True)
+            _threads.loop_thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, _threads.loop)
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -172,38 +156,24 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         ClusterError: an async function blocks the loop; all stacks are logged.
         ConfigError: called from the loop itself, where the coroutine must be awaited.
     """
-    if on_compute_thread():
+    if threading.current_thread() is _threads.compute:
         return asyncio.run(coroutine)
+    if threading.current_thread() is _threads.loop_thread:
+        coroutine.close()
+        raise ConfigError("a synchronous call was made from an async node: make that function a plain one")
     hear_signals()
-    loop = _threads.event_loop()
+    future, loop = begin(coroutine), _threads.loop
+    assert loop is not None
+    beat = deque([time.monotonic()], maxlen=1)  # of the loop: the latest call that it has made for us
     try:
-        if asyncio.get_running_loop() is loop:
-            coroutine.close()
-            raise ConfigError("a synchronous call was made from an async node: make that function a plain one")
-    except RuntimeError:
-        pass
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    try:
-        return _wait(future, loop)
+        while not concurrent.futures.wait([future], timeout=min(1.0, LOOP_DEADLINE / 4)).done:
+            if time.monotonic() - beat[0] > LOOP_DEADLINE:
+                reason = f"the event loop has not moved for {LOOP_DEADLINE:g} s: an async function blocks it"
+                dump_stacks(reason)
+                _threads.loop = None
+                raise ClusterError(f"{reason} (let it await, or make it a plain function); all stacks are in the log")
+            loop.call_soon_threadsafe(beat.append, time.monotonic())
+        return future.result()
     except BaseException:
         future.cancel()
         raise
-
-
-def begin(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Begin a coroutine on the shared loop, without waiting for it."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _threads.event_loop())
-
-
-def _wait(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop) -> T:
-    beat = deque([time.monotonic()], maxlen=1)  # of the loop: the latest call that it has made for us
-    while True:
-        done, _ = concurrent.futures.wait([future], timeout=min(1.0, LOOP_DEADLINE / 4))
-        if done:
-            return future.result()
-        if time.monotonic() - beat[0] > LOOP_DEADLINE:
-            reason = f"the event loop has not moved for {LOOP_DEADLINE:g} s: an async function blocks it"
-            dump_stacks(reason)
-            _threads.loop = None
-            raise ClusterError(f"{reason} (let it await, or make it a plain function); all stacks are in the log")
-        loop.call_soon_threadsafe(beat.append, time.monotonic())

@@ -14,7 +14,7 @@ from verl._base.checked import checked
 from verl._base.record import Count
 from verl.algorithms import BaseAlgorithm
 from verl.batch import COMPUTED, EPISODE, SCHEMA, Batch
-from verl.dataflow.graph import ANY, OPTIONAL, Node
+from verl.dataflow.graph import ANY, OPTIONAL, SLOT, Node
 from verl.dataflow.scores import one_row_per_episode
 from verl.errors import ConfigError, shown
 from verl.rewards.scores import rounded
@@ -28,8 +28,6 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 
-#: The models of one process are mutually exclusive.
-SLOT = "model"
 _SAMPLE = ("response_tokens", "response_mask", "rollout_log_probs", "finish", "policy_version", "policy_id", "response")
 #: Columns of a sample that only some rollouts have: those of episodes, of prompts with a prefix, of a task with a
 #: temperature of its own.

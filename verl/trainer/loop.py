@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -232,7 +232,7 @@ class Loop:
         if self.checkpoints is None:
             return
         if not last and self.steps % self.checkpoints.every:
-            with self.models_idle():
+            with self.runner.models.hold():
                 self.checkpoints.finish(wait=False)
         elif (error := self.checkpoints.save(self._trainer, last=last)) is not None and last:
             raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
@@ -269,7 +269,7 @@ class Loop:
         """
         if self.checkpoints is not None:
             self.checkpoints.close()  # one save at a time
-        with self.models_idle():
+        with self.runner.models.hold():
             result = state.save(self._trainer, Path(path))
         if not result:
             raise CheckpointError(
@@ -339,10 +339,6 @@ class Loop:
         if self.checkpoints is None:
             raise ConfigError("this trainer has no automatic checkpoints: give it checkpoint_dir= and save_every=")
         return self.checkpoints
-
-    def models_idle(self) -> AbstractContextManager[Any]:
-        """No node of a task works on the models meanwhile."""
-        return self.runner.models_idle()
 
     def extra_files(self) -> dict[str, Any]:
         """Further files of a checkpoint, of this kind of trainer."""

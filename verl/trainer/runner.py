@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from verl.cluster.controller import start
 from verl.dataflow import loop
 from verl.dataflow.calls import DEADLINE, NodeLock, TimedCalls
 from verl.dataflow.graph import Graph
-from verl.dataflow.nodes import SLOT
 from verl.report.timeline import Span, TraceFile
 
 logger = logging.getLogger(__name__)
@@ -30,23 +29,16 @@ class Run:
 
     Attributes:
         spans: what worked when, and is in no step's record yet.
-        locks: by slot, those that all parts share.
+        models: held by what works on the models of this process.
         step: the number of the step, in the log and the trace.
     """
 
     def __init__(self, *, deadline: float = DEADLINE, timeline: str | Path | None = None) -> None:
-        self.deadline = deadline
+        self.deadline, self.step = deadline, 0
         self.spans: list[Span] = []
-        self.locks = {SLOT: NodeLock()}
+        self.models = NodeLock()
         self._trace = None if timeline is None else TraceFile(timeline)
-        self.step = 0
         self._noting = threading.Lock()
-
-    def take_spans(self) -> list[Span]:
-        """The work since the record of the step before, which includes the time between the two steps."""
-        with self._noting:
-            spans, self.spans = self.spans, []
-        return spans
 
     @asynccontextmanager
     async def calls(self, graph: Graph | None = None, *, in_step: bool = True) -> AsyncIterator[TimedCalls]:
@@ -77,16 +69,8 @@ class Run:
         """Note what worked when; from any thread."""
         spans = list(spans)
         with self._noting:
-            self.spans += spans if in_step else []
+            self.spans.extend(spans if in_step else ())
             for span in spans:
                 logger.debug("step %d: %s (%s) took %.3f s", self.step, span.node, span.role, span.seconds)
             if self._trace is not None:
                 self._trace.add(spans, self.step)
-
-    def models(self) -> AbstractAsyncContextManager[Any]:
-        """The models are this part's alone inside."""
-        return self.locks[SLOT].held_by(object())
-
-    def models_idle(self) -> AbstractContextManager[Any]:
-        """No node works on the models inside; from synchronous code."""
-        return self.locks[SLOT].hold()

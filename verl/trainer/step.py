@@ -42,11 +42,11 @@ async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) 
         DataError: a node returned other columns or rows than it declares.
     """
     async with run.calls(graph, in_step=in_step) as calls:
-        groups = GraphRun(graph, prompts, calls, run.locks)
+        groups = GraphRun(graph, prompts, calls, run.models)
 
         async def by_models() -> None:
-            async for number, samples in groups.sampled():  # sampling ...
-                groups.take(number, samples)  # ... while earlier groups are scored
+            if graph.source is not None:
+                await groups.sample(graph.source)  # sampling, while earlier groups are scored
             for forward in graph.of_kind("forward"):  # reference log-probs and values ...
                 await groups.run(forward)  # ... while rewards are waited for
 
@@ -73,7 +73,7 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
     the weighted sum of their losses."""
     together = sum(samples.samples for _, samples in drawn)
     all_prepared, losses, updates, metrics = list[Batch](), list[TaskLoss](), list[Metrics](), Metrics()
-    async with run.calls() as calls, run.models():
+    async with run.calls() as calls, run.models.held_by(object()):
         for updater, samples in drawn:
             algorithm, limit = updater.algorithm, deadline_of(actor)
             # Advantages, returns, weights; before them the log-probs before the update, where they are needed.

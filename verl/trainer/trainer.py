@@ -349,7 +349,9 @@ class Trainer(Loop):
     def _finish_step(self, record: dict[str, Any], began: float) -> dict[str, Any]:
         """What every step ends with: its time, its log record, a checkpoint where one is due."""
         seconds = time.perf_counter() - began
-        self._add(record, {"time/step": seconds, **busy_shares(self.runner.take_spans(), seconds)})
+        spans = self.runner.spans[:]  # also of the time since the step before; threads add more meanwhile
+        del self.runner.spans[: len(spans)]
+        self._add(record, {"time/step": seconds, **busy_shares(spans, seconds)})
         self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
         self.steps += 1
         updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
