@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import typing
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import Field
@@ -28,13 +27,6 @@ _Steps = Annotated[int, Field(lt=2**31)]
 _Mapping = Mapping[str, Any] | str | None  # a command line has JSON
 
 
-def _default(name: str) -> Any:
-    """TRL's default of an argument that has no effect here."""
-    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    default = DEFAULTS.get(name, theirs.get(name))
-    return None if default is dataclasses.MISSING else getattr(default, "value", default)
-
-
 def _record(**others: tuple[Any, str]) -> Callable[[type[ConfigT]], type[ConfigT]]:
     """Decorator: a dataclass of the arguments that are mapped here and of TRL's others.
 
@@ -49,12 +41,23 @@ def _record(**others: tuple[Any, str]) -> Callable[[type[ConfigT]], type[ConfigT
             cls.__annotations__[name] = bool if is_flag else yaml.safe_load if hint else str | None
             field: Any = dataclasses.field(default=default, metadata={"help": hint} | ({} if is_flag else _FLAG))
             setattr(cls, name, field)
-        return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+        record: Any = dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+        hints = typing.get_type_hints(record, include_extras=True)
+        unbounded = (str, str | None, list[float] | None)
+        record._hints = {name: hints[name] for name in record.defaults() if hints[name] not in unbounded}
+        return cast(type[ConfigT], record)
 
     return make
 
 
-@_record(**{name: (_default(name), "") for name in sorted(NO_EFFECT)}, **OTHERWISE)
+#: TRL's defaults, which are transformers' where it has no other.
+_THEIRS = {
+    field.name: None if field.default is dataclasses.MISSING else getattr(field.default, "value", field.default)
+    for field in dataclasses.fields(TrainingArguments)
+} | DEFAULTS
+
+
+@_record(**{name: (_THEIRS.get(name), "") for name in sorted(NO_EFFECT)}, **OTHERWISE)
 class Config:
     """Arguments of a trainer by TRL's names; each is an attribute, which may be set later.
 
@@ -63,6 +66,8 @@ class Config:
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    #: Types and bounds of the arguments that have an effect here, without texts and lists.
+    _hints: ClassVar[dict[str, Any]]
 
     output_dir: str | None = None
     learning_rate: NotNegative = 1e-6
@@ -111,19 +116,11 @@ class Config:
         hint = field.metadata.get("help")
         if hint and value is not None and value != field.default and (value or field.default):
             raise ConfigError(f"{kind}: {name}={shown(value)} is not done here: {hint}")
-        hints = type(self)._hints()
-        if value is None and hints.get(name) in (bool, int, float):
+        if value is None and self._hints.get(name) in (bool, int, float):
             value = field.default  # nobody said anything
-        if name in hints:
-            validated(kind, hints, {name: value})
+        if name in self._hints:
+            validated(kind, self._hints, {name: value})
         self.__dict__[name] = value
-
-    @classmethod
-    @functools.cache
-    def _hints(cls) -> dict[str, Any]:
-        """Types and bounds of the arguments that have an effect here, without texts and lists."""
-        hints, unbounded = typing.get_type_hints(cls, include_extras=True), (str, str | None, list[float] | None)
-        return {name: hints[name] for name in cls.defaults() if hints[name] not in unbounded}
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no argument '{name}'")
@@ -160,7 +157,9 @@ class Config:
         known = cls.defaults().keys() - {"gradient_checkpointing"}  # it changes no number, and costs time
         for field in dataclasses.fields(args):
             value = getattr(args, field.name, None)
-            if field.name in known or (field.init and value and value != field.default and not _is_made(field)):
+            # Of what such a record works out by itself no default tells what the user said.
+            is_made = field.default is None or field.default_factory is not dataclasses.MISSING
+            if field.name in known or (field.init and value and value != field.default and not is_made):
                 setattr(record, field.name, value)
         return record
 
@@ -371,8 +370,3 @@ class RewardConfig(_OfflineConfig):
     learning_rate: NotNegative = 1e-4
     center_rewards_coefficient: float | None = None
     chat_template_path: str | None = None
-
-
-def _is_made(field: dataclasses.Field[Any]) -> bool:
-    """Whether a record of transformers works out this field by itself, so that no default tells what the user said."""
-    return field.default is None or field.default_factory is not dataclasses.MISSING

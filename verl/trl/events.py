@@ -6,14 +6,15 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import speed_metrics
 
 from verl.batch import Batch
 from verl.errors import ConfigError, shown
@@ -74,81 +75,76 @@ def of_samples(batch: Batch) -> dict[str, float]:
     return numbers
 
 
-class Events:
-    """Calls the callbacks of a run and does what their `control` asks for.
+class Events(ABC):
+    """The callbacks and the log of a trainer: calls them, and does what their `control` asks for.
 
-    Args:
-        args: what the callbacks get as `args`.
-        given: callbacks, or classes of them.
-        about: further keywords of every call (`model`, `processing_class`).
-        updates: optimizer steps of one step of the trainer.
-        samples: samples of one of these.
-        epoch_steps: steps of the trainer in an epoch.
+    Attributes:
+        state: `transformers.TrainerState`: `global_step`, `epoch`, `log_history`, ...
+        updates: optimizer steps of one step of `trainer`.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        added: Iterable[Any],
-        about: Mapping[str, Any],
-        *,
-        updates: int,
-        samples: int,
-        epoch_steps: float,
-        total: int,
-    ) -> None:
+    args: Any
+    trainer: Trainer
+    updates: int = 1
+    _total: int
+    _per_epoch: float
+    #: Steps of `trainer` from one evaluation to the next; 0: none.
+    _eval_every = 0
+    _saved: int | None = None
+    _has_warned = False
+
+    def _observe(self, args: Any, callbacks: Iterable[Any], about: Mapping[str, Any]) -> None:
+        """Begin to; callbacks get these arguments, and `about` (`model`, `processing_class`) as further keywords."""
         self.callbacks: list[Any] = []
-        self.args, self._about, self._updates, self._epoch_steps = args, dict(about), updates, epoch_steps
-        self.state = TrainerState(max_steps=total * updates, num_train_epochs=math.ceil(total / epoch_steps))
+        self._given, self._about = args, about
+        epochs = math.ceil(self._total / self._per_epoch)
+        self.state = TrainerState(max_steps=self._total * self.updates, num_train_epochs=epochs)
         self.control = TrainerControl()
         self._since: list[dict[str, float]] = []
         self._losses: list[float] = []
         self._measured: dict[str, list[float]] = {}
         self._of_samples: dict[str, float] = {}
-        self._has_warned = False
-        self._begun, self._first, self._samples = time.monotonic(), 0, samples
-        self._evaluation = self._begun
-        self._saved: int | None = None
-        self._every = 0
-        self._evaluate: Callable[[], None] = lambda: None
-        for callback in added:
-            self.add(callback)
+        for callback in callbacks:
+            self.add_callback(callback)
 
-    def evaluate_every(self, steps: int, evaluate: Callable[[], None]) -> None:
-        """Evaluate before training, every `steps` steps of the trainer, and at the end."""
-        self._every, self._evaluate = steps, evaluate
-
-    def add(self, callback: Any) -> None:
+    def add_callback(self, callback: Any) -> None:
         """Raises ConfigError if it is no `TrainerCallback`."""
         instance = callback() if isinstance(callback, type) else callback
         if not isinstance(instance, TrainerCallback):
             raise ConfigError(f"a callback is a transformers.TrainerCallback, not {shown(callback)}")
         self.callbacks.append(instance)
 
-    def call(self, event: str, **more: Any) -> None:
+    def call_event(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
-            answer = getattr(callback, event)(self.args, self.state, self.control, **self._about, **more)
+            answer = getattr(callback, event)(self._given, self.state, self.control, **self._about, **more)
             self.control = answer or self.control
 
-    def begin(self, steps: int) -> None:
-        self._count(steps)
-        self._begun, self._first, self._losses = time.monotonic(), self.state.global_step, []
+    def _begin(self) -> None:
+        steps = self.trainer.steps
+        self.state.global_step, self.state.epoch = steps * self.updates, steps / self._per_epoch
+        self._begun, self._first, self._losses = time.time(), self.state.global_step, []
         self.control.should_training_stop = False
-        self.call("on_train_begin")
-        self.call("on_epoch_begin")
-        if steps == 0:
-            self._evaluate()
+        self.call_event("on_train_begin")
+        self.call_event("on_epoch_begin")
+        if self._eval_every and steps == 0:
+            self._evaluate_and_log()
 
-    def end(self, trainer: Trainer) -> None:
-        """As there, the last entry has what was measured since the one before it."""
-        self._note_save(trainer)
-        if self._every and trainer.steps % self._every:
-            self._evaluate()
-        self._write(self._means() | self.summary())
-        self.call("on_train_end")
+    def _finish(self) -> dict[str, float]:
+        """Loss and speed of this call of `train`, by transformers' names. As there, the last entry has what was
+        measured since the one before it."""
+        self._note_save()
+        if self._eval_every and self.trainer.steps % self._eval_every:
+            self._evaluate_and_log()
+        steps = self.state.global_step - self._first
+        speed = speed_metrics("train", self._begun, steps * self.args.samples(), steps)
+        loss = sum(self._losses) / len(self._losses) if self._losses else 0.0
+        summary = {**speed, "total_flos": 0.0, "train_loss": loss}
+        self._write(self._means() | summary)
+        self.call_event("on_train_end")
+        return summary
 
-    def sampled(self, batch: Batch) -> None:
-        """Note the samples of a step."""
+    def note_samples(self, batch: Batch) -> None:
+        """Those of a step."""
         self._of_samples = of_samples(batch)
         # KTO's rows with another response are none of the data.
         rows = batch.filter([not other for other in batch["mismatched"]]) if "mismatched" in batch else batch
@@ -162,68 +158,57 @@ class Events:
             row = next(iter(batch.filter(unscored).rows()))
             logger.warning("All reward functions returned None for the following kwargs: %.1000s", row)
 
-    def after(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """After a step of the trainer."""
-        epoch = math.floor(self.state.epoch or 0)
-        self._count(trainer.steps)
+    def after_step(self, record: Mapping[str, Any]) -> None:
+        """After a step of `trainer`."""
+        state, trainer, epoch = self.state, self.trainer, math.floor(self.state.epoch or 0)
+        state.global_step, state.epoch = trainer.steps * self.updates, trainer.steps / self._per_epoch
         measured = {name: sum(values) / len(values) for name, values in self._measured.items()}
         self._since.append(by_trl_names(record) | self._of_samples | measured)
         self._measured.clear()
         self._losses += [self._since[-1]["loss"]] if "loss" in self._since[-1] else []
-        self.call("on_step_end")
-        is_due = self.control.should_log or self._is_due(self.args.logging_steps)
-        if is_due and (means := self._means()):
+        self.call_event("on_step_end")
+        every = self.args.logging_steps  # optimizer steps; below 1 a share of all
+        every = max(1, math.ceil(every * state.max_steps) if every < 1 else round(every))
+        is_due = state.global_step // every > (state.global_step - self.updates) // every
+        if (self.control.should_log or is_due) and (means := self._means()):
             self._write(means)
-        self._note_save(trainer)
+        self._note_save()
         if self.control.should_save and trainer.checkpoints is not None:
             trainer.checkpoints.save(trainer)
-            self._note_save(trainer)
-        if self._every and (self.control.should_evaluate or trainer.steps % self._every == 0):
-            self._evaluate()
-        if math.floor(self.state.epoch or 0) > epoch:
-            self.call("on_epoch_end")
-            self.call("on_epoch_begin")
+            self._note_save()
+        if self._eval_every and (self.control.should_evaluate or trainer.steps % self._eval_every == 0):
+            self._evaluate_and_log()
+        if math.floor(state.epoch) > epoch:
+            self.call_event("on_epoch_end")
+            self.call_event("on_epoch_begin")
         self.control.should_log = self.control.should_save = self.control.should_evaluate = False
         if self.control.should_training_stop or self.control.should_epoch_stop:
             trainer.stop()
 
-    def begin_evaluation(self) -> None:
-        self._evaluation = time.monotonic()
-
-    def evaluated(self, metrics: Mapping[str, Any], rows: Any, prefix: str = "eval_") -> dict[str, float]:
-        """Report the evaluation of rows that `begin_evaluation` was called for; its metrics as TRL names them."""
-        seconds = max(time.monotonic() - self._evaluation, 1e-9)
-        more = {"runtime": seconds, "num_tokens": float(self.state.num_input_tokens_seen)}
+    def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
+        """Evaluate rows; the metrics as TRL names them."""
+        began = time.monotonic()
+        metrics = {**self._evaluate(rows), "num_tokens": float(self.state.num_input_tokens_seen)}
+        metrics["runtime"] = seconds = max(time.monotonic() - began, 1e-9)
         if hasattr(rows, "__len__"):
             steps = math.ceil(len(rows) / (self.args.per_device_eval_batch_size or 8))
-            more |= {"samples_per_second": len(rows) / seconds, "steps_per_second": steps / seconds}
-        named = {f"{prefix}{name}": value for name, value in by_trl_names({**metrics, **more}).items()}
+            metrics |= {"samples_per_second": len(rows) / seconds, "steps_per_second": steps / seconds}
+        named = {f"{prefix}{name}": value for name, value in by_trl_names(metrics).items()}
         self._write(named)
-        self.call("on_evaluate", metrics=named)
+        self.call_event("on_evaluate", metrics=named)
         return named
+
+    @abstractmethod
+    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
+        """Metrics of held-out data, as `Trainer` names them."""
+
+    @abstractmethod
+    def _evaluate_and_log(self) -> None:
+        """Measure `eval_dataset`, for the callbacks and for our log."""
 
     def log_metric(self, name: str, value: float) -> None:
         """A number of a reward function, of which the log gets the mean."""
         self._measured.setdefault(name, []).append(float(value))
-
-    def summary(self) -> dict[str, float]:
-        """Loss and speed of this call of `train`, by transformers' names."""
-        seconds, steps = max(time.monotonic() - self._begun, 1e-9), self.state.global_step - self._first
-        return {
-            "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(steps * self._samples / seconds, 3),
-            "train_steps_per_second": round(steps / seconds, 3),
-            "total_flos": 0.0,
-            "train_loss": sum(self._losses) / len(self._losses) if self._losses else 0.0,
-        }
-
-    def _is_due(self, every: float) -> bool:
-        """Whether a number of optimizer steps (below 1: a share of all) is over, in this step of the trainer."""
-        steps = max(1, math.ceil(every * self.state.max_steps) if every < 1 else round(every))
-        return self.state.global_step // steps > (self.state.global_step - self._updates) // steps
-
-    def _count(self, steps: int) -> None:
-        self.state.global_step, self.state.epoch = steps * self._updates, steps / self._epoch_steps
 
     def _means(self) -> dict[str, float]:
         """The means of the steps since the last time; of what transformers reads at the end, the last."""
@@ -237,27 +222,25 @@ class Events:
     def _write(self, logs: dict[str, float]) -> None:
         logs = {**logs, "epoch": float(self.state.epoch or 0)}
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.call("on_log", logs=logs)
+        self.call_event("on_log", logs=logs)
 
-    def _note_save(self, trainer: Trainer) -> None:
-        saved = None if trainer.checkpoints is None else trainer.checkpoints.saved
-        if saved not in (None, self._saved):
-            self._saved = saved
-            link_checkpoints(trainer.checkpoints.store.directory, self._updates)  # type: ignore[union-attr]
-            self.call("on_save")
-
-
-def link_checkpoints(folder: Path, updates: int) -> None:
-    """Name checkpoints as transformers does, too, whose `get_last_checkpoint` scripts call: `checkpoint-N`, of N
-    optimizer steps, is a link to each. One whose checkpoint is gone is taken away."""
-    with suppress(OSError):  # not every file system has links
-        for link in folder.glob("checkpoint-*"):
-            if link.is_symlink() and not link.exists():
-                link.unlink()
-        for path in folder.glob("step-*"):
-            link = folder / f"checkpoint-{int(path.name.removeprefix('step-')) * updates}"
-            if not link.exists():
-                link.symlink_to(path.name)
+    def _note_save(self) -> None:
+        """Once for each checkpoint: call callbacks, and name checkpoints as transformers does, too, whose
+        `get_last_checkpoint` scripts call: `checkpoint-N`, of N optimizer steps, is a link to each. One whose
+        checkpoint is gone is taken away."""
+        checkpoints = self.trainer.checkpoints
+        if checkpoints is None or checkpoints.saved in (None, self._saved):
+            return
+        self._saved, folder = checkpoints.saved, checkpoints.store.directory
+        with suppress(OSError):  # not every file system has links
+            for link in folder.glob("checkpoint-*"):
+                if link.is_symlink() and not link.exists():
+                    link.unlink()
+            for path in folder.glob("step-*"):
+                link = folder / f"checkpoint-{int(path.name.removeprefix('step-')) * self.updates}"
+                if not link.exists():
+                    link.symlink_to(path.name)
+        self.call_event("on_save")
 
 
 class ObservedTrainer(Trainer):
@@ -276,11 +259,11 @@ class ObservedTrainer(Trainer):
         return whole(super().evaluate_loss(batch))
 
     def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
-        self.events.sampled(samples[self.task.name].rows)
+        self.events.note_samples(samples[self.task.name].rows)
         return super()._record(samples)
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
-        self.events.call("on_step_begin")
+        self.events.call_event("on_step_begin")
         record = super().advance(prompts)
-        self.events.after(self, record)
+        self.events.after_step(record)
         return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from verl._host.ranks import torchrun_ranks
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.errors import ConfigError, nearest
 
@@ -143,6 +144,14 @@ def dpo_algorithm(args: Any) -> BaseAlgorithm:
         raise ConfigError("label_smoothing is not of loss_type='sigmoid': set loss_type='robust'")
     options = {"discopop_tau": args.discopop_tau} if name == "discopop" else {"label_smoothing": args.label_smoothing}
     return make_algorithm("dpo", beta=args.beta, loss_type=_PAIRS[name], **options)
+
+
+def kto_algorithm(args: Any) -> BaseAlgorithm:
+    names = ("beta", "desirable_weight", "undesirable_weight", "loss_type")
+    options = {name: getattr(args, name) for name in names}
+    if args.loss_type == "kto":
+        options["kl_rows"] = args.per_device_train_batch_size * torchrun_ranks()
+    return make_algorithm("kto", **options)
 
 
 def _refuse_unread(args: Any, beside: str, *names: str) -> None:

@@ -10,14 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl._host.ranks import torchrun_ranks
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.errors import ConfigError
 from verl.models.heads import SCORE_AT_EOS, as_classifier, share_head
 from verl.roles.actor import Actor
 from verl.trl.arguments import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from verl.trl.data import LabelledLoader, PairLoader, ScoredLoader, TextLoader, TokenRows, TRLLoader
-from verl.trl.losses import dpo_algorithm
+from verl.trl.losses import dpo_algorithm, kto_algorithm
 from verl.trl.trainers import BaseTrainer
 
 logger = logging.getLogger(__name__)
@@ -28,21 +27,19 @@ class _Offline(BaseTrainer):
 
     reads: ClassVar[type[TRLLoader]] = TRLLoader
 
-    def _data(self, train_dataset: Any) -> tuple[Any, float]:
+    def _data(self) -> tuple[Any, float]:
+        """As in TRL, what a trainer holds are tokens."""
         if path := getattr(self.args, "chat_template_path", None):
             if not Path(path).is_file():
                 raise ConfigError(f"chat_template_path='{path}' is no file: set the tokenizer's chat_template")
             self.processing_class.chat_template = Path(path).read_text()
-        loader = self._recorded(self._finite(train_dataset))
+        loader, held_out = self._recorded(self._finite(self.train_dataset)), self.eval_dataset
+        self.train_dataset = TokenRows(loader)
+        if isinstance(held_out, Mapping):
+            self.eval_dataset = {name: TokenRows(self._recorded(rows)) for name, rows in held_out.items()}
+        elif held_out is not None:
+            self.eval_dataset = TokenRows(self._recorded(held_out))
         return loader, math.ceil(len(loader) / loader.batch_size)
-
-    def _hold(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """As there, what a trainer holds are tokens."""
-        self.train_dataset = TokenRows(self.loader)
-        if isinstance(eval_dataset, Mapping):
-            self.eval_dataset: Any = {name: TokenRows(self._recorded(rows)) for name, rows in eval_dataset.items()}
-        else:
-            self.eval_dataset = None if eval_dataset is None else TokenRows(self._recorded(eval_dataset))
 
     def _finite(self, rows: Any) -> Any:
         """The rows of a stream that `max_steps` steps read, in its order."""
@@ -83,6 +80,7 @@ class SFTTrainer(_Offline):
     `GRPOTrainer`, without rewards; `args` is a `SFTConfig`."""
 
     config = SFTConfig
+    algorithm = staticmethod(lambda args: make_algorithm("sft", loss_type=args.loss_type))
     tag = "sft"
     reads = TextLoader
 
@@ -98,9 +96,6 @@ class SFTTrainer(_Offline):
             rows = [{"text": row[field]} for row in rows]
         return super()._recorded(rows)
 
-    def _algorithm(self) -> BaseAlgorithm:
-        return make_algorithm("sft", loss_type=self.args.loss_type)
-
 
 class RewardTrainer(_Offline):
     """TRL's `RewardTrainer`: a model that scores the chosen response above the rejected one. Arguments as of
@@ -112,13 +107,17 @@ class RewardTrainer(_Offline):
     rows = 2
     reads = ScoredLoader
 
+    @staticmethod
+    def algorithm(args: RewardConfig) -> BaseAlgorithm:
+        return make_algorithm("reward_model", center_rewards_coefficient=args.center_rewards_coefficient or 0.0)
+
     def __init__(self, model: Any, args: Any = None, **more: Any) -> None:
         if "SequenceClassification" in type(model).__name__ and model.config.num_labels != 1:
             raise ConfigError(f"reward models require `num_labels=1`, this one has {model.config.num_labels}")
         super().__init__(model, args, **more)
 
-    def _data(self, train_dataset: Any) -> tuple[Any, float]:
-        data = super()._data(train_dataset)
+    def _data(self) -> tuple[Any, float]:
+        data = super()._data()
         setattr(self.actor.modules.config, SCORE_AT_EOS, data[0].at_eos)  # which token `verl.Reward` is to read
         return data
 
@@ -149,9 +148,6 @@ class RewardTrainer(_Offline):
         else:
             self.actor.save_pretrained(folder)
 
-    def _algorithm(self) -> BaseAlgorithm:
-        return make_algorithm("reward_model", center_rewards_coefficient=self.args.center_rewards_coefficient or 0.0)
-
 
 class _WithReference(_Offline):
     """Has a frozen reference policy: `ref_model`, or (None) the initial model."""
@@ -177,29 +173,16 @@ class DPOTrainer(_WithReference):
     """TRL's `DPOTrainer`, on pairs of a chosen and a rejected response; `args` is a `DPOConfig`."""
 
     config = DPOConfig
+    algorithm = staticmethod(dpo_algorithm)
     tag = "dpo"
     rows = 2
     reads = PairLoader
-
-    def _algorithm(self) -> BaseAlgorithm:
-        return dpo_algorithm(self.args)
 
 
 class KTOTrainer(_WithReference):
     """TRL's `KTOTrainer`, on responses with a label, or pairs; `args` is a `KTOConfig`."""
 
     config = KTOConfig
+    algorithm = staticmethod(kto_algorithm)
     tag = "kto"
     reads = LabelledLoader
-
-    def _algorithm(self) -> BaseAlgorithm:
-        args = self.args
-        each = {"kl_rows": args.per_device_train_batch_size * torchrun_ranks()} if args.loss_type == "kto" else {}
-        return make_algorithm(
-            "kto",
-            beta=args.beta,
-            desirable_weight=args.desirable_weight,
-            undesirable_weight=args.undesirable_weight,
-            loss_type=args.loss_type,
-            **each,
-        )

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from verl.algorithms import BaseAlgorithm
 from verl.data.loader import PromptLoader
 from verl.data.prefetch import Prefetch
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
@@ -20,7 +19,6 @@ from verl.rewards.signatures import OF_TRL
 from verl.roles.reward import Reward
 from verl.rollout.environments import EnvironmentEpisode
 from verl.trl.arguments import GRPOConfig, OnlineConfig, RLOOConfig
-from verl.trl.events import Events
 from verl.trl.losses import grpo_algorithm, rloo_algorithm
 from verl.trl.trainers import BaseTrainer
 
@@ -53,6 +51,7 @@ class GRPOTrainer(BaseTrainer):
     """
 
     config: ClassVar[type[OnlineConfig]] = GRPOConfig
+    algorithm = staticmethod(grpo_algorithm)
     tag = "grpo"
 
     def __init__(
@@ -116,21 +115,21 @@ class GRPOTrainer(BaseTrainer):
     def _source(self) -> Reward | None:
         if not self.reward_funcs:
             return None
-        parts = [_with_extras(function, self._events) for function in self.reward_funcs]
-        for number, (part, tokenizer) in enumerate(zip(parts, self.reward_processing_classes, strict=True)):
-            if tokenizer is not None:
-                parts[number] = {"source": part, "tokenizer": tokenizer}
+        parts = [
+            self._with_extras(function) if tokenizer is None else {"source": function, "tokenizer": tokenizer}
+            for function, tokenizer in zip(self.reward_funcs, self.reward_processing_classes, strict=True)
+        ]
         # TRL's rule: a sum over the rewards that have a number for the completion.
         return Reward(parts, weights=self.args.reward_weights, partial=True)
 
-    def _data(self, train_dataset: Any) -> tuple[Any, float]:
+    def _data(self) -> tuple[Any, float]:
         args, count = self.args, self.args.prompts()
-        has_length = hasattr(train_dataset, "__len__")
+        has_length = hasattr(self.train_dataset, "__len__")
         data: Any
         if has_length:
-            data = self._prompts(train_dataset)
+            data = self._prompts(self.train_dataset)
         else:
-            data = stream_prompts(train_dataset, chat_template_kwargs=self._variables)
+            data = stream_prompts(self.train_dataset, chat_template_kwargs=args.mapping("chat_template_kwargs"))
         if args.max_prompt_length is not None:
             data, _ = tokenize_prompts(
                 data, self.actor.tokenizer, max_prompt_length=args.max_prompt_length, truncation="left"
@@ -142,15 +141,11 @@ class GRPOTrainer(BaseTrainer):
         # What is left over at the end of an epoch begins the next one.
         return Prefetch(loader), len(data) / count
 
-    @property
-    def _variables(self) -> dict[str, Any]:
-        return self.args.mapping("chat_template_kwargs")  # type: ignore[no-any-return]
-
     def _prompts(self, rows: Any) -> PromptDataset:
         rows = rows if hasattr(rows, "__len__") else list(rows)
         if self._episode is not None and len(rows) and "prompt" not in rows[0]:
             rows = [{**row, "prompt": _EMPTY} for row in rows]
-        return load_prompts(rows, chat_template_kwargs=self._variables)
+        return load_prompts(rows, chat_template_kwargs=self.args.mapping("chat_template_kwargs"))
 
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
         args = self.args
@@ -176,8 +171,23 @@ class GRPOTrainer(BaseTrainer):
             },
         }
 
-    def _algorithm(self) -> BaseAlgorithm:
-        return grpo_algorithm(self.args)
+    def _with_extras(self, source: Any) -> Any:
+        """A reward function that gets what it takes of `trainer_state`, `log_metric` and `log_extra` (whose columns
+        nobody shows here), and, as there, all completions of a step at once."""
+        if not callable(source) or hasattr(source, "forward"):
+            return source
+        try:
+            parameters = inspect.signature(source).parameters
+        except (TypeError, ValueError):  # compiled code may have no signature
+            return source
+        if OF_TRL.isdisjoint(parameters):
+            return source
+        extras = {"trainer_state": self.state, "log_metric": self.log_metric, "log_extra": lambda column, values: None}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        taken = {name: value for name, value in extras.items() if takes_all or name in parameters}
+        bound = partial(source, **taken)
+        bound.whole_batch, bound.process = True, not taken  # type: ignore[attr-defined]  # a process would see an old state
+        return bound
 
 
 class RLOOTrainer(GRPOTrainer):
@@ -185,6 +195,7 @@ class RLOOTrainer(GRPOTrainer):
     is an `RLOOConfig`."""
 
     config = RLOOConfig
+    algorithm = staticmethod(rloo_algorithm)
     tag = "rloo"
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *more: Any, **others: Any) -> None:
@@ -192,9 +203,6 @@ class RLOOTrainer(GRPOTrainer):
             if others.get(name) is not None:
                 raise ConfigError(f"RLOOTrainer has no argument '{name}': GRPOTrainer has it")
         super().__init__(model, reward_funcs, args, *more, **others)
-
-    def _algorithm(self) -> BaseAlgorithm:
-        return rloo_algorithm(self.args)
 
 
 def _of_each(tokenizers: Any, rewards: Sequence[Any]) -> list[Any]:
@@ -212,22 +220,3 @@ def _of_each(tokenizers: Any, rewards: Sequence[Any]) -> list[Any]:
             "for each, None for a function"
         )
     return listed
-
-
-def _with_extras(source: Any, events: Events) -> Any:
-    """A reward function that gets what it takes of `trainer_state`, `log_metric` and `log_extra` (whose columns nobody
-    shows here), and, as there, all completions of a step at once."""
-    if not callable(source) or hasattr(source, "forward"):
-        return source
-    try:
-        parameters = inspect.signature(source).parameters
-    except (TypeError, ValueError):  # compiled code may have no signature
-        return source
-    if OF_TRL.isdisjoint(parameters):
-        return source
-    extras = {"trainer_state": events.state, "log_metric": events.log_metric, "log_extra": lambda column, values: None}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    taken = {name: value for name, value in extras.items() if takes_all or name in parameters}
-    bound = partial(source, **taken)
-    bound.whole_batch, bound.process = True, not taken  # type: ignore[attr-defined]  # a process would see an old state
-    return bound

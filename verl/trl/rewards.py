@@ -6,7 +6,6 @@ import math
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import ConfigError
@@ -85,27 +84,6 @@ def think_format_reward(completions: Chats, **columns: Any) -> list[float]:
     return [float(_THINKS.match(completion[0]["content"]) is not None) for completion in completions]
 
 
-@dataclass(frozen=True)
-class _CosineScaled:
-    max_len: int
-    wrong: tuple[float, float]
-    correct: tuple[float, float]
-    __name__ = "cosine_scaled_reward"
-
-    def __call__(
-        self, completions: Chats, solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
-    ) -> list[float | None]:
-        return [
-            None if right is None else self._scaled(len(ids), self.correct if right else self.wrong)
-            for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True)
-        ]
-
-    def _scaled(self, length: int, ends: tuple[float, float]) -> float:
-        """From the first of `ends` at no token to the second at `max_len`."""
-        shortest, longest = ends
-        return longest + (shortest - longest) * (1 + math.cos(math.pi * min(length / self.max_len, 1))) / 2
-
-
 def get_cosine_scaled_reward(
     max_len: int,
     min_value_wrong: float = -1.0,
@@ -121,22 +99,19 @@ def get_cosine_scaled_reward(
     """
     if max_len < 1:
         raise ConfigError(f"max_len={max_len}: at least 1 token")
-    return _CosineScaled(max_len, (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct))
 
+    def cosine_scaled_reward(
+        completions: Chats, solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> list[float | None]:
+        rewards: list[float | None] = []
+        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+            # From the first value at no token to the second at `max_len`.
+            one, two = (max_value_correct, min_value_correct) if right else (min_value_wrong, max_value_wrong)
+            scaled = two + (one - two) * (1 + math.cos(math.pi * min(len(ids) / max_len, 1))) / 2
+            rewards.append(None if right is None else scaled)
+        return rewards
 
-@dataclass(frozen=True)
-class _RepetitionPenalty:
-    ngram_size: int
-    max_penalty: float
-    __name__ = "repetition_penalty_reward"
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        return [self._penalty(ids) for ids in completion_ids]
-
-    def _penalty(self, ids: Sequence[int]) -> float:
-        ngrams = [tuple(ids[start : start + self.ngram_size]) for start in range(len(ids) - self.ngram_size + 1)]
-        repeated = len(ngrams) - len(set(ngrams))
-        return self.max_penalty * repeated / len(ngrams) if repeated else 0.0
+    return cosine_scaled_reward
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
@@ -149,19 +124,16 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ConfigError(f"max_penalty={max_penalty} should not be positive")
     if ngram_size < 1:
         raise ConfigError(f"ngram_size={ngram_size}: at least 1 token")
-    return _RepetitionPenalty(ngram_size, max_penalty)
 
+    def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        penalties = []
+        for ids in completion_ids:
+            ngrams = [tuple(ids[start : start + ngram_size]) for start in range(len(ids) - ngram_size + 1)]
+            repeated = len(ngrams) - len(set(ngrams))
+            penalties.append(max_penalty * repeated / len(ngrams) if repeated else 0.0)
+        return penalties
 
-@dataclass(frozen=True)
-class _SoftOverlong:
-    max_completion_len: int
-    soft_punish_cache: int
-    __name__ = "soft_overlong_punishment_reward"
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        free, buffer = self.max_completion_len - self.soft_punish_cache, self.soft_punish_cache
-        over = [max(0, len(ids) - free) for ids in completion_ids]
-        return [-1.0 if excess > buffer else -excess / buffer if excess else 0.0 for excess in over]
+    return repetition_penalty_reward
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
@@ -173,4 +145,11 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ConfigError(f"soft_punish_cache={soft_punish_cache}: from 0 to max_completion_len={max_completion_len}")
-    return _SoftOverlong(max_completion_len, soft_punish_cache)
+
+    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        over = [max(0, len(ids) + soft_punish_cache - max_completion_len) for ids in completion_ids]
+        return [
+            -1.0 if excess > soft_punish_cache else -excess / soft_punish_cache if excess else 0.0 for excess in over
+        ]
+
+    return soft_overlong_punishment_reward

@@ -144,14 +144,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
         raise ConfigError("No datasets were loaded from the mixture configuration: name one in datasets")
     parts = []
     for config in mixture_config.datasets:
-        rows = datasets.load_dataset(
-            config.path,
-            config.name,
-            data_dir=config.data_dir,
-            data_files=config.data_files,
-            split=config.split,
-            streaming=mixture_config.streaming,
-        )
+        named = {name: value for name, value in vars(config).items() if name not in ("columns", "fraction")}
+        rows = datasets.load_dataset(**named, streaming=mixture_config.streaming)
         parts.append(rows if config.columns is None else rows.select_columns(config.columns))
     shares = [config.fraction for config in mixture_config.datasets if config.fraction is not None]
     if shares:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NoReturn
@@ -26,6 +26,7 @@ from verl.report.sinks import open_logger
 from verl.roles.actor import Actor
 from verl.roles.handle import LoraBase
 from verl.roles.reward import Reward
+from verl.trainer.trainer import Trainer
 from verl.training.options import OptimConfig
 from verl.trl.arguments import Config
 from verl.trl.entries import entries_of
@@ -55,7 +56,7 @@ _OTHERWISE = {
 }
 
 
-class BaseTrainer(ABC):
+class BaseTrainer(Events):
     """What all of them share.
 
     Attributes:
@@ -67,6 +68,8 @@ class BaseTrainer(ABC):
     """
 
     config: ClassVar[type[Config]]
+    #: From the arguments.
+    algorithm: Callable[[Any], BaseAlgorithm]
     #: What TRL calls the method in the tags of a model.
     tag: ClassVar[str]
     head: ClassVar[Literal["lm", "score"]] = "lm"
@@ -74,8 +77,6 @@ class BaseTrainer(ABC):
     rows: ClassVar[int] = 1
     #: What a script has of the live model, where it is another object: see `_outside`.
     _shown: Any = None
-    #: Optimizer steps of one step of `trainer`.
-    updates = 1
     #: No loss balances the experts of a model.
     aux_loss_enabled = False
 
@@ -108,30 +109,18 @@ class BaseTrainer(ABC):
         self.actor = self._actor(model, processing_class, optimizer, peft_config, options)
         self.processing_class = self.actor.tokenizer
         self._check_model(self.actor.modules)
-        self.loader, self._per_epoch = self._data(train_dataset)
-        self._hold(train_dataset, eval_dataset)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.loader, self._per_epoch = self._data()
         self._total = self._steps()
         if optimizer is None:
             settings = optim_settings(self.args, self._total * self.updates)
             self.actor.train_with(**{**settings, "optim": OptimConfig.of(settings["optim"], "args")})
         elif schedule is not None:
             self.actor.train_with(scheduler=schedule)
-        self._events = Events(
-            args if hasattr(args, "learning_rate") else self.args,
-            callbacks or (),
-            {"model": self._shown or self.actor.modules, "processing_class": self.processing_class},
-            updates=self.updates,
-            samples=self.args.samples(),
-            epoch_steps=self._per_epoch,
-            total=self._total,
-        )
-        self.trainer = self._trainer(self._source(), options)
-        self._events.call("on_init_end")
-
-    @property
-    def state(self) -> Any:
-        """`transformers.TrainerState`: `global_step`, `epoch`, `log_history`, ..."""
-        return self._events.state
+        about = {"model": self._shown or self.actor.modules, "processing_class": self.processing_class}
+        self._observe(args if hasattr(args, "learning_rate") else self.args, callbacks or (), about)
+        self.trainer: Trainer = self._trainer(self._source(), options)
+        self.call_event("on_init_end")
 
     @property
     def model(self) -> Any:
@@ -140,9 +129,6 @@ class BaseTrainer(ABC):
         live = self.actor.present_model()
         shown = self._shown
         return live if shown is None or next(shown.parameters()) is not next(live.parameters()) else shown
-
-    def add_callback(self, callback: Any) -> None:
-        self._events.add(callback)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> Any:
         """Train to the end; `transformers.trainer_utils.TrainOutput`.
@@ -154,11 +140,10 @@ class BaseTrainer(ABC):
             self.trainer.resume()
         elif resume_from_checkpoint:
             self.trainer.load_checkpoint(resume_from_checkpoint)
-        self._events.begin(self.trainer.steps)
+        self._begin()
         if self.trainer.steps < self._total:
             self.trainer.fit(self.loader, self._total - self.trainer.steps)
-        self._events.end(self.trainer)
-        metrics = self._events.summary() | {"epoch": self.state.epoch}
+        metrics = self._finish() | {"epoch": self.state.epoch}
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
@@ -174,10 +159,6 @@ class BaseTrainer(ABC):
             parts = [self._measure(rows[name], f"eval_{name}_") for name in rows]
             return {name: value for part in parts for name, value in part.items()}
         return self._measure(rows, "eval_")
-
-    def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
-        self._events.begin_evaluation()
-        return self._events.evaluated(self._evaluate(rows), rows, prefix)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
@@ -206,21 +187,9 @@ class BaseTrainer(ABC):
         for tagged in (model, self._shown or model):
             tagged.model_tags = tags
 
-    def _hold(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Keep the data as attributes."""
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-
     @abstractmethod
-    def _data(self, train_dataset: Any) -> tuple[Any, float]:
-        """The loader of the training data, and the steps of an epoch."""
-
-    @abstractmethod
-    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        """Metrics of held-out data, as `Trainer` names them."""
-
-    @abstractmethod
-    def _algorithm(self) -> BaseAlgorithm:
-        """The algorithm of the arguments."""
+    def _data(self) -> tuple[Any, float]:
+        """The loader of `train_dataset`, and the steps of an epoch."""
 
     def _source(self) -> Reward | None:
         return None
@@ -301,7 +270,7 @@ class BaseTrainer(ABC):
         return max(1, round(steps * self._total) if steps < 1 else math.ceil(steps / self.updates))
 
     def _trainer(self, source: Any, options: Mapping[str, Any]) -> ObservedTrainer:
-        args, every, algorithm = self.args, self._every("save"), self._algorithm()
+        args, every, algorithm = self.args, self._every("save"), self.algorithm(self.args)
         algorithm.further_metrics = entries_of(algorithm, getattr(args, "loss_type", None))
         if isinstance(algorithm, PolicyGradient):
             algorithm.kl_bound = math.inf  # TRL has none
@@ -323,9 +292,8 @@ class BaseTrainer(ABC):
                 total_steps=self._total,
             ),
         )
-        trainer.events = self._events
-        if self.eval_dataset is not None and (often := self._every("eval")) is not None:
-            self._events.evaluate_every(often, self._evaluate_and_log)
+        trainer.events = self
+        self._eval_every = 0 if self.eval_dataset is None else self._every("eval") or 0
         return trainer
 
     @property
@@ -387,7 +355,7 @@ class BaseTrainer(ABC):
         """Where a model would be uploaded."""
         return self.args.hub_model_id
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: `output_dir` has the report. Nor does `end`: trackers close when the process ends."""
 
     end = create_model_card
