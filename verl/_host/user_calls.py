@@ -72,7 +72,9 @@ class _Watch:
         self._blocking: set[tuple[str, str | None]] = set()
 
     @contextmanager
-    def watched(self, what: str, seconds: float, is_step: bool) -> Iterator[None]:
+    def watched(self, what: str, seconds: float, *, is_step: bool = False) -> Iterator[None]:
+        """Inside, this thread calls the user's code. If that holds the interpreter for longer than `seconds`, or ends
+        the process, the watchdog names it."""
         table, row = self._table or self.start(), None
         with suppress(IndexError):  # calls beyond the last row are not seen from outside
             row = self._free.pop()
@@ -86,8 +88,8 @@ class _Watch:
             yield
         finally:
             self._steps.discard(step)
-            if row is not None and self._table is not None:
-                watchdog.CALL.pack_into(self._table, row * watchdog.CALL.size, 0.0, 0.0, 0, 0, b"")
+            if row is not None and self._table is table:  # and no fork or end since
+                watchdog.CALL.pack_into(table, row * watchdog.CALL.size, 0.0, 0.0, 0, 0, b"")
                 self._free.append(row)
 
     def start(self) -> mmap.mmap:
@@ -127,8 +129,17 @@ class _Watch:
                     logger.warning("%s: %s", text, _BLOCKING)
             time.sleep(watchdog.TICK)
 
+    def hear_signals(self) -> None:
+        """From the main thread: let Ctrl-C and SIGTERM end this process also while a call holds the interpreter, unless
+        something else in this process hears signals."""
+        if threading.current_thread() is threading.main_thread() and os.name == "posix":
+            self.start()
+            before = signal.set_wakeup_fd(self.signals, warn_on_full_buffer=False)
+            if before not in (-1, self.signals):
+                signal.set_wakeup_fd(before)
+
     def close(self) -> None:
-        """Report a normal end of this process to the watchdog."""
+        """Note that this process ends deliberately, so that the watchdog blames no call."""
         if self._table is not None and self._process is not None:
             watchdog.HEAD.pack_into(self._table, 0, time.monotonic(), 1)
             self.leave()
@@ -150,27 +161,7 @@ def _memory() -> IO[bytes]:
 
 
 _watch = _Watch()
-
-
-def hear_signals() -> None:
-    """From the main thread: let Ctrl-C and SIGTERM end this process also while a call holds the interpreter, unless
-    something else in this process hears signals."""
-    if threading.current_thread() is threading.main_thread() and os.name == "posix":
-        _watch.start()
-        before = signal.set_wakeup_fd(_watch.signals, warn_on_full_buffer=False)
-        if before not in (-1, _watch.signals):
-            signal.set_wakeup_fd(before)
-
-
-def ends() -> None:
-    """Note that this process ends deliberately, so that the watchdog blames no call."""
-    _watch.close()
-
-
-def watched(what: str, seconds: float, *, is_step: bool = False) -> AbstractContextManager[None]:
-    """Inside, this thread calls the user's code. If that holds the interpreter for longer than `seconds`, or ends the
-    process, the watchdog names it."""
-    return _watch.watched(what, seconds, is_step)
+watched, hear_signals, ends = _watch.watched, _watch.hear_signals, _watch.close
 
 
 def ordinary(error: BaseException) -> Exception:
@@ -250,7 +241,8 @@ def watching(function: Callable[..., Any], what: str, seconds: float) -> Callabl
 
     @functools.wraps(function, updated=())
     async def call_async(*args: Any, **kwargs: Any) -> Any:
-        return await _watched_steps(function(*args, **kwargs), what, time.monotonic() + seconds)
+        until = time.monotonic() + seconds
+        return await in_steps(function(*args, **kwargs), lambda: watched(what, until - time.monotonic(), is_step=True))
 
     return call_async if is_async(function) else call
 
@@ -268,8 +260,6 @@ class Running(Generic[T]):
         with watched(what, seconds):
             try:
                 self.future.set_result(call())
-            except StopIteration as error:  # of an iterator
-                self.future.set_exception(error)
             except BaseException as error:  # sys.exit() in a user's function is an error like any other
                 self.future.set_exception(ordinary(error))
 
@@ -314,13 +304,7 @@ class UserCode:
         if is_async(function):
             return await self._await(seconds, partial(function, *args, **kwargs))
 
-        def call() -> Any:
-            try:
-                return function(*args, **kwargs)
-            except StopIteration as error:  # which an event loop takes for its own
-                raise ordinary(error) from error
-
-        running = self.begin(seconds, call)
+        running = self.begin(seconds, function, *args, **kwargs)
         done = asyncio.wrap_future(running.future)
         try:
             await asyncio.wait({done}, timeout=seconds)
@@ -341,24 +325,42 @@ class UserCode:
             if _shared is None or _shared.is_lost:
                 _shared = _Loop()
             host = _Loop() if self._lost else _shared
-            work = _Work(host, self.what, seconds, function)
+            begun: list[tuple[float, asyncio.Task[Any]]] = []
+            work = asyncio.run_coroutine_threadsafe(self._begin_async(begun, seconds, function), host.loop)
+            done = asyncio.wrap_future(work)
+            done.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that nobody waits for
             try:
-                while not (work.done.done() or host.is_lost):
-                    left = watchdog.TICK if work.until is None else work.until - time.monotonic()
+                while not (done.done() or host.is_lost):
+                    left = begun[0][0] - time.monotonic() if begun else watchdog.TICK
                     if left <= 0:
                         break
-                    await asyncio.wait({work.done}, timeout=min(left, watchdog.TICK))
-                if work.done.done():
-                    return work.done.result()
-                if work.until is not None:
+                    await asyncio.wait({done}, timeout=min(left, watchdog.TICK))
+                if done.done():
+                    return done.result()
+                if begun:
                     raise LateError(seconds, host.thread)
             finally:
-                if not work.done.done():
-                    await work.end()
+                if not (done.done() or host.is_lost):
+                    # A moment to close what it has open. A loop that does not move in that time serves no other call.
+                    moved: Future[None] = Future()
+                    for _, task in begun:
+                        host.loop.call_soon_threadsafe(task.cancel)
+                    host.loop.call_soon_threadsafe(moved.set_result, None)
+                    await asyncio.wait({done}, timeout=_GRACE)
+                    host.is_lost |= not moved.done()
                 if host.is_lost:
                     self._lost.add(host.thread)
                 if host is not _shared:
                     host.loop.call_soon_threadsafe(host.loop.stop)
+
+    async def _begin_async(self, begun: list[Any], seconds: float, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """On the loop of a call. Notes in `begun` its deadline and its task."""
+        until = time.monotonic() + seconds
+        begun.append((until, asyncio.current_task()))
+        try:
+            return await in_steps(function(), lambda: watched(self.what, until - time.monotonic(), is_step=True))
+        except asyncio.CancelledError:
+            raise RuntimeError("it cancelled itself") from None
 
     def run(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """The same of a plain function, for synchronous code."""
@@ -393,43 +395,6 @@ class _Loop:
         self.thread.start()
 
 
-class _Work:
-    """A call of an async function on a loop of its own."""
-
-    def __init__(
-        self, host: _Loop, what: str, seconds: float, function: Callable[[], Coroutine[Any, Any, Any]]
-    ) -> None:
-        self.host, self._call = host, (what, seconds, function)
-        self.until: float | None = None  # not begun
-        self._task: asyncio.Task[Any] | None = None
-        self.done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(), host.loop))
-        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that nobody waits for
-
-    async def _run(self) -> Any:
-        what, seconds, function = self._call
-        self.until, self._task = time.monotonic() + seconds, asyncio.current_task()
-        try:
-            return await _watched_steps(function(), what, self.until)
-        except asyncio.CancelledError:
-            raise RuntimeError("it cancelled itself") from None
-
-    async def end(self) -> None:
-        """Give it a moment to close what it has open. A loop that does not move in that time serves no other call."""
-        if self.host.is_lost:
-            return
-        moved: Future[None] = Future()
-        if self._task is not None:
-            self.host.loop.call_soon_threadsafe(self._task.cancel)
-        self.host.loop.call_soon_threadsafe(moved.set_result, None)
-        await asyncio.wait({self.done}, timeout=_GRACE)
-        self.host.is_lost |= not moved.done()
-
-
-def _watched_steps(work: Coroutine[Any, Any, T], what: str, until: float) -> Awaitable[T]:
-    """A coroutine whose steps are watched one by one: while it waits it holds nothing."""
-    return in_steps(work, lambda: watched(what, until - time.monotonic(), is_step=True))
-
-
 @types.coroutine
 def in_steps(work: Coroutine[Any, Any, T], step: Callable[[], AbstractContextManager[Any]]) -> Generator[Any, Any, T]:
     """A coroutine each step of which, from one wait to the next, is within a context of its own."""
@@ -454,9 +419,10 @@ def in_steps(work: Coroutine[Any, Any, T], step: Callable[[], AbstractContextMan
 
 def _after_fork() -> None:
     """Threads do not survive a fork: the child gets a watchdog of its own."""
-    global _watch, _shared
+    global _shared
     _watch.leave()
-    _watch, _shared = _Watch(), None
+    _Watch.__init__(_watch)
+    _shared = None
 
 
 if hasattr(os, "register_at_fork"):
