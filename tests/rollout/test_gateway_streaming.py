@@ -71,7 +71,7 @@ def test_what_a_stream_shows_is_what_the_reply_says(family: str) -> None:
         early = [sum(len(new[part]) for new in told) for part in (0, 1)]
         written = stream.finish(tokens)
         reply = template.parse(written, prompt, tools)
-        stream.send_rest(reply)
+        stream.show(reply.reasoning, reply.content)
         whole = cut_text(template.text, tokens, params) if stop else template.text(tokens)
         assert written == whole or "\ufffd" in whole  # broken bytes are decoded by what stands around them
         assert ("".join(new[0] for new in told), "".join(new[1] for new in told)) == (reply.reasoning, reply.content)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _claimed: set[tuple[str, int]] = set()
+#: Graphs of a device are replayed one at a time and share their memory.
+_graph_pools: dict[str, Any] = {}
 
 #: Kinds without fp64, which sampling needs: taken only where a placement names them.
 _NOT_BY_DEFAULT = ("mps",)
@@ -215,20 +217,12 @@ def recorded(function: Callable[[], None], device: torch.device) -> Callable[[],
                     function()
             current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=_graph_pool(str(device))):
+            with torch.cuda.graph(graph, pool=_graph_pools.setdefault(str(device), torch.cuda.graph_pool_handle())):
                 function()
         except RuntimeError as error:
             logger.warning("no CUDA graph of a decode step, whose kernels are launched one by one: %s", error)
             return None
     return graph.replay
-
-
-@cache
-def _graph_pool(device: str) -> Any:
-    """Graphs of a device are replayed one at a time and share their memory."""
-    import torch
-
-    return torch.cuda.graph_pool_handle()
 
 
 def free_memory(device: torch.device | str) -> int:

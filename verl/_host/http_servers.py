@@ -95,13 +95,9 @@ class Server:
         """Pause new calls to this server; calls that fail together count as one failure."""
         self.checked = False
         self.absent.clear()
-        if not self.paused:
-            self.paused_until = time.monotonic() + min(_LONGEST_PAUSE, 2.0**self.failures)
+        if (now := time.monotonic()) >= self.paused_until:
+            self.paused_until = now + min(_LONGEST_PAUSE, 2.0**self.failures)
             self.failures += 1
-
-    @property
-    def paused(self) -> bool:
-        return time.monotonic() < self.paused_until
 
 
 class ServerPool:
@@ -270,7 +266,7 @@ class ServerPool:
         def cost(number: int) -> tuple[Any, ...]:
             server = self.servers[number]
             excess = max(0, server.running - idlest - _STICKY_SLACK)
-            return server in faults, server.paused, excess, (number - home) % len(self.servers)
+            return server in faults, time.monotonic() < server.paused_until, excess, (number - home) % len(self.servers)
 
         return self.servers[min(range(len(self.servers)), key=cost)]
 

@@ -57,7 +57,7 @@ class Registry:
     def __init__(self) -> None:
         self.labels: list[str] = []
         self.objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         #: Set at the first call: later objects are the driver's alone.
         self.is_closed = False
 
@@ -68,14 +68,10 @@ class Registry:
         if not self.objects and not is_driver():
             sys.stdout = _ToLog()
         for name, value in objects.items():
-            if value is not None and id(value) not in self._numbers:
-                self._numbers[id(value)] = len(self.objects)
+            if value is not None and id(value) not in self.numbers:
+                self.numbers[id(value)] = len(self.objects)
                 self.objects.append(value)
                 self.labels.append(f"{handle}.{name} ({type(value).__qualname__})")
-
-    def number(self, value: Any) -> int | None:
-        """The number of an object; None: it is not registered."""
-        return self._numbers.get(id(value))
 
 
 class _ToLog(io.TextIOBase):

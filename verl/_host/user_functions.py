@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -21,9 +21,9 @@ DEFAULT_FUNCTION = "compute_score"
 #: Modules imported from users' files, by the names that they have here.
 user_modules: dict[str, ModuleType] = {}
 _real = cache(os.path.realpath)  # of folders of modules: hundreds, which are asked for at each start of a run
-#: SHA-256 of these files as they were imported, and of those that other processes of the run have.
+#: SHA-256 of these files as they were imported, and of those that other processes of the run have imported.
 _imported: dict[Path, str] = {}
-_elsewhere: dict[str, str] = {}
+elsewhere: dict[str, str] = {}
 #: Files that `new_user_files` has returned, and how many modules and files there were.
 _returned: dict[str, object] = {}
 
@@ -43,7 +43,7 @@ def digest(spec: str) -> str:
 
 def user_files() -> dict[str, str]:
     """SHA-256 of the files of users' code, by path (relative, below the working folder): all modules that are neither
-    installed nor the standard library's, here and in processes that rewards run in (`note_files`); those that settings
+    installed nor the standard library's, here and in processes that rewards run in (`elsewhere`); those that settings
     name as they were imported."""
     modules = sys.modules.copy()
     # By their package: an installed one may make modules for itself.
@@ -55,21 +55,16 @@ def user_files() -> dict[str, str]:
     names = {name for module in others if isinstance(name := getattr(module, "__file__", None), str)}
     paths = {Path(name).resolve() for name in names if name.endswith((".py", ".so")) and not _is_installed_file(name)}
     digests = {shown_path(path): file_digest(path) for path in paths - _imported.keys() if path.is_file()}
-    return _elsewhere | digests | {shown_path(path): sha for path, sha in _imported.items()}
+    return elsewhere | digests | {shown_path(path): sha for path, sha in _imported.items()}
 
 
 def new_user_files() -> dict[str, str]:
     """Those that have been imported, here or in processes that rewards run in, since the last call."""
-    count = (len(sys.modules), len(_elsewhere))
+    count = (len(sys.modules), len(elsewhere))
     files = user_files() if _returned.get("count") != count else {}
     new = {path: sha for path, sha in files.items() if path not in _returned}
     _returned.update(new, count=count)
     return new
-
-
-def note_files(files: Mapping[str, str]) -> None:
-    """Add what another process of this run has imported."""
-    _elsewhere.update(files)
 
 
 def shown_path(path: Path) -> str:

@@ -22,7 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl._host.user_functions import new_user_files, note_files
+from verl._host.user_functions import elsewhere, new_user_files
 from verl.rewards import generators
 from verl.rewards.calls import WATCHED, FunctionCaller
 from verl.rewards.scores import Call, Score, call_async, call_plain, failure
@@ -97,7 +97,7 @@ class _Process:
             while True:
                 number, *scores = json.loads(self._pipe.recv_bytes())
                 if number == _IMPORTED:
-                    note_files(scores[0])
+                    elsewhere.update(scores[0])
                     continue
                 self._answer(number, [Score(*score) for score in scores])
         self.end()

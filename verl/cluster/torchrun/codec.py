@@ -51,7 +51,7 @@ def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
         return plain(value)  # of a number of numpy, or an enumeration
     if type(value) is list:
         return [_encoded(item, buffers) for item in value]
-    if (number := registry.number(value)) is not None:
+    if (number := registry.numbers.get(id(value))) is not None:
         return {"$": "known", "number": number, **_changes(value, buffers)}
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
@@ -178,7 +178,7 @@ _FORMS = {
     ),
     "model": _Form(  # or the model itself, if all ranks know it
         PortableModel,
-        lambda value: value.parts() if registry.number(value.model) is None else value.model,
+        lambda value: value.parts() if id(value.model) not in registry.numbers else value.model,
         lambda parts: PortableModel.of_parts(parts) if isinstance(parts, dict) else PortableModel(parts),
     ),
     "name": _Form(FunctionType | type, lambda value: _name(value), lambda name: _named(name)),

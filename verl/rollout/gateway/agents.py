@@ -166,22 +166,20 @@ class _Command:
             if is_secret(name):
                 note_secret(value)
         if readable is not None:
-            self._job("http://127.0.0.1:1/v1", "", 0)  # which refuses a command that is not here
+            self._job({}, 1, 0)  # which refuses a command that is not here
         elif shutil.which(words[0], path=environment.get("PATH")) is None:
             raise ConfigError(f"the agent's command cannot be started: there is no program '{words[0]}'")
 
     async def __call__(self, base_url: str, api_key: str, row: Row) -> Any:
+        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
+        keys["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
         if self._readable is not None:
-            return await self._in_sandbox(base_url, api_key, row)
+            return await self._in_sandbox({**self._environment, **keys}, urlsplit(base_url).port or 0, row)
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        env = {**kept, **self._variables(base_url, api_key)}
+        env = {**kept, **self._environment, **keys}
         async with _running(self._words, env=env, start_new_session=True) as process:
             out, err = await _talked(process, row)
             return self._returned(await process.wait(), out, err)
-
-    def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
-        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
-        return {**self._environment, **keys, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
 
     def _returned(self, status: int, out: str, err: str) -> Any:
         """The last line of stdout, if it is JSON. Raises AgentError or KilledError unless the status is 0."""
@@ -194,10 +192,10 @@ class _Command:
             value = json.loads(out)
         return value if isinstance(value, dict | int | float) and not isinstance(value, bool) else None
 
-    async def _in_sandbox(self, base_url: str, api_key: str, row: Row) -> Any:
+    async def _in_sandbox(self, variables: Mapping[str, str], port: int, row: Row) -> Any:
         ours, theirs = socket.socketpair()
         ours.settimeout(self._limits.seconds)  # by which what is in the sandbox has ended
-        with ours, jailed(self._job(base_url, api_key, theirs.fileno()), [theirs.detach()]) as jail:
+        with ours, jailed(self._job(variables, port, theirs.fileno()), [theirs.detach()]) as jail:
             async with _running(jail.command, **jail.options) as process, AsyncExitStack() as stack:
                 jail.started()
                 # The sandbox's own network has no gateway: it hands out a listening socket, unless nothing runs in it.
@@ -210,9 +208,8 @@ class _Command:
                     raise KilledError(f"the agent took longer than {self._limits.seconds:g} s")
                 return self._returned(status, out, err)
 
-    def _job(self, base_url: str, api_key: str, fd: int) -> dict[str, Any]:
-        network, variables = {"port": urlsplit(base_url).port, "fd": fd}, self._variables(base_url, api_key)
-        return command_job(self._words, variables, self._limits, self._readable or (), network)
+    def _job(self, variables: Mapping[str, str], port: int, fd: int) -> dict[str, Any]:
+        return command_job(self._words, variables, self._limits, self._readable or (), {"port": port, "fd": fd})
 
 
 @asynccontextmanager

@@ -171,7 +171,7 @@ class Gateway:
         fault = reason = ""
         async with listening() as listener:
             for _ in range(2):
-                session = Session(listener.new_key(), client, template, inputs, self.rules)
+                session = Session(client, template, inputs, self.rules)
                 try:
                     result = await self._attempt(listener, session, row)
                     if (failure := session.failure) is None:
@@ -203,19 +203,20 @@ class Gateway:
         if not session.calls:
             raise FailedEpisodeError("the agent made no call that was answered", "no_call")
         ids, names = {call.id for call in session.calls}, {call.name for call in session.calls}
+        # The id of a call, from the id of its response in a dialect.
+        rated = {name: name.rpartition("_")[2].rpartition("-")[2] for name in result.calls}
         unknown = [name for name in result.trajectories if name not in names]
-        unknown += [name for name in result.calls if _call_id(name) not in ids]
+        unknown += [name for name, id in rated.items() if id not in ids]
         if unknown:
             raise FailedEpisodeError(
                 f"the agent gave '{unknown[0]}' a reward, and no call has that name or id", "raised"
             )
-        rewards = {_call_id(name): reward for name, reward in result.calls.items()}
         if (train := self.train) is not None:
             for call in session.calls:
                 if call.excluded in ("", "excluded"):
                     call.excluded = "" if train(call) else "excluded"
         reasons = Counter(call.excluded for call in session.calls if call.excluded) + session.lost
-        kept = trajectories(session.calls, rewards)
+        kept = trajectories(session.calls, {rated[name]: reward for name, reward in result.calls.items()})
         for trajectory in kept:
             trajectory.own_reward = result.trajectories.get(trajectory.name)
         return EpisodeRecord(kept, result, session.calls, reasons, session.truncated, +session.others)
@@ -239,8 +240,3 @@ def _check_models(models: Mapping[str, str | None], keys: Mapping[str, str]) -> 
             raise ConfigError(
                 f"models: '{name}' has a key, which http would show on its way to {masked(url)}: use https"
             )
-
-
-def _call_id(response: str) -> str:
-    """The id of a call, from the id of its response in a dialect."""
-    return response.rpartition("_")[2].rpartition("-")[2]

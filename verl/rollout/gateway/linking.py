@@ -13,12 +13,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 from verl.rollout.base import Sample
-from verl.rollout.gateway.messages import Message, longer, prefix_digests
+from verl.rollout.gateway.messages import Message, longer
 from verl.rollout.gateway.replies import Tools
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.gateway.tokens import Piece, PieceReader
@@ -34,7 +35,7 @@ class Prompt:
         text: the rendered chat.
         parent: the call that it continues.
         read: tokens after the parent's; without a parent, all.
-        digest: of the messages, see `prefix_digests`.
+        digest: of the messages, see `longer`.
     """
 
     messages: tuple[Message, ...]
@@ -106,7 +107,8 @@ class Conversations:
     def __init__(self, template: ChatTemplate, inputs: Mapping[str, Any] | None = None) -> None:
         self.template, self.inputs = template, dict(inputs or {})
         self.calls: list[Call] = []
-        self._numbers = itertools.count()
+        #: Of calls that will be answered.
+        self.ids: Iterator[str] = map("{:06d}".format, itertools.count())
         self.reader = PieceReader(template.chat)
         self._begin = Piece()
         self._known: dict[Message, Message] = {}
@@ -121,10 +123,11 @@ class Conversations:
         # Equal messages are one object, which keeps its key and its form for the template.
         messages = [self._known.setdefault(message, message) for message in messages]
         first: tuple[tuple[Message, ...], str] | None = None
-        digests = [*prefix_digests(messages)]
+        digests = [*accumulate(messages, longer, initial=0)]  # of each prefix, the empty one first
+        write = partial(self.template.write, tools=tools, inputs=self.inputs, reply=True)
         for call in self._candidates(messages, digests):
             whole = (*call.messages, *messages[len(call.messages) :])
-            text = first[1] if first is not None and first[0] == whole else self._write(whole, tools)
+            text = first[1] if first is not None and first[0] == whole else write(whole)
             first = first or (whole, text)
             last = call.sample.tokens[-1:]
             behind = self.template.behind(text, call.prompt.text, call.reply, bool(call.prompt.tools), last)
@@ -133,30 +136,23 @@ class Conversations:
                 read = self.reader.read(call.behind, last, behind)
                 return Prompt(whole, tools, text, call, read, digests[-1])
         # Where the template would show thoughts, they are put back all the same.
-        whole, text = first or (tuple(messages), self._write(messages, tools))
+        whole, text = first or (tuple(messages), write(messages))
         return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text), digests[-1])
-
-    def new_id(self) -> str:
-        """The id of a call that will be answered."""
-        return f"{next(self._numbers):06d}"
 
     def answer(self, prompt: Prompt, sample: Sample, reply: Message, id: str | None = None, **options: Any) -> Call:
         """Add a sample, and the message in it.
 
         Args:
-            id: of `new_id`.
+            id: of `ids`.
             **options: of `Call`.
         """
-        id = id or self.new_id()
+        id = id or next(self.ids)
         # Nine letters or digits: Mistral's templates take no other ids.
         named = [replace(call, id=f"call{int(id):03d}{index:02d}") for index, call in enumerate(reply.calls)]
         call = Call(id, prompt, sample, replace(reply, calls=tuple(named)), **options)
         self.calls.append(call)
         self._by_messages[longer(prompt.digest, call.reply)].append(call)
         return call
-
-    def _write(self, messages: Sequence[Message], tools: Tools) -> str:
-        return self.template.write(messages, tools, self.inputs, reply=True)
 
     def _candidates(self, messages: Sequence[Message], digests: Sequence[int]) -> Iterator[Call]:
         """Calls whose messages and reply these begin with, the longest first. Of equal ones, first those that were
@@ -165,7 +161,11 @@ class Conversations:
             equal = [
                 call
                 for call in self._by_messages.get(digest, ())
-                if all(map(Message.is_repeated_by, call.messages, messages))
+                # Clients send thoughts back, or not.
+                if all(
+                    one.key == later.key and later.reasoning.strip() in ("", one.reasoning.strip())
+                    for one, later in zip(call.messages, messages, strict=False)
+                )
             ]
             yield from sorted(equal, key=lambda call: (not call.delivered, call.is_continued))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 
@@ -42,10 +41,6 @@ class Message:
         said = self.role, self.content.strip()
         return (*said, *((call.name, _json_value(call.arguments)) for call in self.calls)) if self.calls else said
 
-    def is_repeated_by(self, later: Message) -> bool:
-        """Whether a later request repeats this message, with its thought or without."""
-        return self.key == later.key and later.reasoning.strip() in ("", self.reasoning.strip())
-
     def for_template(self, reasoning: str) -> Mapping[str, Any]:
         """As chat templates read it, with its thought under the name `reasoning`."""
         return {**self._shown, reasoning: self.reasoning} if self.reasoning else self._shown
@@ -76,11 +71,6 @@ def _number(text: str) -> float | int:
     return int(value) if value.is_integer() else value
 
 
-def prefix_digests(messages: Iterable[Message]) -> Iterator[int]:
-    """A hash of each prefix of a conversation, the empty one first."""
-    return accumulate(messages, longer, initial=0)
-
-
 def longer(digest: int, message: Message) -> int:
-    """The hash of a conversation with one message more."""
+    """The hash of a conversation with one message more; of an empty one it is 0."""
     return hash((digest, message.key))

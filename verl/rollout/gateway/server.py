@@ -17,7 +17,7 @@ import re
 import resource
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, cast
@@ -145,14 +145,14 @@ class Listener:
         self.stack.push_async_callback(client.aclose)
         return client
 
-    def new_key(self) -> str:
-        """A key of 128 random bits behind the number of its episode."""
-        return f"verl-{next(self._numbers)}-{secrets.token_hex(16)}"
-
     @contextmanager
     def admitting(self, session: Session) -> Iterator[None]:
-        """Let requests with the session's key in meanwhile. Afterwards the key alone is kept."""
-        number = session.key.split("-")[1]
+        """Let requests with the session's key in meanwhile. Afterwards the key alone is kept.
+
+        It has 128 random bits behind the number of its episode.
+        """
+        number = str(next(self._numbers))
+        session.key = f"verl-{number}-{secrets.token_hex(16)}"
         self._keys[number], self._sessions[number] = session.key.encode(), session
         try:
             yield
@@ -173,7 +173,7 @@ class Listener:
         except Exception as error:
             fault = _fault(session, request.path, error)
         headers = {} if fault.retry else {"x-should-retry": "false"}
-        return await self._sent(request, self._json(dialect.error(fault), fault.status, headers))
+        return await self._sent(request, dialect.error(fault), fault.status, headers)
 
     def _admitted(self, request: Any) -> Session:
         """The session of a request's key.
@@ -201,7 +201,7 @@ class Listener:
             named = path.removeprefix(_MODELS).strip("/")
             one = {"id": named or "policy", "object": "model", "created": 0, "owned_by": "verl", "type": "model"}
             listed: Body = one if named else {"object": "list", "data": [one], "has_more": False}
-            return await self._sent(request, self._json(listed))
+            return await self._sent(request, listed)
         if path != _COUNT and path not in _DIALECTS:
             known = ", ".join((*_DIALECTS, _COUNT, _MODELS))
             raise RequestError(404, f"{path} is not here; there are {known}", code="not_found")
@@ -210,8 +210,7 @@ class Listener:
         content = await _body(request)
         body = _parsed(content) if len(content) < LARGE else await asyncio.to_thread(_parsed, content)
         if path == _COUNT:
-            count = {"input_tokens": await session.count(dialect.read(body))}
-            return await self._sent(request, self._json(count))
+            return await self._sent(request, {"input_tokens": await session.count(dialect.read(body))})
         if (model := str(body.get("model"))) not in session.rules.models:
             return await self._replied(request, session, dialect, body, content)
         if session.rules.models[model] == START and session.start is not None:
@@ -232,7 +231,7 @@ class Listener:
                 texts = _texts(dialect.events(asked), answering, news)
                 return await self._stream(request, session, dialect, answering, texts)
             delivery = await answering
-            response = await self._sent(request, self._json(dialect.answer(asked, delivery.answer)))
+            response = await self._sent(request, dialect.answer(asked, delivery.answer))
             delivery.delivered()
             return response
 
@@ -255,24 +254,22 @@ class Listener:
             async with asyncio.timeout(rules.model_deadline), stream as answer:
                 kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
                 response = self._web.StreamResponse(status=answer.status_code, headers=kind)
-                with _taking(request):
-                    await response.prepare(request)
+                await _taken(request, response.prepare(request))
                 async for part in answer.aiter_bytes():
-                    with _taking(request):
-                        await response.write(part)
+                    await _taken(request, response.write(part))
         except (TimeoutError, httpx.HTTPError) as error:
             if response is not None:  # it has begun, so that it can only be cut off
                 raise ConnectionResetError from error
             why = repr(error) if isinstance(error, httpx.HTTPError) else f"no answer in {rules.model_deadline:g} s"
             raise RequestError(502, f"the model '{name}' cannot be asked: {why}", code="model_failed") from error
-        with _taking(request):
-            await response.write_eof()
+        await _taken(request, response.write_eof())
         return response
 
-    async def _sent(self, request: Any, response: Any) -> Any:
-        with _taking(request):
-            await response.prepare(request)
-            await response.write_eof()
+    async def _sent(self, request: Any, body: Body, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
+        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+        response = self._web.Response(body=content, status=status, headers=headers, content_type="application/json")
+        await _taken(request, response.prepare(request))
+        await _taken(request, response.write_eof())
         return response
 
     async def _stream(self, request: Any, session: Session, dialect: Dialect, task: Answering, texts: Texts) -> Any:
@@ -282,25 +279,18 @@ class Listener:
         delivery = None
         try:
             async for text in texts:
-                with _taking(request):
-                    if not response.prepared:
-                        await response.prepare(request)
-                    await response.write(text.encode())
+                if not response.prepared:
+                    await _taken(request, response.prepare(request))
+                await _taken(request, response.write(text.encode()))
             delivery = task.result()
         except Exception as error:
             if isinstance(error, ConnectionError) or not response.prepared:
                 raise
-            with _taking(request):
-                await response.write(dialect.failure(_fault(session, request.path, error)).encode())
-        with _taking(request):
-            await response.write_eof()
+            await _taken(request, response.write(dialect.failure(_fault(session, request.path, error)).encode()))
+        await _taken(request, response.write_eof())
         if delivery is not None:
             delivery.delivered()
         return response
-
-    def _json(self, body: Body, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
-        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-        return self._web.Response(body=content, status=status, headers=headers, content_type="application/json")
 
 
 def _fault(session: Session | None, path: str, error: Exception) -> RequestError:
@@ -342,14 +332,14 @@ async def _texts(events: Events, answering: Answering, news: News) -> Texts:
             text = ""
 
 
-@contextmanager
-def _taking(request: Any) -> Iterator[None]:
-    """Something is sent meanwhile. A client that does not take it in time is cut off, which cancels its handler."""
+async def _taken(request: Any, work: Coroutine[Any, Any, Any]) -> None:
+    """Send something. A client that does not take it in time is cut off, which cancels its handler."""
     if request.transport is None:
+        work.close()
         raise ConnectionResetError
     timer = asyncio.get_running_loop().call_later(TAKE_SECONDS, request.transport.abort)
     try:
-        yield
+        await work
     finally:
         timer.cancel()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl.data.text import spelled
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.rollout.base import LongPromptError, Sample, SamplingParams, as_sampling
 from verl.rollout.episode import NO_TOP, Client
@@ -70,11 +71,9 @@ class Delivery:
 
     answer: ChatAnswer
     calls: list[Call]
-    is_delivered: bool = False
 
     def delivered(self) -> None:
         """The last byte was handed to the agent."""
-        self.is_delivered = True
         for call in self.calls:
             call.delivered = True
             call.excluded = "" if call.excluded == "aborted" else call.excluded
@@ -84,11 +83,11 @@ class Session:
     """The requests of one episode.
 
     Args:
-        key: that the agent sends with each.
         inputs: of the chat template, besides messages and tools.
         rules: of its gateway.
 
     Attributes:
+        key: that the agent sends with each; "" before the session is admitted.
         is_policy: whether the policy answers; else the weights that training began with do, sampled as requests say.
         start: answers from the weights that training began with, in no trajectory, and within bounds of its own. None:
             there are no such weights.
@@ -99,14 +98,12 @@ class Session:
         ended: whether the episode is over.
     """
 
-    def __init__(
-        self, key: str, client: Client, template: ChatTemplate, inputs: Mapping[str, Any], rules: Rules
-    ) -> None:
-        self.key, self.rules, self.is_policy = key, rules, True
+    def __init__(self, client: Client, template: ChatTemplate, inputs: Mapping[str, Any], rules: Rules) -> None:
+        self.key, self.rules, self.is_policy = "", rules, True
         self.others: Counter[str] = Counter()
         self.start: Session | None = None
         if client.start is not None:
-            self.start = Session(key, client.start, template, inputs, rules)
+            self.start = Session(client.start, template, inputs, rules)
             self.start.is_policy = False
         self.conversations = Conversations(template, inputs)
         self.calls = self.conversations.calls
@@ -187,7 +184,7 @@ class Session:
             logger.info("requests of the agent set %s; in training the run's own sampling holds", ", ".join(names))
         digest = hashlib.blake2b(body, digest_size=16).digest()
         earlier, retries = self._sent.get(digest), headers.get("x-stainless-retry-count", "0")
-        if retries.isdigit() and int(retries) and earlier is not None and not earlier.is_delivered:
+        if retries.isdigit() and int(retries) and earlier is not None and not earlier.calls[0].delivered:
             for call in earlier.calls:  # sampled but never delivered: only what is sampled now is trained
                 call.excluded = "retried"
         replies = await self._pending(request)
@@ -199,11 +196,10 @@ class Session:
             empty = tuple(Reply(reply.shown_id, Message("assistant"), "stop") for reply in replies)
             send(ChatAnswer(request.model, int(time.time()), empty, Usage(count, cached)))
             for index, reply in enumerate(replies):
-                reply.stream_to(index, send)
+                show = lambda *parts, index=index: send(base.Part(index, *parts))  # noqa: E731
+                reply.stream = ReplyStream(self._template, reply.params, reply.prompt.text, reply.tools, show)
         try:
             samples = await asyncio.gather(*(reply.sample() for reply in replies))
-            for reply, sample in zip(replies, samples, strict=True):
-                await reply.find_forced(sample)
         except asyncio.CancelledError:
             self.lost["late" if self.ended else "aborted"] += 1
             raise
@@ -253,7 +249,7 @@ class Session:
         tokens = prompt.tokens
         params = self._params(request, len(tokens))
         self._begun += request.n
-        ids = [self.conversations.new_id() for _ in range(request.n)]
+        ids = [next(self.conversations.ids) for _ in range(request.n)]
         return [_PendingReply(self, request, prompt, tokens, params, grammar, id) for id in ids]
 
     def _params(self, request: ChatRequest, length: int) -> SamplingParams:
@@ -314,19 +310,11 @@ class _PendingReply:
         #: Agents give rewards by the ids of the policy's replies.
         self.shown_id = self.id if self.session.is_policy else f"{START}{self.id}"
 
-    def stream_to(self, index: int, send: Send) -> None:
-        """Show the reply while it is sampled."""
-
-        def send_part(reasoning: str, content: str) -> None:
-            send(base.Part(index, reasoning, content))
-
-        self.stream = ReplyStream(self.template, self.params, self.prompt.text, self.tools, send_part)
-
     async def sample(self) -> Sample:
         read, top = None if self.stream is None else self.stream.read, self.request.top_log_probs
         options: Any = {"grammar": self.grammar, "on_tokens": read, "top_log_probs": top}
         try:
-            return await self.client.generate(self.tokens, self.params, **options)
+            sample = await self.client.generate(self.tokens, self.params, **options)
         except LongPromptError as error:
             self.session.truncated = True
             count = len(self.tokens)
@@ -334,11 +322,10 @@ class _PendingReply:
         except RolloutError as error:
             self.session.fault = error
             raise RequestError(503, f"the engine failed: {error}", code="engine_failed") from error
-
-    async def find_forced(self, sample: Sample) -> None:
         if self.grammar is not None:
             tokenizer, ends = self.template.chat.tokenizer, self.template.ends
             self.forced = await asyncio.to_thread(only_choices, self.grammar, tokenizer, ends, sample.tokens)
+        return sample
 
     def call(self, sample: Sample, headers: Mapping[str, str]) -> Call:
         text = self.template.text(sample.tokens)
@@ -348,7 +335,7 @@ class _PendingReply:
             text = cut_text(self.template.text, sample.tokens, self.params)
         reply = self.template.parse(text, self.prompt.text, self.tools)
         if self.stream is not None:
-            self.stream.send_rest(reply)
+            self.stream.show(reply.reasoning, reply.content)
         is_excluded = headers.get("X-Verl-Train") == "0"
         options = {
             "name": headers.get("X-Verl-Name", ""),
@@ -360,7 +347,8 @@ class _PendingReply:
 
     def shown(self, call: Call) -> Reply:
         """The reply as its request is answered."""
-        text, spelled, sample = self.template.text, self.template.spelled, call.sample
+        text, sample = self.template.text, call.sample
+        written = partial(spelled, self.template.chat.tokenizer)
         stopped_by, tokens = None, list[base.Token]()
         if self.params.stop and sample.finish == "stop":
             rest = text(sample.tokens)[len(cut_text(text, sample.tokens, self.params)) :]
@@ -368,7 +356,7 @@ class _PendingReply:
         if self.request.log_probs:
             tops = sample.top_log_probs or [[]] * len(sample.tokens)
             for token, log_prob, top in zip(sample.tokens, sample.log_probs, tops, strict=True):
-                tokens.append(base.Token(spelled([token]), log_prob, tuple((spelled([t]), p) for t, p in top)))
+                tokens.append(base.Token(written([token]), log_prob, tuple((written([t]), p) for t, p in top)))
         is_cut = sample.finish == "length"
         finish: Any = "length" if is_cut else "tool_calls" if call.reply.calls else "stop"
         return Reply(self.shown_id, call.reply, finish, stopped_by, tuple(tokens))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl.rollout.base import SamplingParams
-from verl.rollout.gateway.messages import Message
 from verl.rollout.gateway.replies import Tools, without_begun
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.stop_strings import StopWatch
@@ -37,7 +36,7 @@ class ReplyStream:
         if len(tokens) > self._count:
             self._advance(tokens)
             text = without_begun(self._watch.text, self.params.stop)
-            self._send(*self.template.parse.settled(text, self.prompt, self.tools))
+            self.show(*self.template.parse.settled(text, self.prompt, self.tools))
 
     def finish(self, tokens: Sequence[int]) -> str:
         """The text of the finished reply, up to the stop string that ended it."""
@@ -45,16 +44,14 @@ class ReplyStream:
         self._watch.saw_stop(tokens, final=True)
         return self._watch.text
 
-    def send_rest(self, reply: Message) -> None:
-        self._send(reply.reasoning, reply.content)
-
     def _advance(self, tokens: Sequence[int]) -> None:
         """Each token by itself, as the engine looks for stop strings."""
         for count in range(self._count + 1, len(tokens) + 1):
             self._watch.saw_stop(tokens[:count])
         self._count = len(tokens)
 
-    def _send(self, *parts: str) -> None:
+    def show(self, *parts: str) -> None:
+        """Send what is new of the thought and of the text."""
         new = [part[len(shown) :] for part, shown in zip(parts, self._shown, strict=True)]
         if any(new):
             self._shown = (self._shown[0] + new[0], self._shown[1] + new[1])

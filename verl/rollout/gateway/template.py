@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class ChatTemplate:
         self.chat = ChatTokenizer(tokenizer)
         self.ends = (*self.chat.ends, *ends)
         self.text = ResponseText(tokenizer, self.ends)
-        self._endings: dict[tuple[bool, bool], str] = {}
+        self._ending = cache(self._ending_of)
         self.parse = ReplyParser(tokenizer, str(tokenizer.chat_template))
 
     def write(
@@ -106,23 +106,16 @@ class ChatTemplate:
         parts = (reply.content, reply.reasoning, *(call.name for call in reply.calls))
         if position < 0 or not all(part.strip() in text[len(before) : position] for part in parts):
             return None
-        return text[position + len(end) :] if self.spelled(last) == end else text[position:]
+        return text[position + len(end) :] if spelled(self.chat.tokenizer, last) == end else text[position:]
 
-    def _ending(self, calls: bool, has_tools: bool) -> str:
+    def _ending_of(self, calls: bool, has_tools: bool) -> str:
         """How the template ends a reply: text or calls, in a chat with tools or without; "" if it does not."""
-        if (calls, has_tools) not in self._endings:
-            said, text = replace(_SAID, calls=_SAID.calls if calls else (), content="" if calls else _VALUE), ""
-            with suppress(DataError):
-                text = self.write([_ASKED, said], [_PROBE] if has_tools else (), reply=False)
-                text = text[: self.chat.reply_end(text, text.rfind(_VALUE), calls=calls)]
-            names = (*self.chat.added.values(), *map(self.chat.tokenizer.convert_ids_to_tokens, self.chat.ends))
-            ends = [name for name in names if name and text.endswith(name)]
-            self._endings[calls, has_tools] = max(ends, key=len, default="")
-        return self._endings[calls, has_tools]
-
-    def spelled(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, special ones too."""
-        return spelled(self.chat.tokenizer, tokens)
+        said, text = replace(_SAID, calls=_SAID.calls if calls else (), content="" if calls else _VALUE), ""
+        with suppress(DataError):
+            text = self.write([_ASKED, said], [_PROBE] if has_tools else (), reply=False)
+            text = text[: self.chat.reply_end(text, text.rfind(_VALUE), calls=calls)]
+        names = (*self.chat.added.values(), *map(self.chat.tokenizer.convert_ids_to_tokens, self.chat.ends))
+        return max((name for name in names if name and text.endswith(name)), key=len, default="")
 
     def check(self) -> list[str]:
         """["thoughts"] if the template drops them; it shows everything else that an agent needs.

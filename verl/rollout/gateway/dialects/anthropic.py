@@ -34,19 +34,19 @@ class AnthropicEvents(base.ItemEvents):
     def begin(self, answer: ChatAnswer) -> Iterator[str]:
         self.id = answer.replies[0].id
         unfinished: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
-        start = {**_head(answer), **unfinished, "usage": {**_prompt(answer), "output_tokens": 0}}
-        yield _event("message_start", message=start)
+        yield _event("message_start", message={**ANTHROPIC.answer(self.request, answer), **unfinished})
 
     def end(self, answer: ChatAnswer) -> Iterator[str]:
-        reply = answer.replies[0]
+        whole = ANTHROPIC.answer(self.request, answer)
         yield from self.leave()
-        for block in list(_blocks(reply))[self.index + 1 :]:
+        for block in whole["content"][self.index + 1 :]:
             yield from self.enter(block["type"], block)
             if block["type"] == "tool_use":
                 for part in base.chunks(json.dumps(block["input"], ensure_ascii=False)):
                     yield self._delta("input_json_delta", partial_json=part)
             yield from self.leave()
-        yield _event("message_delta", delta=_end(reply), usage={"output_tokens": answer.usage.sampled})
+        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=end, usage={"output_tokens": answer.usage.sampled})
         yield _event("message_stop")
 
     def opened(self, item: Body) -> Iterator[str]:
@@ -119,8 +119,14 @@ class Anthropic(base.Dialect):
                 raise RequestError(400, f"messages[{index}].role is user or assistant", "messages")
 
     def answer(self, request: ChatRequest, answer: ChatAnswer) -> Body:
-        reply, usage = answer.replies[0], {**_prompt(answer), "output_tokens": answer.usage.sampled}
-        return {**_head(answer), "content": list(_blocks(reply)), **_end(reply), "usage": usage}
+        reply, usage = answer.replies[0], answer.usage
+        head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": answer.model}
+        reason = "stop_sequence" if reply.stopped_by else _FINISH[reply.finish]
+        end = {"stop_reason": reason, "stop_sequence": reply.stopped_by}
+        # Anthropic counts the prompt's cached tokens apart from the others.
+        cached = {"cache_read_input_tokens": usage.cached, "cache_creation_input_tokens": 0}
+        tokens = {"input_tokens": usage.prompt - usage.cached, **cached, "output_tokens": usage.sampled}
+        return {**head, "content": list(_blocks(reply)), **end, "usage": tokens}
 
     def error(self, fault: RequestError) -> Body:
         kind = _ERRORS.get(fault.status, "api_error" if fault.status >= 500 else "invalid_request_error")
@@ -149,22 +155,6 @@ def _user(blocks: list[Body], where: str) -> Iterator[Message]:
         for block in group:
             result = base.joined(block.get("content"), f"{where}.content", _TEXT)
             yield Message("tool", result, call_id=base.typed(block, "tool_use_id", str, ""))
-
-
-def _head(answer: ChatAnswer) -> dict[str, Any]:
-    name = f"msg_{answer.replies[0].id}"
-    return {"id": name, "type": "message", "role": "assistant", "model": answer.model}
-
-
-def _end(reply: Reply) -> dict[str, Any]:
-    reason = "stop_sequence" if reply.stopped_by else _FINISH[reply.finish]
-    return {"stop_reason": reason, "stop_sequence": reply.stopped_by}
-
-
-def _prompt(answer: ChatAnswer) -> dict[str, int]:
-    """Anthropic counts the prompt's cached tokens apart from the others."""
-    new, cached = answer.usage.prompt - answer.usage.cached, answer.usage.cached
-    return {"input_tokens": new, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
 
 def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from verl.rollout.gateway.messages import Message
 
@@ -129,17 +129,21 @@ class Part:
     content: str = ""
 
 
-class Events(Protocol):
-    """The stream of one answer, as server-sent events."""
+class Events:
+    """The stream of one answer, as server-sent events.
 
-    def begin(self, answer: ChatAnswer) -> Iterator[str]:
-        """Before any reply begins: all are empty."""
+    Attributes:
+        begin: before any reply begins: all are empty.
+        part: a delta; all of the thought and the text has come this way before the end.
+        end: the calls, and how it ended.
+    """
 
-    def part(self, part: Part) -> Iterator[str]:
-        """A delta; all of the thought and the text has come this way before the end."""
+    begin: Callable[[ChatAnswer], Iterator[str]]
+    part: Callable[[Part], Iterator[str]]
+    end: Callable[[ChatAnswer], Iterator[str]]
 
-    def end(self, answer: ChatAnswer) -> Iterator[str]:
-        """The calls, and how it ended."""
+    def __init__(self, request: ChatRequest) -> None:
+        self.request = request
 
 
 class Dialect:
@@ -187,6 +191,9 @@ class Dialect:
         if not 0 <= top <= MAX_TOP:
             raise invalid("top_logprobs", f"'top_logprobs' is from 0 to {MAX_TOP}, not {top}")
         tools, strict = self._tools(body)
+        counts = {name: typed(body, name, int, 1) for name in ("n", *self.limits)}
+        if wrong := next((name for name, count in counts.items() if count < 1), None):
+            raise invalid(wrong, f"'{wrong}' must be at least 1")
         choice, names = self.choice(body), [tool["function"]["name"] for tool in tools]
         if choice not in ("auto", "none", "required", *names) or (choice == "required" and not names):
             raise invalid("tool_choice", f"'tool_choice': there is no tool to call ({choice})")
@@ -197,9 +204,9 @@ class Dialect:
             strict,
             choice,
             self.schema(body),
-            min((at_least_1(body, name) for name in self.limits if body.get(name) is not None), default=None),
+            min((counts[name] for name in self.limits if body.get(name) is not None), default=None),
             _stop_strings(body, self.stop),
-            at_least_1(body, "n"),
+            counts["n"],
             typed(body, "logprobs", bool, False),
             typed(body, "stream", bool, False),
             bool(typed(body, "stream_options", dict, {}).get("include_usage")),
@@ -243,7 +250,7 @@ class Dialect:
         return event(self.error(fault))
 
 
-class ItemEvents:
+class ItemEvents(Events):
     """A stream of items (thought, text, calls), one open at a time.
 
     Attributes:
@@ -257,7 +264,7 @@ class ItemEvents:
     closed: Callable[[], Iterator[str]]
 
     def __init__(self, request: ChatRequest) -> None:
-        self.request = request
+        super().__init__(request)
         self.id = self.kind = self.text = ""
         self.index = -1
 
@@ -297,31 +304,21 @@ def invalid(param: str, message: str) -> RequestError:
     return RequestError(400, message, param, "invalid_value")
 
 
-def wrong_type(param: str, message: str) -> RequestError:
-    return RequestError(400, message, param, "invalid_type")
-
-
 def typed(body: Body, name: str, kind: type[T], default: T) -> T:
     """A field of a type. Raises RequestError if it is of another."""
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise wrong_type(name, f"'{name}' is not of the type {kind.__name__}: {value!r:.60}")
-    return value
-
-
-def at_least_1(body: Body, name: str) -> int:
-    """Raises RequestError unless the field is a positive number; 1 if it is missing."""
-    if (value := typed(body, name, int, 1)) < 1:
-        raise invalid(name, f"'{name}' must be at least 1")
+        refusal = f"'{name}' is not of the type {kind.__name__}: {value!r:.60}"
+        raise RequestError(400, refusal, name, "invalid_type")
     return value
 
 
 def mappings(value: Any, name: str) -> list[Body]:
     """Raises RequestError unless this is a list of mappings."""
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise wrong_type(name, f"'{name}' is a list of objects, not {value!r:.60}")
+        raise RequestError(400, f"'{name}' is a list of objects, not {value!r:.60}", name, "invalid_type")
     return value
 
 
@@ -350,7 +347,7 @@ def _stop_strings(body: Body, name: str) -> tuple[str, ...]:
     value = body.get(name)
     strings = [value] if isinstance(value, str) else (value or [])
     if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
-        raise wrong_type(name, f"'{name}' is a text or a list of such, not {value!r:.60}")
+        raise RequestError(400, f"'{name}' is a text or a list of such, not {value!r:.60}", name, "invalid_type")
     return tuple(filter(None, strings))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from verl.rollout.gateway.dialects import base
-from verl.rollout.gateway.dialects.base import Body, ChatAnswer, ChatRequest, Part, Reply, RequestError, Usage
+from verl.rollout.gateway.dialects.base import Body, ChatAnswer, ChatRequest, Part, RequestError
 from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.replies import THOUGHTS
 
@@ -15,16 +15,13 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _PARTS = {"text": "text", "refusal": "refusal"}
 
 
-class ChatEvents:
+class ChatEvents(base.Events):
     """See `Events`."""
 
-    def __init__(self, request: ChatRequest) -> None:
-        self._request = request
-        self._head: dict[str, Any] = {}
-
     def begin(self, answer: ChatAnswer) -> Iterator[str]:
-        usage = {"usage": None} if self._request.stream_usage else {}
-        self._head = {**_head(answer, "chat.completion.chunk"), **usage}
+        whole = {**CHAT.answer(self.request, answer), "object": "chat.completion.chunk"}
+        self._head = {name: whole[name] for name in ("id", "object", "created", "model")}
+        self._head |= {"usage": None} if self.request.stream_usage else {}
         for index in range(len(answer.replies)):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
@@ -34,16 +31,17 @@ class ChatEvents:
                 yield self._chunk(part.index, {name: text})
 
     def end(self, answer: ChatAnswer) -> Iterator[str]:
-        for index, reply in enumerate(answer.replies):
-            for number, call in enumerate(_calls(reply)):
+        whole = CHAT.answer(self.request, answer)
+        for index, choice in enumerate(whole["choices"]):
+            for number, call in enumerate(choice["message"].get("tool_calls", ())):
                 begun = {**call, "function": {**call["function"], "arguments": ""}}
                 yield self._chunk(index, {"tool_calls": [{"index": number, **begun}]})
                 for text in base.chunks(call["function"]["arguments"]):
                     yield self._chunk(index, {"tool_calls": [{"index": number, "function": {"arguments": text}}]})
             # With the log-probs of all tokens: which of them a text is of is known at its end.
-            yield self._chunk(index, {}, reply.finish, _log_probs(self._request, reply))
-        if self._request.stream_usage:
-            yield base.event({**self._head, "choices": [], "usage": _usage(answer.usage)})
+            yield self._chunk(index, {}, choice["finish_reason"], choice["logprobs"])
+        if self.request.stream_usage:
+            yield base.event({**self._head, "choices": [], "usage": whole["usage"]})
         yield base.event("[DONE]")
 
     def _chunk(self, index: int, delta: Body, finish: str | None = None, log_probs: Body | None = None) -> str:
@@ -103,17 +101,27 @@ class Chat(base.Dialect):
     def answer(self, request: ChatRequest, answer: ChatAnswer) -> Body:
         choices = []
         for index, reply in enumerate(answer.replies):
-            message, calls = reply.message, _calls(reply)
-            said: dict[str, Any] = {
-                "role": "assistant",
-                "content": message.content or (None if calls else ""),
-                "refusal": None,
-            }
+            message, log_probs = reply.message, None
+            calls = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in message.calls
+            ]
+            content = message.content or (None if calls else "")
+            said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             optional: Body = {"reasoning_content": message.reasoning, "tool_calls": calls}
             said |= {name: value for name, value in optional.items() if value}
-            ends = {"logprobs": _log_probs(request, reply), "finish_reason": reply.finish}
-            choices.append({"index": index, "message": said, **ends})
-        return {**_head(answer, "chat.completion"), "choices": choices, "usage": _usage(answer.usage)}
+            if request.log_probs:
+                log_probs = {"content": base.shown_tokens(reply.tokens), "refusal": None}
+            choices.append({"index": index, "message": said, "logprobs": log_probs, "finish_reason": reply.finish})
+        usage, name = answer.usage, f"chatcmpl-{answer.replies[0].id}"
+        head = {"id": name, "object": "chat.completion", "created": answer.created, "model": answer.model}
+        tokens = {
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.sampled,
+            "total_tokens": usage.prompt + usage.sampled,
+            "prompt_tokens_details": {"cached_tokens": usage.cached},
+        }
+        return {**head, "choices": choices, "usage": tokens}
 
 
 def _call(call: Body, where: str) -> ToolCall:
@@ -121,31 +129,6 @@ def _call(call: Body, where: str) -> ToolCall:
     if not isinstance(function.get("name"), str):
         raise base.invalid(where, f"'{where}' has a call without a function's name")
     return ToolCall(function["name"], base.typed(function, "arguments", str, "{}"), base.typed(call, "id", str, ""))
-
-
-def _head(answer: ChatAnswer, kind: str) -> dict[str, Any]:
-    name = f"chatcmpl-{answer.replies[0].id}"
-    return {"id": name, "object": kind, "created": answer.created, "model": answer.model}
-
-
-def _calls(reply: Reply) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in reply.message.calls
-    ]
-
-
-def _log_probs(request: ChatRequest, reply: Reply) -> Body | None:
-    return {"content": base.shown_tokens(reply.tokens), "refusal": None} if request.log_probs else None
-
-
-def _usage(usage: Usage) -> Body:
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.sampled,
-        "total_tokens": usage.prompt + usage.sampled,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
-    }
 
 
 CHAT = Chat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ class ResponsesEvents(base.ItemEvents):
 
     def __init__(self, request: ChatRequest) -> None:
         super().__init__(request)
-        self._number = 0
+        self._numbers = itertools.count()
         self._item: Body = {}
         self._log_probs: list[Body] = []  # of all tokens, known at the end
 
@@ -75,9 +76,8 @@ class ResponsesEvents(base.ItemEvents):
         return self._event(event, **where, **({"content_index": 0} if self.kind != "function_call" else {}), **data)
 
     def _event(self, event: str, /, **data: Any) -> str:
-        event, number = f"response.{event}", self._number
-        self._number += 1
-        return base.event({"type": event, "sequence_number": number, **data}, event)
+        event = f"response.{event}"
+        return base.event({"type": event, "sequence_number": next(self._numbers), **data}, event)
 
 
 class Responses(base.Dialect):
