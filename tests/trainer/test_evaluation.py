@@ -2,6 +2,7 @@ import math
 import random
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError
 from verl.report.completions import save_table
-from verl.trainer.evaluation import binomial_interval, evaluate, paired_bootstrap
+from verl.trainer.evaluation import Evaluation, binomial_interval, evaluation_of, named_metrics, paired_bootstrap
 
 PROBLEMS = Batch.from_columns({"group": ["a", "b", "c"], "answer": ["1", "2", "3"]})
 
@@ -20,10 +21,13 @@ def collect(problems: Batch) -> Batch:
     return Batch.from_rows(rows).add({"reward": rewards})
 
 
+def evaluate(samples: Batch, metrics: Any = None) -> Evaluation:
+    return evaluation_of(samples, named_metrics(metrics), 60.0)
+
+
 def test_samples_are_scored_and_measured_by_the_users_functions() -> None:
     found = evaluate(
-        PROBLEMS,
-        collect,
+        collect(PROBLEMS),
         {
             "length": lambda samples: [len(text) for text in samples["response"]],
             "array": lambda samples: np.arange(len(samples)),
@@ -37,25 +41,23 @@ def test_samples_are_scored_and_measured_by_the_users_functions() -> None:
 
 
 def test_faults_are_named() -> None:
-    with pytest.raises(DataError, match="no problems"):
-        evaluate(PROBLEMS.slice(0, 0), collect)
     with pytest.raises(DataError, match="'bad' returned 1 values for 6"):
-        evaluate(PROBLEMS, collect, {"bad": lambda samples: [1.0]})
+        evaluate(collect(PROBLEMS), {"bad": lambda samples: [1.0]})
     for value in (None, "half", {"a": 1}, ["a"] * 6):
         with pytest.raises(DataError, match=r"metric 'bad' returned .*: give one number for all samples"):
-            evaluate(PROBLEMS, collect, {"bad": lambda samples, value=value: value})
+            evaluate(collect(PROBLEMS), {"bad": lambda samples, value=value: value})
     with pytest.raises(ConfigError, match="called 'reward'"):
-        evaluate(PROBLEMS, collect, {"reward": lambda samples: 1.0})
+        evaluate(collect(PROBLEMS), {"reward": lambda samples: 1.0})
 
 
 def test_costs_are_measured_where_there_are_some() -> None:
-    found = evaluate(PROBLEMS, lambda p: collect(p).add({"cost": [0.0, 1.0, 2.0, None, 4.0, 5.0]}))
+    found = evaluate(collect(PROBLEMS).add({"cost": [0.0, 1.0, 2.0, None, 4.0, 5.0]}))
     assert found.metrics == {"reward": 0.4, "cost": 2.4, "abstained": 1.0}
     assert found.by_problem("cost") == [0.5, 2.0, 4.5]
 
 
 def test_problem_without_any_reward_has_no_value() -> None:
-    found = evaluate(PROBLEMS, lambda p: collect(p).drop(["reward"]).add({"reward": [None] * 6}))
+    found = evaluate(collect(PROBLEMS).drop(["reward"]).add({"reward": [None] * 6}))
     assert math.isnan(found.metrics["reward"])
     assert found.by_problem("reward") == [None] * 3
 

@@ -189,7 +189,7 @@ def test_a_sabotaged_reward_is_noticed_and_training_goes_back_and_on_with_other_
     again, _ = guarded(tiny, tmp_path, low_bytes, [])
     again.rollback(8)
     assert again.position is not None and again.position["position"] == 2 * (8 + 4)
-    assert again.guards is not None and again.guards.state_dict()[0]["rollbacks"] == 1
+    assert [guard.rollbacks for guard in again.guards] == [1]
 
 
 @pytest.mark.slow
@@ -205,8 +205,7 @@ def test_a_run_that_is_resumed_right_after_a_rollback_skips_the_data_too(tiny: P
     again, fresh = guarded(tiny, tmp_path, low_bytes, [])
     assert again.resume() == alerts[0].back_to == trainer.steps
     assert checksum(again.actor.shards()) == checksum(trainer.actor.shards()) == sums[alerts[0].back_to]
-    assert again.guards is not None and trainer.guards is not None
-    assert again.guards.state_dict() == trainer.guards.state_dict()
+    assert [g.state_dict() for g in again.guards] == [g.state_dict() for g in trainer.guards]
     again.fit(fresh, steps=1)
     assert fresh.state_dict()["position"] == 2 * (FIRST_BAD + 1)
 
@@ -256,7 +255,7 @@ def test_metrics_that_never_came_are_in_the_report(tiny: Path, tmp_path: Path) -
     )
     trainer.add_guard(SafetyGuard(["reward", "eval/truth", "<b>"]))
     trainer.fit([["a", "b"]] * 2, steps=2)
-    assert "the guard&#x27;s metrics that never came: eval/truth, &lt;b&gt;" in write_report(tmp_path).read_text()
+    assert "the guard&#39;s metrics that never came: eval/truth, &lt;b&gt;" in write_report(tmp_path).read_text()
 
 
 def test_a_guard_without_checkpoints_is_refused(tiny: Path) -> None:

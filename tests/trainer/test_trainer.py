@@ -521,3 +521,5 @@ def test_metrics_of_an_evaluation_by_name_as_a_list_or_alone(tiny: Path) -> None
         trainer.evaluate(["a"], metrics=[half, half])
     with pytest.raises(ConfigError, match="metric 'int' is a int"):
         trainer.evaluate(["a"], metrics=[3])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="the evaluation set has no problems"):
+        trainer.evaluate(trainer.actor.prompts(["a"]).slice(0, 0))

@@ -20,8 +20,8 @@ from verl.errors import CheckpointError, ConfigError, DamagedCheckpointError, Ve
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader
+    from verl.trainer.loop import Loop
     from verl.trainer.options import CheckpointOptions
-    from verl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class AutomaticCheckpoints:
             raise ConfigError(f"{name} is of automatic checkpoints: give checkpoint_dir= and save_every=")
         return None
 
-    def save(self, trainer: Trainer, *, last: bool = False) -> str | None:
+    def save(self, trainer: Loop, *, last: bool = False) -> str | None:
         """Save the present step, unless that is done, or in the background begin to.
 
         Args:
@@ -238,7 +238,7 @@ class AutomaticCheckpoints:
         except VerlError as error:
             logger.warning("the last checkpoint was not saved: %s", error)
 
-    def resume(self, trainer: Trainer, data: Loader | None = None) -> int | None:
+    def resume(self, trainer: Loop, data: Loader | None = None) -> int | None:
         """See `Trainer.resume`."""
         self.finish()
         start()
@@ -248,7 +248,7 @@ class AutomaticCheckpoints:
         self._restore(trainer, checkpoint)
         return checkpoint.step
 
-    def rollback(self, trainer: Trainer, step: int) -> None:
+    def rollback(self, trainer: Loop, step: int) -> None:
         """See `Trainer.rollback`."""
         self.finish()
         start()
@@ -268,7 +268,7 @@ class AutomaticCheckpoints:
             raise CheckpointError(f"there is no checkpoint in {self.store.directory} to go back to")
         return max((saved for saved in steps if saved <= step), default=steps[0])
 
-    def last_good(self, trainer: Trainer) -> int | None:
+    def last_good(self, trainer: Loop) -> int | None:
         """The step of the newest checkpoint that did not come right after a skipped update."""
         self.finish()
         for step in reversed(self.store.steps()):
@@ -279,7 +279,7 @@ class AutomaticCheckpoints:
                 logger.warning("%s; looking at the one before it", error)
         return None
 
-    def _restore(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
+    def _restore(self, trainer: Loop, checkpoint: Checkpoint) -> None:
         state.restore(trainer, checkpoint)
         self.store.rollback(checkpoint.step)
         self.saved = checkpoint.step

@@ -49,7 +49,7 @@ from verl.workers.trained import TrainedWorker
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Loader
-    from verl.trainer.trainer import Trainer
+    from verl.trainer.loop import Loop
 
 _PROBE_TOKENS = [1, 5, 3, 8, 2, 13, 7, 21]
 #: Columns that samples in the buffer must have, and those that have one value a response token.
@@ -61,13 +61,13 @@ _ADAMW = {"step", *MOMENTS}
 _OWN = ("steps", "skipped", "updates", "idle", "position")
 
 
-def save(trainer: Trainer, path: Path) -> SaveResult:
+def save(trainer: Loop, path: Path) -> SaveResult:
     """Write a checkpoint."""
     start()
     return save_checkpoint(path, trainer.steps, *contents(trainer))
 
 
-def load(trainer: Trainer, path: Path) -> None:
+def load(trainer: Loop, path: Path) -> None:
     """Check a checkpoint, then restore it."""
     start()
     # A run of `verl train` records its settings, which a trainer outside of one does not have.
@@ -76,7 +76,7 @@ def load(trainer: Trainer, path: Path) -> None:
     restore(trainer, checkpoint)
 
 
-def identity(trainer: Trainer) -> dict[str, str]:
+def identity(trainer: Loop) -> dict[str, str]:
     """The properties that a checkpoint and the trainer that loads it must share."""
     parts = {}
     for name, task in trainer.tasks.items():
@@ -92,7 +92,7 @@ def identity(trainer: Trainer) -> dict[str, str]:
     return parts
 
 
-def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[Writer]]:
+def contents(trainer: Loop, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[Writer]]:
     """The arguments of `save_checkpoint`: files, the identity, and the ranks of each role as writers.
 
     Args:
@@ -114,7 +114,7 @@ def contents(trainer: Trainer, *, background: bool = False) -> tuple[dict[str, A
             "roles": {writer.role: writer.meta for writer in writers},
             "random": random_meta.model_dump(),
             "evaluation": None if trainer.held_out is None else trainer.held_out.state_dict(),
-            "guards": [] if trainer.guards is None else trainer.guards.state_dict(),
+            "guards": [guard.state_dict() for guard in trainer.guards],
             "mixture": trainer.mixture.state_dict(),
         }
         try:
@@ -170,7 +170,7 @@ class RoleWriter:
         return self._files
 
 
-def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) -> TrainerState:
+def check(trainer: Loop, checkpoint: Checkpoint, data: Loader | None = None) -> TrainerState:
     """Look through all that `restore` takes from a checkpoint; nothing is replaced.
 
     Args:
@@ -211,7 +211,7 @@ def check(trainer: Trainer, checkpoint: Checkpoint, data: Loader | None = None) 
     return state
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def restore(trainer: Loop, checkpoint: Checkpoint) -> None:
     """Restore the trainer from a checkpoint that has passed `check`."""
     state = read_state(checkpoint)
     for _, holder, saved in _holders(trainer, state):
@@ -229,15 +229,14 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     set_rng_state(checkpoint.tensors("random"), state.random)
 
 
-def _holders(trainer: Trainer, state: TrainerState, data: Loader | None = None) -> Iterator[tuple[str, Any, Any]]:
+def _holders(trainer: Loop, state: TrainerState, data: Loader | None = None) -> Iterator[tuple[str, Any, Any]]:
     """Objects with a `state_dict` of their own: the name in messages, the object, and the state that was saved."""
     for name, task in trainer.tasks.items():
         yield "algorithm", task.algorithm, state.tasks[name].algorithm
         for role, source in task.sources.items():
             yield role, source, state.tasks[name].sources.get(role, {})
     yield "the task scheduler", trainer.mixture, state.mixture
-    if trainer.guards is not None:
-        yield "the guards", trainer.guards, state.guards
+    yield from (("a guard", *pair) for pair in zip(trainer.guards, state.guards, strict=False))
     if data is not None and state.position is not None:
         yield "the data", data, state.position
 

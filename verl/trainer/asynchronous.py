@@ -163,11 +163,9 @@ class AsyncTrainer(Trainer):
         groups = {samples["group"][0]: samples for samples in self.schedule.take()}
         scored = [self._scores.pop(name) if name in self._scores else self._score(groups[name]) for name in groups]
         samples = self.runner.wait(self.task.from_rollout_workers(scored, f"s{self.steps}"))
-        record = self._record({self.task.name: samples})
-        self._add(record, {**self._rollout_record(samples.draws[0].batch), "time/wait": waited})
+        metrics = {**self._rollout_record(samples.draws[0].batch), "time/wait": waited}
         with self._receiving():
-            learned = self._learn({self.task.name: samples.rows})
-        self._add(record, learned)
+            record = self._learn_from({self.task.name: samples}, metrics)
         self._publish()
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)

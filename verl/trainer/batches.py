@@ -20,7 +20,7 @@ from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
 from verl.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from verl.trainer.trainer import Trainer
+    from verl.trainer.loop import Loop
 
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def as_loader(
     data: Any,
     batch_size: int | None,
-    trainer: Trainer,
+    trainer: Loop,
     max_prompt_length: int | None = None,
     truncation: Truncation = "error",
 ) -> Iterable[Any]:
@@ -73,7 +73,7 @@ def as_loader(
     return PromptPasses(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
 
 
-def _limited(data: Any, trainer: Trainer, limits: Mapping[str, Any]) -> Any:
+def _limited(data: Any, trainer: Loop, limits: Mapping[str, Any]) -> Any:
     """Prompts whose tokens keep to a limit; the log says what became of the others."""
     actor = trainer.actor
     kept, counts = tokenize_prompts(data, actor.tokenizer, tools=actor.tools, **limits)
@@ -97,7 +97,7 @@ def one_pass(loader: Any) -> int:
     return math.ceil(len(loader) / (loader.batch_size if isinstance(loader, OfflineDatasetLoader) else 1))
 
 
-def read_ahead(loader: Any, trainer: Trainer) -> Any:
+def read_ahead(loader: Any, trainer: Loop) -> Any:
     """A loader whose next batch is read and tokenised while a step goes on. Where a
     step decides about the next batch (shares of a scheduler, pools, tasks that are waited for), only rows are read."""
     prepare = partial(prepare_prompts, trainer)
@@ -117,7 +117,7 @@ def next_batch(prompts: Iterator[Any], seconds: float) -> Any:
         return UserCode("the prompts").run(seconds, next, prompts, None)
 
 
-def prepare_prompts(trainer: Trainer, batch: Any) -> Any:
+def prepare_prompts(trainer: Loop, batch: Any) -> Any:
     """A batch with the tokens of its prompts."""
     encode = partial(to_prompts, trainer.actor.tokenizer, tools=trainer.actor.tools)
     online = {name for name, task in trainer.tasks.items() if task.algorithm.online}

@@ -14,7 +14,6 @@ import numpy as np
 
 from verl._base.checked import checked
 from verl._base.record import Count, Natural, Seed
-from verl._host.user_calls import DEADLINE
 from verl.batch import Batch
 from verl.data.files import digest
 from verl.data.prompts import PromptDataset
@@ -103,37 +102,30 @@ class HeldOut:
                 "trainer.eval_metrics (kl of HeldOut), or give problems"
             )
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """How problems are sampled."""
-        return {name: getattr(self, name) for name in ("n", "temperature", "top_p", "top_k")}
-
-    def is_due(self, step: int) -> bool:
-        return self.every is not None and step % self.every == 0
-
     def note(self, step: int, evaluation: Evaluation | Mapping[str, float]) -> dict[str, Any]:
         """Keep what an evaluation at a step found (for recorded rows: loss and metrics) as `last`, and return it."""
-        result = {
-            "step": step,
-            **(_of_samples(evaluation) if isinstance(evaluation, Evaluation) else self._of_loss(evaluation)),
-        }
-        headline = result["headline"]
-        if headline in SHARES and (value := result["metrics"][headline]) is not None:
-            scored = [value for value in result.get("by_problem", ()) if value is not None]
-            count = len(scored) or result["problems"]
+        found, measured = (evaluation, evaluation.metrics) if isinstance(evaluation, Evaluation) else (None, evaluation)
+        metrics = finite(dict(measured))
+        result: dict[str, Any] = {"step": step, "metrics": metrics}
+        if found is not None:
+            scored = any(value is not None for value in found.rows.get("accuracy", ()))
+            headline = "accuracy" if scored else "reward"
+            values = found.by_problem(headline)
+            count = len(values) - values.count(None) or len(values)
+            result |= {"headline": headline, "problems": len(values), "by_problem": values}
+        else:
+            assert isinstance(self.rows, Batch)
+            headline = "pairs/accuracy" if metrics.get("pairs/accuracy") is not None else "loss"
+            count = len(self.rows.group_indices())
+            result |= {"headline": headline, "problems": count}
+        if headline in SHARES and (value := metrics[headline]) is not None:
             # A sum over micro-batches rounds, and may come to a little more than all.
             share = binomial_interval(min(value, 1.0) * count, count)
             result |= {"low": share.low, "high": share.high}
         self.first, self.last = self.first or result, result
         if self.on_result is not None:
-            self.on_result(result, evaluation if isinstance(evaluation, Evaluation) else None)
+            self.on_result(result, found)
         return result
-
-    def _of_loss(self, measured: Mapping[str, float]) -> dict[str, Any]:
-        assert isinstance(self.rows, Batch)
-        metrics = finite(dict(measured))
-        headline = "pairs/accuracy" if metrics.get("pairs/accuracy") is not None else "loss"
-        return {"headline": headline, "metrics": metrics, "problems": len(self.rows.group_indices())}
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -174,14 +166,6 @@ class HeldOut:
         return summary | {"gain": change.value, "gain_low": change.low, "gain_high": change.high}
 
 
-def _of_samples(evaluation: Evaluation) -> dict[str, Any]:
-    scored = any(value is not None for value in evaluation.rows.get("accuracy", ()))
-    headline = "accuracy" if scored else "reward"
-    by_problem = evaluation.by_problem(headline)
-    metrics = finite(evaluation.metrics)
-    return {"headline": headline, "metrics": metrics, "problems": len(by_problem), "by_problem": by_problem}
-
-
 def accuracy(samples: Batch) -> list[float | None]:
     """Exact match by the task's own verifier, where the reward has such a component; no credit for a format."""
     if "reward/accuracy" in samples:
@@ -207,31 +191,22 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
     return {name: fn if isinstance(fn, Metric) else Metric(name, fn) for name, fn in named.items()}
 
 
-def evaluate(
-    problems: Batch,
-    collect: Callable[[Batch], Batch],
-    metrics: Metrics = None,
-    seconds: float = DEADLINE,
-) -> Evaluation:
-    """Measure samples of held-out problems; nothing is learned.
+def evaluation_of(samples: Batch, metrics: Mapping[str, Metric], seconds: float) -> Evaluation:
+    """What samples of held-out problems, which have a `reward`, come to.
 
     Args:
-        collect: from problems to samples with `reward`, and `cost` where there is one.
         metrics: the user's own, by name.
         seconds: for each of them, see `Metric`.
 
     Raises:
-        DataError: there is no problem; or see `Metric`.
-        RewardError: see `Metric`.
+        DataError, RewardError: see `Metric`.
         ConfigError: a metric is called "reward", "cost" or "abstained".
     """
-    if not len(problems):
-        raise DataError("the evaluation set has no problems")
-    samples = one_row_per_episode(collect(problems))
+    samples = one_row_per_episode(samples)
     rows: dict[str, list[float | None]] = {name: samples[name] for name in ("reward", "cost") if name in samples}
     values = {name: mean(numbers) for name, numbers in rows.items()}
     values["abstained"] = float(rows["reward"].count(None))
-    for name, metric in named_metrics(metrics).items():
+    for name, metric in metrics.items():
         if name in values:
             raise ConfigError(f"a metric cannot be called '{name}': that one is there already")
         values[name], numbers = metric(samples, seconds)

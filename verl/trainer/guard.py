@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +15,10 @@ from pydantic import Field
 from verl._base.checked import checked
 from verl._base.names import check_logged
 from verl._base.record import Count, Natural, Strings
-from verl.errors import CheckpointError, ConfigError, TrainingError
+from verl.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
-    from verl.trainer.trainer import Trainer
+    from verl.trainer.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class SafetyGuard:
         self.rollbacks = 0
         self._metrics = {name: _Metric(baseline, window, threshold_delta > 0) for name in self.monitor_metrics}
         self._steps = 0
+        self._warned: set[str] = set()
 
     def observe(self, record: Mapping[str, Any], step: int | None = None) -> None:
         """Take the monitored metrics of the log record of a step (None: the next one); those that are absent or not
@@ -123,7 +124,8 @@ class SafetyGuard:
         """The first metric that has fallen (or risen): its name, baseline, present level, and the step of the latest
         value before the fall."""
         for name, metric in self._metrics.items():
-            for latest in metric.windows():
+            # All numbers of latest values that can be compared with a baseline before them.
+            for latest in range(metric.shortest, min(self.window, len(metric.values) - metric.least) + 1):
                 best, level = metric.best_before(latest), statistics.fmean(metric.values[-latest:])
                 change = (level - best) * math.copysign(1.0, self.threshold_delta)
                 least = abs(self.threshold_delta) * (1.0 if self.absolute else abs(best))
@@ -136,9 +138,45 @@ class SafetyGuard:
         """Monitored metrics that no record has had so far."""
         return [name for name, metric in self._metrics.items() if not metric.values]
 
+    def check(self, trainer: Loop, record: dict[str, Any]) -> Alert | None:
+        """After the log record of a step has been observed: go back, if a metric has fallen; the finding.
+
+        Raises:
+            TrainingError: it has gone back as often as it may.
+        """
+        for name in self.unseen:
+            if record.get("updated"):
+                check_logged("trainer.guards: nothing logs the metric", name, record)
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning("the guard has not seen metric '%s' yet: nothing logs it so far", name)
+        if (fall := self.fall()) is None:
+            return None
+        metric, baseline, value, good = fall
+        assert trainer.checkpoints is not None
+        # What a step logs is of the weights before its update: those are the last that are known to be good.
+        target = trainer.checkpoints.before(min(trainer.steps - self.rollback_steps, good - 1))
+        alert = Alert(trainer.steps, metric, baseline, value, target)
+        if self.on_alert is not None:
+            self.on_alert(alert)
+        if self.rollbacks >= self.max_rollbacks:
+            raise TrainingError(
+                f"the guard has gone back {self.rollbacks} times, as often as it may (max_rollbacks), and "
+                f"'{metric}' is {value:.4g} where it was {baseline:.4g}: look at the rewards and the learning rate"
+            )
+        logger.warning("guard: %s; the data since then are skipped", alert)
+        before = [guard.rollbacks for guard in trainer.guards]
+        trainer.rollback(target, skip_data=True)
+        for guard, count in zip(trainer.guards, before, strict=True):
+            guard.rollbacks = count + (guard is self)
+        # The position in the data and the count are part of it: a resume must not repeat what was skipped.
+        trainer.checkpoints.saved = None
+        trainer.checkpoints.save(trainer, last=True)
+        return alert
+
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        metrics = {name: metric.state_dict() for name, metric in self._metrics.items()}
+        metrics = {name: {key: getattr(of, key) for key in _KEPT} for name, of in self._metrics.items()}
         return {"rollbacks": self.rollbacks, "steps": self._steps, "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,14 +215,10 @@ class _Metric:
         if len(self.values) == self._baseline + self._window:
             self.best = self.best_before(self._window)
 
-    def windows(self) -> range:
-        """The numbers of latest values that can be compared with a baseline before them."""
-        return range(self.shortest, min(self._window, len(self.values) - self.least) + 1)
-
     def best_before(self, latest: int) -> float:
         """The best level before the `latest` values. A mean of few values is the level that there is, and not yet the
         best of several, of which one would be too high by chance."""
-        level = statistics.fmean(self._before(latest))
+        level = statistics.fmean(self.values[:-latest][-self._baseline :])
         return level if self.best is None else self._better(self.best, level)
 
     def error(self, latest: int) -> float:
@@ -200,16 +234,14 @@ class _Metric:
     def last_good(self) -> int:
         """The step of the last value before the fall, which is where the values are divided best into two levels."""
         sums = list(accumulate(self.values, initial=0.0))
-        total = len(self.values)
-
-        def gap(split: int) -> float:
-            before, after = sums[split] / split, (sums[-1] - sums[split]) / (total - split)
-            return (before - after) * (1 if self._better is max else -1) * math.sqrt(split * (total - split))
-
-        return self.steps[max(range(1, total), key=gap) - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name in _KEPT}
+        total, sign = len(self.values), 1 if self._better is max else -1
+        gaps = {
+            split: (sums[split] / split - (sums[-1] - sums[split]) / (total - split))
+            * sign
+            * math.sqrt(split * (total - split))
+            for split in range(1, total)
+        }
+        return self.steps[max(gaps, key=gaps.__getitem__) - 1]
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.values, self.steps = [float(v) for v in saved["values"]], [int(s) for s in saved["steps"]]
@@ -218,96 +250,10 @@ class _Metric:
         if len(self.values) != len(self.steps) or len(self.values) > self._baseline + self._window:
             raise ValueError(f"{len(self.values)} values of {len(self.steps)} steps")
 
-    def _before(self, latest: int) -> list[float]:
-        return self.values[:-latest][-self._baseline :]
-
 
 @checked
-def with_guard(guards: Any, guard: SafetyGuard, trainer: Any) -> Guards:
-    """The guards of a trainer, if it has any so far, and this one.
-
-    Raises:
-        ConfigError: there is no place for checkpoints to go back to.
-    """
+def add_guard(trainer: Any, guard: SafetyGuard) -> None:
+    """See `Trainer.add_guard`."""
     store = trainer.save_automatically(max(1, guard.rollback_steps // _CHECKPOINTS)).store
     store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
-    return Guards([*(guards or ()), guard])
-
-
-class Guards:
-    """The guards of a trainer that has some."""
-
-    def __init__(self, guards: Sequence[SafetyGuard]) -> None:
-        self._guards = guards
-        self._warned: set[str] = set()
-
-    def __iter__(self) -> Iterator[SafetyGuard]:
-        return iter(self._guards)
-
-    def begin(self, trainer: Trainer) -> None:
-        """Save a first checkpoint, so that there is one to go back to from the first step on."""
-        if trainer.checkpoints is not None and not trainer.checkpoints.store.steps():
-            trainer.checkpoints.save(trainer)
-
-    def observe(self, record: dict[str, Any], step: int) -> None:
-        """Take the metrics of the log record of a step."""
-        for guard in self._guards:
-            guard.observe(record, step)
-
-    @property
-    def unseen(self) -> list[str]:
-        """Monitored metrics that no record has had so far."""
-        return [name for guard in self._guards for name in guard.unseen]
-
-    def check(self, trainer: Trainer, record: dict[str, Any]) -> Alert | None:
-        """Take the log record of the step, and go back if a guard says so; what it found.
-
-        Raises:
-            TrainingError: it has gone back as often as it may.
-        """
-        self.observe(record, trainer.steps)
-        for guard in self._guards:
-            for name in guard.unseen if record.get("updated") else ():
-                check_logged("trainer.guards: nothing logs the metric", name, record)
-            for name in (name for name in guard.unseen if name not in self._warned):
-                self._warned.add(name)
-                logger.warning("the guard has not seen metric '%s' yet: nothing logs it so far", name)
-            if (fall := guard.fall()) is not None:
-                return self._go_back(guard, trainer, *fall)
-        return None
-
-    def _go_back(
-        self, guard: SafetyGuard, trainer: Trainer, metric: str, baseline: float, value: float, good: int
-    ) -> Alert:
-        assert trainer.checkpoints is not None
-        step = trainer.steps
-        # What a step logs is of the weights before its update: those are the last that are known to be good.
-        target = trainer.checkpoints.before(min(step - guard.rollback_steps, good - 1))
-        alert = Alert(step, metric, baseline, value, target)
-        if guard.on_alert is not None:
-            guard.on_alert(alert)
-        if guard.rollbacks >= guard.max_rollbacks:
-            raise TrainingError(
-                f"the guard has gone back {guard.rollbacks} times, as often as it may (max_rollbacks), and "
-                f"'{metric}' is {value:.4g} where it was {baseline:.4g}: look at the rewards and the learning rate"
-            )
-        logger.warning("guard: %s; the data since then are skipped", alert)
-        before = [each.rollbacks for each in self._guards]
-        trainer.rollback(target, skip_data=True)
-        for each, count in zip(self._guards, before, strict=True):
-            each.rollbacks = count + (each is guard)
-        # The position in the data and the count are part of it: a resume must not repeat what was skipped.
-        trainer.checkpoints.saved = None
-        trainer.checkpoints.save(trainer, last=True)
-        return alert
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [guard.state_dict() for guard in self._guards]
-
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Raises CheckpointError if the state is not of these guards."""
-        for guard, saved in zip(self._guards, state, strict=False):
-            try:
-                guard.load_state_dict(saved)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise CheckpointError(f"the state of a guard: {type(error).__name__}: {error}") from error
+    trainer.guards = [*trainer.guards, guard]

@@ -112,10 +112,9 @@ class InterleavedTrainer(Trainer):
             raise TrainingError(f"a sample is {age} updates old, and at most {self.max_staleness} was asked for")
         for name in landed:
             del self._flights[name]
-        record = self._learn_from(drawn)
-        of_tasks = {f"task/{name}/rollout/staleness/max": float(of_task) for name, of_task in staleness.items()}
-        self._add(record, {**of_tasks, "rollout/staleness/max": float(age), "time/wait": waited})
-        return self._finish_step(record, began)
+        metrics = {f"task/{name}/rollout/staleness/max": float(of_task) for name, of_task in staleness.items()}
+        metrics |= {"rollout/staleness/max": float(age), "time/wait": waited}
+        return self._finish_step(self._learn_from(drawn, metrics), began)
 
     def rollback(self, step: int, *, skip_data: bool = False) -> None:
         self._land()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl._base.checked import checked
 from verl._base.record import Count, Natural
@@ -34,8 +34,10 @@ from verl.trainer.signals import StopSignal
 from verl.trainer.step import draw
 
 if TYPE_CHECKING:
-    from verl.trainer.guard import Guards
-    from verl.trainer.trainer import Trainer
+    from verl.data.buffers import Buffer
+    from verl.roles.critic import Critic
+    from verl.trainer.guard import SafetyGuard
+    from verl.trainer.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,14 @@ class Loop:
     """
 
     actor: Actor
+    #: The models that are trained, by role.
+    roles: Mapping[str, Actor | Critic]
+    #: By name.
+    tasks: Mapping[str, Task]
     mixture: Mixture
+    buffer: Buffer
     runner: Run
+    check_failures: Callable[[], None]
     step: Callable[..., dict[str, Any]]
     evaluate: Callable[..., Evaluation]
     evaluate_loss: Callable[..., dict[str, float]]
@@ -69,7 +77,7 @@ class Loop:
         self.updates = self.idle = 0
         #: Latest updates in a row that were not finite.
         self.skipped = 0
-        self.guards: Guards | None = None
+        self.guards: list[SafetyGuard] = []
         self._goal: int | None = None
         self._loader: Loader | None = None
         self._position: dict[str, Any] | None = None
@@ -82,8 +90,17 @@ class Loop:
             self.use_logger(logging.logger)
 
     @property
-    def _trainer(self) -> Trainer:
-        return cast("Trainer", self)
+    def task(self) -> Task:
+        """The only task.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        try:
+            (task,) = self.tasks.values()
+        except ValueError:
+            raise ConfigError(f"this trainer has several tasks, see trainer.tasks: {', '.join(self.tasks)}") from None
+        return task
 
     @property
     def logger(self) -> Logger:
@@ -140,24 +157,23 @@ class Loop:
         """
         start()
         record: dict[str, Any] = {}
-        loader = as_loader(prompts, batch_size, self._trainer, max_prompt_length, truncation)
+        loader = as_loader(prompts, batch_size, self, max_prompt_length, truncation)
         steps = one_pass(loader) if steps is None else steps
-        loader, whole = read_ahead(loader, self._trainer), loader
+        loader, whole = read_ahead(loader, self), loader
         batches = self._open(loader)
         self._goal = self.steps + steps
         try:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.before and self.held_out.first is None:
                     self.evaluate_held_out()
-                if self.guards is not None:
-                    self.guards.begin(self._trainer)
+                self._save_first()
                 while self.steps < self._goal and not (stop and stop.requested):
                     record = self.advance(batches)
                 if stop and stop.requested:
-                    self._checkpoints().save(self._trainer, last=True)
+                    self._checkpoints().save(self, last=True)
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, self.steps)
                     raise SystemExit(stop.exit_code)
-                check_learned(self._trainer, record)
+                check_learned(self, record)
                 self._evaluate_and_save(last=True)
         finally:
             self._goal = None
@@ -223,41 +239,46 @@ class Loop:
             "without end, such as verl.data.loader.PromptLoader"
         )
 
+    def _save_first(self) -> None:
+        """With guards: a checkpoint to go back to from the first step on."""
+        if self.guards and self.checkpoints is not None and not self.checkpoints.store.steps():
+            self.checkpoints.save(self)
+
     def _evaluate_and_save(self, *, last: bool = False) -> None:
         """Evaluate and save, where that is due; after the last step of `fit` both are."""
         held_out = self.held_out
-        evaluated = None if held_out is None or held_out.last is None else held_out.last["step"]
-        if held_out is not None and evaluated != self.steps and (last or held_out.is_due(self.steps)):
+        is_due = held_out is not None and (last or (held_out.every is not None and not self.steps % held_out.every))
+        if held_out is not None and is_due and (held_out.last is None or held_out.last["step"] != self.steps):
             self.evaluate_held_out()
         if self.checkpoints is None:
             return
         if not last and self.steps % self.checkpoints.every:
             with self.runner.models.hold():
                 self.checkpoints.finish(wait=False)
-        elif (error := self.checkpoints.save(self._trainer, last=last)) is not None and last:
+        elif (error := self.checkpoints.save(self, last=last)) is not None and last:
             raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
 
     def evaluate_held_out(self) -> dict[str, Any]:
         """Evaluate `held_out` now; returns and logs the result."""
-        assert self.held_out is not None
-        rows, began = self.held_out.rows, time.perf_counter()
+        held_out = self.held_out
+        assert held_out is not None
+        rows, began = held_out.rows, time.perf_counter()
         self.logger.phase(f"evaluating {len(rows)} held-out rows")
-        evaluation: Evaluation | dict[str, float]
         measured: dict[str, float] = {}
         if isinstance(rows, Batch):
-            evaluation = self.evaluate_loss(rows)
+            result = held_out.note(self.steps, self.evaluate_loss(rows))
         else:
-            options = self.held_out
-            evaluation = self.evaluate(rows.batch, options.metrics, **options.sampling)
-            if options.kl:
+            sampling = {name: getattr(held_out, name) for name in ("n", "temperature", "top_p", "top_k")}
+            evaluation = self.evaluate(rows.batch, held_out.metrics, **sampling)
+            if held_out.kl:
                 graph = Graph([*log_prob_nodes(self.actor)], evaluation.samples.columns)
                 samples = self.runner.wait(draw(graph, evaluation.samples, self.runner, in_step=False)).batch
-                measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=options.temperature == 0)
-        result = self.held_out.note(self.steps, evaluation)
+                measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=held_out.temperature == 0)
+            result = held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
-        if self.guards is not None:
-            self.guards.observe(metrics, self.steps)
+        for guard in self.guards:
+            guard.observe(metrics, self.steps)
         return result
 
     @checked
@@ -270,7 +291,7 @@ class Loop:
         if self.checkpoints is not None:
             self.checkpoints.close()  # one save at a time
         with self.runner.models.hold():
-            result = state.save(self._trainer, Path(path))
+            result = state.save(self, Path(path))
         if not result:
             raise CheckpointError(
                 f"{result.error}; what was there before is untouched: free space or name another directory"
@@ -283,7 +304,7 @@ class Loop:
         Raises:
             CheckpointError: the checkpoint is damaged, or belongs to another model or algorithm.
         """
-        state.load(self._trainer, Path(path))
+        state.load(self, Path(path))
         self._goes_on = True
         if self.checkpoints is not None:
             self.checkpoints.saved = None
@@ -298,7 +319,7 @@ class Loop:
             CheckpointError: none is whole, or they belong to another model, algorithm or settings.
             DataError: they are of other data.
         """
-        step = self._checkpoints().resume(self._trainer, data)
+        step = self._checkpoints().resume(self, data)
         self._goes_on = True
         if step is not None:
             logger.info("going on from step %d", step)
@@ -315,7 +336,7 @@ class Loop:
             CheckpointError: there is no such checkpoint, it is damaged, or the disk refuses.
         """
         loader = self._loader
-        self._checkpoints().rollback(self._trainer, step)
+        self._checkpoints().rollback(self, step)
         if skip_data:
             self._loader, self._position = loader, None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl._base.names import check_known
 from verl.batch import Batch
@@ -18,33 +18,24 @@ if TYPE_CHECKING:
     from verl.data.task_loader import TaskLoader
 
 
-class TaskScheduler(Protocol):
-    """Changes the shares of tasks from step to step, such as `DynamicTaskWeightScheduler`."""
-
-    @property
-    def weights(self) -> Mapping[str, float]: ...
-    def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 class Mixture:
     """The shares of tasks, which sum to 1, and the weights of their losses.
 
     Attributes:
         shares: of the prompts; taken from the `TaskLoader`, if training reads one.
         scheduler: changes them, if there is one.
+        began: when the samples of a task were begun for the first time, or last trained.
     """
 
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self.tasks = tasks
         total = sum(task.share for task in tasks.values())
         self.shares = self._base = {name: task.share / total for name, task in tasks.items()}
-        self.scheduler: TaskScheduler | None = None
+        self.scheduler: Any = None
         self._loader: TaskLoader | None = None
-        self._trained: dict[str, float] = {}
+        self.began: dict[str, float] = {}
 
-    def follow(self, scheduler: TaskScheduler) -> None:
+    def follow(self, scheduler: Any) -> None:
         """Let a scheduler change the shares after each step.
 
         Raises:
@@ -73,10 +64,6 @@ class Mixture:
         alone = {name: prompts for name, task in self.tasks.items() if not task.updater.name}
         return alone or by_task(prompts, [*self.tasks])
 
-    def begin(self, name: str) -> None:
-        """Note when the first samples of a task are begun."""
-        self._trained.setdefault(name, time.perf_counter())
-
     def weights(self, present: Mapping[str, Batch]) -> dict[str, float]:
         """The weights of the losses in a step of these tasks. In a step of all tasks, none with a `loss_weight`, they
         are the shares."""
@@ -92,13 +79,19 @@ class Mixture:
         for name, updater in ((name, task.updater) for name, task in self.tasks.items() if task.updater.name):
             of_task = {"share": self.shares[name]}
             if name in samples:
-                began, self._trained[name] = self._trained[name], now
+                began, self.began[name] = self.began[name], now
                 rejected = record.get(updater.named("rollout/rejection_rate"), 0.0)
                 of_task |= {"samples": len(samples[name]), "rejection_rate": rejected}
                 of_task |= rates(samples[name], record["updated"], now - began)
             add_metrics(record, updater.metrics(of_task), ())
         if self.scheduler is not None:
-            self.scheduler.update(step, self._metrics_by_task(record))
+            metrics: dict[str, dict[str, float]] = {}  # of each task that has any
+            for name, task in self.tasks.items():
+                begin = task.updater.named("")
+                logged = {key.removeprefix(begin): value for key, value in record.items() if key.startswith(begin)}
+                if numbers := {key: float(value) for key, value in logged.items() if isinstance(value, int | float)}:
+                    metrics[name] = numbers
+            self.scheduler.update(step, metrics)
             self._share_out()
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,32 +103,21 @@ class Mixture:
             self._share_out()
 
     def _share_out(self) -> None:
-        self.shares = self._base if self.scheduler is None else self._scheduled(self.scheduler)
+        """Set the shares. Those of a scheduler's tasks together stay as they were, and none is below its floor."""
+        self.shares = self._base
+        if self.scheduler is not None:
+            weights = self.scheduler.weights
+            self.shares = rescaled(self._base, weights)
+            floor, count = getattr(self.scheduler, "min_weight", 0.0), len(weights)
+            left = sum(self.shares[name] for name in weights)
+            if left < floor * count * (1 - 1e-9):
+                raise ConfigError(
+                    f"the scheduler's {count} tasks have {left:.3g} of the shares together, less than "
+                    f"min_weight={floor:g} for each: lower it, or name the other tasks, too"
+                )
+            free = 1 - floor * count
+            if free > 1e-9:
+                above = (left - floor * count) / free
+                self.shares |= {name: floor + above * max(weight - floor, 0.0) for name, weight in weights.items()}
         if self._loader is not None:
             self._loader.set_shares({name: self.shares[name] for name in self._loader.sources})
-
-    def _scheduled(self, scheduler: TaskScheduler) -> dict[str, float]:
-        """The shares of a scheduler's tasks together stay as they were, and none is below its floor."""
-        shares, weights = rescaled(self._base, scheduler.weights), scheduler.weights
-        floor, count = getattr(scheduler, "min_weight", 0.0), len(weights)
-        left = sum(shares[name] for name in weights)
-        if left < floor * count * (1 - 1e-9):
-            raise ConfigError(
-                f"the scheduler's {count} tasks have {left:.3g} of the shares together, less than min_weight={floor:g} "
-                "for each: lower it, or name the other tasks, too"
-            )
-        free = 1 - floor * count
-        if free > 1e-9:
-            above = (left - floor * count) / free
-            shares |= {name: floor + above * max(weight - floor, 0.0) for name, weight in weights.items()}
-        return shares
-
-    def _metrics_by_task(self, record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """The metrics of each task that has any."""
-        metrics: dict[str, dict[str, float]] = {}
-        for name, task in self.tasks.items():
-            begin = task.updater.named("")
-            of_task = {key.removeprefix(begin): value for key, value in record.items() if key.startswith(begin)}
-            if numbers := {key: float(value) for key, value in of_task.items() if isinstance(value, int | float)}:
-                metrics[name] = numbers
-        return metrics

@@ -12,7 +12,7 @@ from verl.dataflow.scores import Count, Mean, Seconds, one_row_per_episode, with
 from verl.errors import TrainingError
 
 if TYPE_CHECKING:
-    from verl.trainer.trainer import Trainer
+    from verl.trainer.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def rates(samples: Batch, updated: bool, seconds: float) -> dict[str, float]:
     return {f"{what}_per_s": count / max(seconds, 1e-9) for what, count in counts.items()}
 
 
-def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
+def check_learned(trainer: Loop, record: Mapping[str, Any]) -> None:
     """For the end of training, whose last record is given.
 
     Raises:
@@ -97,7 +97,7 @@ def check_learned(trainer: Trainer, record: Mapping[str, Any]) -> None:
     raise TrainingError(f"nothing was learned, none of {trainer.idle} updates changed the policy: {cause}")
 
 
-def check_finite(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+def check_finite(trainer: Loop, metrics: Mapping[str, Any]) -> None:
     """Count updates that were not finite.
 
     Raises:

@@ -50,7 +50,7 @@ from verl.rollout.environments import as_environments, as_episode
 from verl.rollout.episode import Episode
 from verl.tasks.file import MAIN, check_sources
 from verl.trainer.checks import check_reads
-from verl.trainer.evaluation import Evaluation, Metrics, evaluate
+from verl.trainer.evaluation import Evaluation, evaluation_of
 from verl.trainer.options import LimitOptions
 from verl.trainer.runner import Run
 from verl.trainer.step import draw
@@ -249,7 +249,7 @@ class Task:
             check_reads({"the prompts": rows}, [reward.source for reward in self.sources.values()])
         self._is_checked = True
 
-    def evaluate(self, prompts: Any, metrics: Metrics = None, *, n: int = 1, **sampling: Any) -> Evaluation:
+    def evaluate(self, prompts: Any, metrics: Mapping[str, Metric], *, n: int = 1, **sampling: Any) -> Evaluation:
         """See `Trainer.evaluate`."""
         if not any("reward" in node.writes for node in self.nodes):
             raise ConfigError("samples are scored by a reward, and this trainer has none: see evaluate_loss")
@@ -257,36 +257,15 @@ class Task:
         problems = self.actor.prompts(tokenized, key="eval")
         if "id" in problems:  # a loader names visits, not problems
             problems = problems.drop(["id", "group"]).add({"group": [f"eval.{i}" for i in range(len(problems))]})
+        if not len(problems):
+            raise DataError("the evaluation set has no problems")
         params = replace(self.sampling, **{name: value for name, value in sampling.items() if value is not None})
         graph = Graph([self._rollout(n, params), *self.nodes])
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())
-            collect = lambda rows: self._run.wait(draw(graph, rows, self._run, in_step=False)).batch  # noqa: E731
-            return evaluate(problems, collect, metrics, self._run.deadline)
-
-    def evaluate_loss(self, batch: Any) -> dict[str, float]:
-        """See `Trainer.evaluate_loss`."""
-        state_before = self.algorithm.state_dict()
-        try:
-            recorded = self._run.wait(self.replay(self.rows(batch, "eval"), "eval", in_step=False))
-            prepared, metrics = self.updater.prepare(recorded.batch)
-        finally:
-            self.algorithm.load_state_dict(state_before)
-        of_loss = self.actor.compute_loss(prepared, self.algorithm)
-        return disjoint(f"a metric of algorithm '{self.algorithm.name}'", metrics, of_loss)
-
-    def check_failures(self) -> None:
-        """Raises RewardError or RolloutError if every reward, or every episode, has failed so far, however few."""
-        if self.episodes.all:
-            raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
-        for source in self.sources.values():
-            source.check_failures()
-
-    def close(self) -> None:
-        """End what the task has started besides itself; the next step starts it again."""
-        for source in self.sources.values():
-            source.close()
+            samples = self._run.wait(draw(graph, problems, self._run, in_step=False)).batch
+            return evaluation_of(samples, metrics, self._run.deadline)
 
     async def collect(self, rows: Batch, key: str) -> Samples:
         """Samples for a batch of prompts, or recorded responses as samples.
@@ -363,8 +342,7 @@ class Task:
         ended = one_row_per_episode(drawn[0])
         record: dict[str, Any] = score_metrics(ended)
         if "rollout" in samples.draws[0].timings:
-            record |= self._rollout_metrics(samples.draws) | _failures([*map(one_row_per_episode, drawn)])
-            record |= episode_metrics(Batch.concat(drawn))
+            record |= _rollout_metrics(samples.draws, drawn) | episode_metrics(Batch.concat(drawn))
         if samples.rejected is not None:
             record["rollout/resamples"] = Count(len(samples.draws) - 1)
             record["rollout/rejected_prompts"] = Count(samples.rejected)
@@ -374,25 +352,32 @@ class Task:
         add_metrics(record, users, self.metrics)
         return record
 
-    @staticmethod
-    def _rollout_metrics(draws: Sequence[Result]) -> dict[str, Any]:
-        """Lengths and KL of the first rollout, which has every prompt once; tokens and time of all."""
-        first = without_baselines(draws[0].batch)
-        generated = sum(written_tokens(result.batch) for result in draws)
-        busy = sum(result.timings["rollout"].busy for result in draws)
-        kl = {"kl": kl_to_reference(first)} if "ref_log_probs" in first else {}
-        return {
-            **sample_metrics(first),
-            "rollout/tokens": Count(generated),
-            "rollout/tokens_per_s": generated / max(busy, 1e-9),
-            "time/rollout": Seconds(busy),
-            **kl,
-        }
-
     async def _draw(self, prompts: Batch) -> Result:
+        """Samples of prompts.
+
+        Raises:
+            RolloutError: too many of the latest episodes failed, or of these are left out.
+        """
         result = await draw(self.graph, prompts, self._run)
-        if "episode_error" in result.batch:
-            self._count_episodes(without_baselines(result.batch))
+        if "episode_error" not in result.batch:
+            return result
+        samples = without_baselines(result.batch)
+        errors = one_row_per_episode(samples)["episode_error"]
+        latest = next((error for error in reversed(errors) if error is not None), None)
+        reasons = left_out_reasons(samples)
+        if sum(reasons.values()) > self._max_left_out * len(errors):
+            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            raise RolloutError(
+                f"{sum(reasons.values())} of {len(errors)} episodes of this step are left out ({counts}; latest: "
+                f"{latest or 'no reward'}), more than max_left_out={self._max_left_out:g} of them: mend the agent, or "
+                "raise it"
+            )
+        self.episodes.add(error is not None for error in errors)
+        if self.episodes.too_many:
+            raise RolloutError(
+                f"the episode failed on {self.episodes} (latest: {latest or 'earlier'}). Mend it, raise its deadline, "
+                "or raise max_failed_episodes (in settings reward.max_failure_rate)"
+            )
         return result
 
     async def _kept(self, samples: Batch) -> Batch:
@@ -403,35 +388,28 @@ class Task:
         keep = await asyncio.wrap_future(loop.submit(self.algorithm.keep, samples).result)
         return samples if keep is None else samples.filter(keep)
 
-    def _count_episodes(self, samples: Batch) -> None:
-        errors = one_row_per_episode(samples)["episode_error"]
-        reasons = left_out_reasons(samples)
-        if sum(reasons.values()) > self._max_left_out * len(errors):
-            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            latest = next((error for error in reversed(errors) if error is not None), "no reward")
-            raise RolloutError(
-                f"{sum(reasons.values())} of {len(errors)} episodes of this step are left out ({counts}; latest: "
-                f"{latest}), more than max_left_out={self._max_left_out:g} of them: mend the agent, or raise it"
-            )
-        self.episodes.add(error is not None for error in errors)
-        if self.episodes.too_many:
-            latest = next((error for error in reversed(errors) if error is not None), "earlier")
-            raise RolloutError(
-                f"the episode failed on {self.episodes} (latest: {latest}). Mend it, raise its deadline, or raise "
-                "max_failed_episodes (in settings reward.max_failure_rate)"
-            )
 
-
-def _failures(draws: Sequence[Batch]) -> dict[str, Any]:
-    """Abstentions, failures and rejections, of all rollouts of a step."""
-    metrics: dict[str, Any] = {}
-    if "reward" in draws[0]:
-        metrics["reward/abstained"] = Count(sum(samples["reward"].count(None) for samples in draws))
-    if "rejected" in draws[0]:
-        failed = sum(error is not None for samples in draws for error in samples["episode_error"])
-        tried = sum(sum(samples["rejected"]) + len(samples) for samples in draws) - failed
-        ended = sum(finish in ("stop", "length") for samples in draws for finish in samples["finish"])
-        metrics["rollout/rejection_rate"] = 1 - ended / max(tried, 1)
+def _rollout_metrics(draws: Sequence[Result], drawn: Sequence[Batch]) -> dict[str, Any]:
+    """Lengths and KL of the first rollout, which has every prompt once; tokens, time, abstentions, failures and
+    rejections of all. `drawn`: their samples without baselines."""
+    first, ended = drawn[0], [*map(one_row_per_episode, drawn)]
+    generated = sum(written_tokens(result.batch) for result in draws)
+    busy = sum(result.timings["rollout"].busy for result in draws)
+    metrics = {
+        **sample_metrics(first),
+        "rollout/tokens": Count(generated),
+        "rollout/tokens_per_s": generated / max(busy, 1e-9),
+        "time/rollout": Seconds(busy),
+    }
+    if "ref_log_probs" in first:
+        metrics["kl"] = kl_to_reference(first)
+    if "reward" in first:
+        metrics["reward/abstained"] = Count(sum(samples["reward"].count(None) for samples in ended))
+    if "rejected" in first:
+        failed = sum(error is not None for samples in ended for error in samples["episode_error"])
+        tried = sum(sum(samples["rejected"]) + len(samples) for samples in ended) - failed
+        complete = sum(finish in ("stop", "length") for samples in ended for finish in samples["finish"])
+        metrics["rollout/rejection_rate"] = 1 - complete / max(tried, 1)
         metrics["rollout/failed_episodes"] = failed
     return metrics
 

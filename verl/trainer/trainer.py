@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from verl._base.checked import checked
@@ -22,7 +23,7 @@ from verl.data.loader import note_scores, pooled
 from verl.dataflow.executor import all_of
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import UpdateNode
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RolloutError
 from verl.report.completions import completions
 from verl.report.metrics import Metric, MetricFn, add_metrics
 from verl.report.samples import permuted
@@ -58,7 +59,6 @@ from verl.weights.layout import Mesh
 if TYPE_CHECKING:
     from verl.keywords import TrainerKeywords
     from verl.trainer.guard import SafetyGuard
-    from verl.trainer.mixture import TaskScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,12 @@ class Trainer(Loop):
             task.name: task.bound(self.actor, critics[task.name], self.runner, limits, names[task.name])
             for task in tasks
         }
+        #: The models that are trained: the actor, and the critics; of several tasks, each with its task's name.
+        self.roles = {"actor": self.actor} | {
+            f"{role}-{name}" if task.updater.name else role: critic
+            for name, task in self.tasks.items()
+            for role, critic in task.updater.critics.items()
+        }
         for task in tasks:
             for role, source in task.sources.items():
                 source.set_placement(self.actor.controller, role)
@@ -198,33 +204,10 @@ class Trainer(Loop):
             controller.wait(limits.deadline)
 
     @property
-    def task(self) -> Task:
-        """The only task.
-
-        Raises:
-            ConfigError: there are several.
-        """
-        try:
-            (task,) = self.tasks.values()
-        except ValueError:
-            raise ConfigError(f"this trainer has several tasks, see trainer.tasks: {', '.join(self.tasks)}") from None
-        return task
-
-    @property
     def graph(self) -> Graph:
         """The whole step of the only task as one graph, to look at or compare."""
         drawn = self.task.graph
         return Graph([*drawn.nodes.values(), *UpdateNode(self.updater).updates("update")], drawn.inputs)
-
-    @property
-    def roles(self) -> dict[str, Actor | Critic]:
-        """The models that are trained: the actor, and the critics; of several tasks, each with its task's name."""
-        critics = {
-            f"{role}-{task.name}" if task.updater.name else role: critic
-            for task in self.tasks.values()
-            for role, critic in task.updater.critics.items()
-        }
-        return {"actor": self.actor, **critics}
 
     @checked
     def add_metric(self, name: str, fn: MetricFn) -> None:
@@ -248,9 +231,9 @@ class Trainer(Loop):
         Raises:
             ConfigError: `log_dir=False` leaves no place for checkpoints, where `checkpoint_dir` names none.
         """
-        from verl.trainer.guard import with_guard
+        from verl.trainer.guard import add_guard
 
-        self.guards = with_guard(self.guards, guard, self)
+        add_guard(self, guard)
 
     def enable_3d_hybrid_engine(
         self, *, tensor_parallel_size: int | None = None, overlap_comm: bool | None = None
@@ -284,13 +267,10 @@ class Trainer(Loop):
             RewardError, RolloutError: too many of the latest rewards or episodes failed.
         """
         began = self._begin()
-        return self._finish_step(self._learn_from(self._collect(prompts)), began)
-
-    def _collect(self, prompts: Any) -> dict[str, Samples]:
-        """The samples of each task that has prompts, drawn side by side: rollouts run one at a time, and the
-        rewards of one task are waited for while another is sampled."""
+        # Side by side: rollouts run one at a time, and the rewards of one task are waited for while another is sampled.
         work = {name: self._collect_task(name, part) for name, part in self.mixture.split(prompts).items()}
-        return dict(zip(work, self.runner.wait(all_of(work.values())), strict=True))
+        samples = dict(zip(work, self.runner.wait(all_of(work.values())), strict=True))
+        return self._finish_step(self._learn_from(samples), began)
 
     def _collect_task(self, name: str, prompts: Any) -> Coroutine[Any, Any, Samples]:
         """What draws the samples of one task on the event loop. Names of samples say the step, and of several tasks
@@ -299,39 +279,39 @@ class Trainer(Loop):
         key = f"s{self.steps}.{name}" if task.updater.name else f"s{self.steps}"
         rows = task.rows(prompts, key)
         task.check(rows)
-        self.mixture.begin(name)
+        self.mixture.began.setdefault(name, time.perf_counter())
         return task.collect(rows, key)
 
-    def _learn_from(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
-        """The record of a step with these samples of each task; they wait in the buffer until an update is due."""
-        record = self._record(samples)
+    def _learn_from(
+        self, samples: Mapping[str, Samples], metrics: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """The record of a step with these samples of each task; they wait in the buffer until an update is due.
+
+        Args:
+            metrics: more for the record.
+        """
+        parts = [(self.tasks[name], drawn) for name, drawn in samples.items()]
+        record = joined({task.updater.named(""): task.record(drawn) for task, drawn in parts})
+        if pools := pooled(self._loader):  # which go by how their prompts scored
+            scores: dict[str, list[float | None]] = {}
+            for metric in {source.pools.options.metric for source in pools.values() if source.pools}:
+                for task, drawn in parts:
+                    scores |= drawn.scores(metric) if task.algorithm.online else {}
+            record |= note_scores(self._loader, scores)
+        self._add(record, metrics)
         rows: Mapping[str, Batch] = {name: drawn.rows for name, drawn in samples.items()}
-        due = self._waiting.add(rows)
-        self._add(record, {"updated": False} if due is None else self._learn(due))
+        learned: dict[str, Any] = {}
+        if (due := self._waiting.add(rows)) is not None:
+            for name, weight in self.mixture.weights(due).items():
+                self.tasks[name].updater.weight = weight
+            learned = self.learn(due)
+        self._add(record, {**learned, "updated": due is not None and "update/empty" not in learned})
         self.mixture.update(self.steps + 1, rows, record)
         return record
 
-    def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
-        tasks = {name: self.tasks[name] for name in samples}
-        records = {task.updater.named(""): task.record(samples[name]) for name, task in tasks.items()}
-        return joined(records) | (self._note(samples) if pooled(self._loader) else {})
-
-    def _note(self, samples: Mapping[str, Samples]) -> dict[str, int]:
-        """Tell a loader with pools how its prompts scored; their sizes."""
-        scores: dict[str, list[float | None]] = {}
-        for metric in {source.pools.options.metric for source in pooled(self._loader).values() if source.pools}:
-            for name, drawn in samples.items():
-                scores |= drawn.scores(metric) if self.tasks[name].algorithm.online else {}
-        return note_scores(self._loader, scores)
-
-    def _learn(self, samples: Mapping[str, Batch]) -> dict[str, Any]:
-        for name, weight in self.mixture.weights(samples).items():
-            self.tasks[name].updater.weight = weight
-        metrics = self.learn(samples)
-        return {**metrics, "updated": "update/empty" not in metrics}
-
-    def set_task_scheduler(self, scheduler: TaskScheduler) -> None:
-        """Let a scheduler change the tasks' shares after each step, such as `DynamicTaskWeightScheduler`.
+    def set_task_scheduler(self, scheduler: Any) -> None:
+        """Let a scheduler change the tasks' shares after each step: `DynamicTaskWeightScheduler`, or another object
+        with its `weights`, `update`, `state_dict` and `load_state_dict`.
 
         Raises:
             ConfigError: it names an unknown task, or there is only one.
@@ -340,8 +320,7 @@ class Trainer(Loop):
 
     def _begin(self) -> float:
         """What every step begins with; the time. The log is open before anything is sampled."""
-        if self.guards is not None:
-            self.guards.begin(self)
+        self._save_first()
         assert self.logger is not None
         self.runner.step = self.steps + 1
         return time.perf_counter()
@@ -358,15 +337,18 @@ class Trainer(Loop):
         self.updates += updated
         self.idle += not updated and ("update/empty" in record or record["updated"])
         logger.debug("step %d: %s", self.steps, ", ".join(f"{name}={value}" for name, value in record.items()))
-        if self.guards is not None and (unseen := [name for name in self.guards.unseen if name not in record]):
+        if unseen := [name for guard in self.guards for name in guard.unseen if name not in record]:
             record["guard/unseen"] = ", ".join(unseen)
         self.logger.log(self.steps, record)
         latest, self.latest = self.latest, None
         # Recorded data of offline algorithms are no completions.
         if latest is not None and (sampled := {k: v for k, v in latest[0].items() if self.tasks[k].algorithm.online}):
             self.logger.completions(self.steps, lambda: completions(sampled, latest[1], self.actor.tokenizer.decode))
-        if self.guards is not None and (alert := self.guards.check(self, record)) is not None:
-            return {**record, "guard/back_to": float(alert.back_to)}
+        for guard in self.guards:
+            guard.observe(record, self.steps)
+        for guard in self.guards:
+            if (alert := guard.check(self, record)) is not None:
+                return {**record, "guard/back_to": float(alert.back_to)}
         if self.steps != self._goal:
             self._evaluate_and_save()
         return record
@@ -381,13 +363,16 @@ class Trainer(Loop):
         """End what the trainer has started besides itself; the next step starts it again."""
         if self.checkpoints is not None:
             self.checkpoints.close()
-        for task in self.tasks.values():
-            task.close()
+        for source in (source for task in self.tasks.values() for source in task.sources.values()):
+            source.close()
 
     def check_failures(self) -> None:
         """Raises RewardError or RolloutError if every reward, or every episode, of a task has failed so far."""
         for task in self.tasks.values():
-            task.check_failures()
+            if task.episodes.all:
+                raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
+            for source in task.sources.values():
+                source.check_failures()
 
     def learn(self, samples: Batch | Mapping[str, Batch]) -> dict[str, Any]:
         """Update every model from scored samples; of several tasks, by task."""
@@ -437,4 +422,12 @@ class Trainer(Loop):
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         """Loss and metrics of an update (such as preference accuracy) on recorded rows, a `Batch` or rows as
         `OfflineDatasetLoader` takes them; nothing is learned."""
-        return self.task.evaluate_loss(batch)
+        task = self.task
+        state_before = task.algorithm.state_dict()
+        try:
+            recorded = self.runner.wait(task.replay(task.rows(batch, "eval"), "eval", in_step=False))
+            prepared, metrics = task.updater.prepare(recorded.batch)
+        finally:
+            task.algorithm.load_state_dict(state_before)
+        of_loss = self.actor.compute_loss(prepared, task.algorithm)
+        return disjoint(f"a metric of algorithm '{task.algorithm.name}'", metrics, of_loss)

@@ -258,9 +258,9 @@ class ObservedTrainer(Trainer):
     def evaluate_loss(self, batch: Any) -> dict[str, float]:
         return whole(super().evaluate_loss(batch))
 
-    def _record(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
+    def _learn_from(self, samples: Mapping[str, Samples], *args: Any) -> dict[str, Any]:
         self.events.note_samples(samples[self.task.name].rows)
-        return super()._record(samples)
+        return super()._learn_from(samples, *args)
 
     def advance(self, prompts: Iterator[Any]) -> dict[str, Any]:
         self.events.call_event("on_step_begin")
