@@ -274,7 +274,7 @@ def test_lost_samples_are_counted_and_the_rest_goes_on() -> None:
     ("node", "error", "words"),
     [
         (LENGTHS, DataError, "'lengths' reads column 'response_tokens', which the batch lacks"),
-        (Node(name="n", run=lambda b: {"x": 1}), DataError, "'n' returned dict"),
+        (Node(name="n", run=lambda b: [1]), DataError, "'n' returned list"),
         (Node(name="n", run=lambda b: b, inputs=("group",), outputs=("x",)), DataError, r"'n' returned lacks \['x'\]"),
         (
             Node(name="n", run=lambda b: Batch.from_columns({"y": [1] * len(b)}), inputs=("group",)),

@@ -12,7 +12,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import groupby
@@ -196,7 +196,8 @@ class GraphRun:
     def _accept(self, node: Node, value: Any, rows: int | None = None) -> Batch:
         """The columns a node returned; keeps its metrics for the result."""
         columns, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-        columns = Batch.from_columns({}) if columns is None else columns
+        if columns is None or isinstance(columns, Mapping):
+            columns = Batch.from_columns(columns or {})
         if not isinstance(columns, Batch) or not isinstance(metrics, dict):
             raise DataError(
                 f"node '{node.name}' returned {type(value).__name__}: return a Batch or None, or a pair of that and a "

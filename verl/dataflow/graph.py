@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, get_args
 
 from verl._base.names import check_known
@@ -41,9 +42,9 @@ class Node:
         "update"  of the second half of a step, `verl.trainer.step.learn`, which is code: the graph shows it
 
     Names of columns may end in "?" (it may be missing) and, as outputs, in "*" ("reward/*": all that begin so).
-    `run` gets the columns `inputs` and returns its new columns as a `Batch` aligned with the rows it got, or
-    `None`, or either in a pair with a dictionary of metrics. A plain function runs in the compute thread of
-    the process, an async function on the event loop, where it must not block.
+    `run` gets the columns `inputs` and returns its new columns as a `Batch` or a mapping of lists, aligned with the
+    rows it got, or `None`, or either in a pair with a dictionary of metrics. A plain function runs in the compute
+    thread of the process, an async function on the event loop, where it must not block.
 
     slot: a slot runs one node at a time; empty: a slot of its own. A source holds its slot to the end.
     groups: for "rows", how many groups (the samples of one prompt) a call gets at a time; None: all.
@@ -125,7 +126,16 @@ class Graph:
         self.writers = self._find_writers()
         #: node -> the nodes it waits for, in order of declaration
         self.needs: Mapping[str, tuple[str, ...]] = {node.name: self._needs(node) for node in ordered}
-        self.order = self._sort()
+        #: Names so that each comes after what it needs; ties in order of declaration.
+        self.order: list[str] = []
+        sorter = TopologicalSorter(self.needs)
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            raise ConfigError("the graph has a cycle: " + " -> ".join(error.args[1])) from None
+        while free := sorted(sorter.get_ready(), key=[*self.nodes].index):
+            self.order += free
+            sorter.done(*free)
         #: node -> all nodes before it
         self.before: dict[str, frozenset[str]] = {}
         for name in self.order:
@@ -160,6 +170,8 @@ class Graph:
             names = [*self.nodes]
             needs = dict.fromkeys(names[: names.index(node.name)])
         check_known(f"node '{node.name}' comes after", node.after, self.nodes)
+        # Columns that the batch of a run may bring.
+        given = self.inputs | (_OF_PROMPTS if self.source is not None else SCHEMA.keys() | WRITTEN)
         for column, is_needed in node.reads.items():
             writer = self.writers.get(column)
             if writer is not None and node.kind != "source":
@@ -168,45 +180,18 @@ class Graph:
                 raise ConfigError(
                     f"source '{node.name}' reads '{column}', which '{writer}' writes: a source reads only the input"
                 )
-            elif is_needed and column not in self._given():
-                raise self._missing(node, column)
+            elif is_needed and column not in given:
+                hint = nearest(column, {*self.writers, *given})
+                if column in SCHEMA and self.source is not None:
+                    hint = f"prompts do not bring it, so add a node that does, before '{node.name}'"
+                raise ConfigError(
+                    f"node '{node.name}' reads column '{column}', which no node writes and which is not among the "
+                    f"inputs of the graph: {hint}"
+                )
         # All but the source itself work on its samples.
         if self.source is not None and node is not self.source:
             needs[self.source.name] = None
         return tuple(name for name in self.nodes if name in needs)
-
-    def _given(self) -> frozenset[str]:
-        """Columns that the batch of a run may bring."""
-        return self.inputs | (_OF_PROMPTS if self.source is not None else SCHEMA.keys() | WRITTEN)
-
-    def _missing(self, node: Node, column: str) -> ConfigError:
-        hint = nearest(column, {*self.writers, *self._given()})
-        if column in SCHEMA and self.source is not None:
-            hint = f"prompts do not bring it, so add a node that does, before '{node.name}'"
-        return ConfigError(
-            f"node '{node.name}' reads column '{column}', which no node writes and which is not among the inputs of "
-            f"the graph: {hint}"
-        )
-
-    def _sort(self) -> list[str]:
-        """Names so that each comes after what it needs; ties in order of declaration."""
-        order: list[str] = []
-        waiting = dict(self.needs)
-        while waiting:
-            free = [name for name, needs in waiting.items() if all(n in order for n in needs)]
-            if not free:
-                raise ConfigError("the graph has a cycle: " + " -> ".join(self._cycle(waiting)))
-            order.extend(free)
-            for name in free:
-                del waiting[name]
-        return order
-
-    @staticmethod
-    def _cycle(waiting: Mapping[str, tuple[str, ...]]) -> list[str]:
-        path = [next(iter(waiting))]
-        while path.count(path[-1]) < 2:
-            path.append(next(need for need in waiting[path[-1]] if need in waiting))
-        return path[path.index(path[-1]) :][::-1]
 
     def __eq__(self, other: object) -> bool:
         """Same structure: nodes by name, kind, columns, slot and order. Functions, tuning and the

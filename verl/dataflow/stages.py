@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from verl._base.checked import checked
 from verl._base.names import give_name
 from verl._base.record import Name
-from verl.batch import Batch
 from verl.dataflow.graph import ANY, Node
-from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
+from verl.dataflow.nodes import RewardNode, UpdateNode
 from verl.errors import ConfigError, nearest
 from verl.roles.actor import Actor
 from verl.roles.reward import Reward
@@ -75,7 +74,7 @@ def stage_nodes(name: str, stage: Any) -> list[Node]:
         return [nodes] if isinstance(nodes, Node) else list(nodes)
     if is_reward_function(stage):
         return [RewardNode(stage).as_node(name)]
-    return [Node(name=name, run=_columns(stage), inputs=(ANY,), outputs=(ANY,))]
+    return [Node(name=name, run=stage, inputs=(ANY,), outputs=(ANY,))]
 
 
 def check_none_updates(nodes: Iterable[Node]) -> None:
@@ -97,29 +96,3 @@ def make_stages(nodes: Mapping[str, Any] | Iterable[str]) -> dict[str, Any]:
         raise ConfigError(f"nodes are a list of names, or a mapping of names to stages, not the string '{nodes}'")
     named = nodes if isinstance(nodes, Mapping) else {name: name for name in nodes}
     return {name: make_stage(stage) for name, stage in named.items()}
-
-
-def rollout_of(actor: Actor, stages: Iterable[Any], n: int | None = None) -> RolloutNode:
-    """The rollout of an actor among other stages. The algorithm decides how many samples of a prompt it takes.
-
-    Args:
-        n: samples a prompt, instead.
-    """
-    updaters = (stage.updater if isinstance(stage, UpdateNode) else stage for stage in stages)
-    learned = next((updater.algorithm for updater in updaters if isinstance(updater, Updater)), None)
-    if learned is None:
-        return RolloutNode(actor, n=n or 1)
-    samples = n or learned.samples_per_prompt
-    return RolloutNode(actor, n=samples, algorithm=learned, greedy_baseline=learned.greedy_baseline)
-
-
-def _columns(function: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
-    """The function, with a mapping of columns that it returns made a batch."""
-
-    def as_batch(value: Any) -> Any:
-        return Batch.from_columns(value) if isinstance(value, Mapping) else value
-
-    async def awaiting(batch: Batch) -> Any:
-        return as_batch(await function(batch))
-
-    return awaiting if inspect.iscoroutinefunction(function) else lambda batch: as_batch(function(batch))

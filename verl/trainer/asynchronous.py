@@ -198,12 +198,9 @@ class AsyncTrainer(Trainer):
             "schedule.json": {"version": self.schedule.version, "began": began},
         }
 
-    def check_extra_files(self, checkpoint: Checkpoint) -> None:
-        self._read_extra_files(checkpoint)
-
-    def load_extra_files(self, checkpoint: Checkpoint) -> None:
+    def load_extra_files(self, saved: tuple[int, dict[str, Batch], dict[str, tuple[int, Batch]]]) -> None:
         self.close()
-        version, self._prompts, ready = self._read_extra_files(checkpoint)
+        version, self._prompts, ready = saved
         self.schedule.restore(version, list(self._prompts), ready)
         self._refused = None
         # Prompts come by whole steps: where there is room for less, those that are here must be a step.
@@ -213,8 +210,7 @@ class AsyncTrainer(Trainer):
                 f"{self.schedule.groups}: go on with the batch_size and max_staleness that they were begun with"
             )
 
-    @staticmethod
-    def _read_extra_files(checkpoint: Checkpoint) -> tuple[int, dict[str, Batch], dict[str, tuple[int, Batch]]]:
+    def read_extra_files(self, checkpoint: Checkpoint) -> tuple[int, dict[str, Batch], dict[str, tuple[int, Batch]]]:
         """The version, the prompts without samples, and when the groups with samples were begun, with these."""
         saved: ScheduleState = checkpoint.json("schedule.json", ScheduleState)
         waiting, ready = checkpoint.batch("waiting.parquet"), checkpoint.batch("ready.parquet")

@@ -365,11 +365,11 @@ class Loop:
         """Further files of a checkpoint, of this kind of trainer."""
         return {}
 
-    def load_extra_files(self, checkpoint: Checkpoint) -> None:
-        """Restores `extra_files`, which have passed `check_extra_files`."""
+    def load_extra_files(self, saved: Any) -> None:
+        """Restores what `read_extra_files` gave."""
 
-    def check_extra_files(self, checkpoint: Checkpoint) -> None:
-        """Look at `extra_files` before anything is restored.
+    def read_extra_files(self, checkpoint: Checkpoint) -> Any:
+        """Read `extra_files`, before anything is restored.
 
         Raises:
             DamagedCheckpointError: one does not pass its schema.

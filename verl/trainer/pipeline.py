@@ -9,12 +9,11 @@ from verl._base.checked import checked
 from verl._base.names import disjoint
 from verl._base.record import Count, Seconds
 from verl.batch import Batch
-from verl.cluster.controller import Controller
 from verl.dataflow.calls import DEADLINE
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RolloutNode, UpdateNode
-from verl.dataflow.stages import check_none_updates, is_reward_function, make_stage, rollout_of, stage_nodes
+from verl.dataflow.stages import check_none_updates, is_reward_function, make_stage, stage_nodes
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater
@@ -68,10 +67,29 @@ class RLDataPipeline:
     @property
     def graph(self) -> Graph:
         """The graph that `run` runs."""
-        self._check_rewards()
-        for controller in self._controllers():
+        names = [name for name, stage in self.stages.items() if is_reward_function(stage)]
+        if len(names) > 1:  # one of them is meant as something else
+            raise ConfigError(
+                f"the functions of the stages {' and '.join(map(repr, names))} are both taken for the reward: one that "
+                "filters or changes samples has the single parameter `batch` (def f(batch): return batch.filter(...)); "
+                "two rewards are one Reward([f, g])"
+            )
+        updaters = self._updaters()
+        handles: list[Any] = [model for of in updaters for model in (of.actor, *of.critics.values())]
+        handles += [stage for stage in self.stages.values() if isinstance(stage, Actor)]
+        handles += [stage.actor for stage in self.stages.values() if isinstance(stage, RolloutNode)]
+        for controller in {handle.controller for handle in handles}:
             controller.wait(self.deadline)
-        return Graph([node for name, stage in self.stages.items() for node in self._nodes(name, stage)])
+        # The algorithm decides how many samples of a prompt it takes.
+        algorithm = updaters[0].algorithm if updaters else None
+        n = self.n or (1 if algorithm is None else algorithm.samples_per_prompt)
+        baseline = algorithm is not None and algorithm.greedy_baseline
+        nodes = list[Node]()
+        for name, stage in self.stages.items():
+            if isinstance(stage, Actor):
+                stage = RolloutNode(stage, n=n, algorithm=algorithm, greedy_baseline=baseline)
+            nodes += stage_nodes(name, stage)
+        return Graph(nodes)
 
     def run(self, prompts: Any) -> Result:
         """One pass of the prompts through all stages.
@@ -89,11 +107,10 @@ class RLDataPipeline:
         return run.wait(self._step(self.graph, prompts, run))
 
     async def _step(self, graph: Graph, prompts: Batch, run: Run) -> Result:
-        updater = next(filter(None, map(_updater_of, self.stages.values())), None)
-        if updater is None:
+        if not (updaters := self._updaters()):
             check_none_updates(graph.nodes.values())
             return await draw(graph, prompts, run)
-        drawn = await draw(graph, prompts, run)
+        updater, drawn = updaters[0], await draw(graph, prompts, run)
         samples = drawn.batch
         if not updater.algorithm.online:  # it chooses and adds rows
             async with run.calls() as calls:
@@ -106,30 +123,6 @@ class RLDataPipeline:
         added = prepared.drop(samples.columns).among([number[id_] for id_ in prepared["id"]], len(samples))
         return replace(drawn, batch=samples.add(added), metrics=metrics)
 
-    def _controllers(self) -> set[Controller]:
-        """The controllers of the models of all stages."""
-        handles: list[Any] = []
-        for stage in self.stages.values():
-            updater = _updater_of(stage)
-            handles += [updater.actor, *updater.critics.values()] if updater is not None else []
-            handles += [stage] if isinstance(stage, Actor) else [stage.actor] if isinstance(stage, RolloutNode) else []
-        return {handle.controller for handle in handles}
-
-    def _check_rewards(self) -> None:
-        """Raises ConfigError if two functions would both be the reward: one of them is meant as something else."""
-        names = [name for name, stage in self.stages.items() if is_reward_function(stage)]
-        if len(names) > 1:
-            raise ConfigError(
-                f"the functions of the stages {' and '.join(map(repr, names))} are both taken for the reward: one that "
-                "filters or changes samples has the single parameter `batch` (def f(batch): return batch.filter(...)); "
-                "two rewards are one Reward([f, g])"
-            )
-
-    def _nodes(self, name: str, stage: Any) -> list[Node]:
-        if isinstance(stage, Actor):
-            return [rollout_of(stage, self.stages.values(), self.n).as_node(name)]
-        return stage_nodes(name, stage)
-
-
-def _updater_of(stage: Any) -> Updater | None:
-    return stage.updater if isinstance(stage, UpdateNode) else stage if isinstance(stage, Updater) else None
+    def _updaters(self) -> list[Updater]:
+        stages = (stage.updater if isinstance(stage, UpdateNode) else stage for stage in self.stages.values())
+        return [stage for stage in stages if isinstance(stage, Updater)]
