@@ -25,8 +25,13 @@ class AnySchedule(RuleBasedStateMachine):
         self.saved = self.snapshot()
 
     def snapshot(self):
-        ready = {group: (entry.began, entry.samples) for group, entry in self.schedule.ready.items()}
-        return (self.schedule.version, self.schedule.unfinished, ready, list(self.accepted), list(self.trained))
+        return (
+            self.schedule.version,
+            self.schedule.unfinished,
+            {**self.schedule.ready},
+            list(self.accepted),
+            list(self.trained),
+        )
 
     @precondition(lambda self: self.schedule.room > 0)
     @rule()

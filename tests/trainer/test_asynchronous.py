@@ -206,7 +206,7 @@ def test_scores_that_are_not_trained_yet_are_no_part_of_a_checkpoint(tiny: Path,
         trainer.save_checkpoint(tmp_path / "checkpoint")
         rewards.append(trainer.advance(iter([]))["reward"])
         trainer.load_checkpoint(tmp_path / "checkpoint")
-        assert len(trainer.schedule.ready) == 2 and "reward" not in next(iter(trainer.schedule.ready.values())).samples
+        assert len(trainer.schedule.ready) == 2 and "reward" not in next(iter(trainer.schedule.ready.values()))[1]
         rewards.append(trainer.advance(iter([]))["reward"])
     finally:
         trainer.close()

@@ -16,13 +16,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import verl
 from tests.trainer.cases import SHORT, low_bytes
+from verl.config import load_tasks
 from verl.data import get_dataloader
 from verl.errors import ConfigError, DataError
 from verl.models import get_actor_critic
 from verl.report.progress import ConsoleSink
 from verl.report.sinks import Logger
 from verl.trainer.task import Task
-from verl.trainer.tasks import read_tasks
+from verl.trainer.tasks import task_of
 
 REWARD = """
 def low_bytes(texts):
@@ -111,7 +112,7 @@ def test_each_task_with_a_critic_has_its_own(tiny: Path) -> None:
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, tasks: str, words: str) -> None:
     _, file = write(tmp_path, tasks)
     with pytest.raises(ConfigError, match=words):
-        read_tasks(file)
+        [task_of(config) for config in load_tasks(file)]
 
 
 class Stream:

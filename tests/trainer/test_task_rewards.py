@@ -14,9 +14,10 @@ import pytest
 import verl
 from tests.conftest import Plain
 from tests.trainer.cases import SHORT, collected
+from verl.config import load_tasks
 from verl.data.prompts import load_prompts
 from verl.errors import ConfigError
-from verl.trainer.tasks import read_tasks
+from verl.trainer.tasks import task_of
 
 FUNCTIONS = """
 def low_bytes(texts):
@@ -75,7 +76,7 @@ def test_a_reward_of_each_kind_is_trained_with(
     if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
         pytest.skip(f"needs {NEEDS[kind]}")
     file = write(tmp_path, kind, kinds(tmp_path, serve(1))[kind])
-    trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), tasks=read_tasks(file), log_dir=False)
+    trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), config_path=file, log_dir=False)
     try:
         given = {"task": "chain_sum", "size": 2} if kind == "problems" else ROWS
         prompts = load_prompts(given).batch
@@ -94,7 +95,7 @@ def test_a_reward_of_each_kind_is_trained_with(
 def test_what_is_wrong_in_a_sum_is_told(tmp_path: Path) -> None:
     file = write(tmp_path, "sum", {"reward_model": {"one": {"source": "mathh"}}})
     with pytest.raises(ConfigError, match="task 'sum': no reward is called 'mathh': did you mean 'math'"):
-        read_tasks(file)
+        [task_of(config) for config in load_tasks(file)]
     file = write(tmp_path, "sum", {"reward_model": {"one": "task"}, "reward_config": {"weights": {"two": 1}}})
     with pytest.raises(ConfigError, match=r"weights: there is no reward 'two'"):
-        read_tasks(file)
+        [task_of(config) for config in load_tasks(file)]

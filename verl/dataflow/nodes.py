@@ -65,25 +65,21 @@ class RolloutNode:
         self.algorithm, self.greedy_baseline = algorithm, greedy_baseline
 
     def as_node(self, name: str) -> Node:
+        options, kind = self.actor.rollout_options, BaseAlgorithm if self.algorithm is None else type(self.algorithm)
+        has_prefixes = kind.prompt_prefixes is not BaseAlgorithm.prompt_prefixes
+        # An episode, or the algorithm's texts before prompts, may read any column of the data.
+        reads_rows = has_prefixes or options.episode is not None or self.task in options.episodes
         return Node(
             name=name,
             run=self._rollout,
             kind="source",
-            inputs=("group", "prompt_tokens", *([ANY] if self._reads_rows() else [])),
+            inputs=("group", "prompt_tokens", *([ANY] if reads_rows else [])),
             outputs=("id", "group", "tokenizer", *_SAMPLE, *_OF_SOME, *(["baseline"] if self.greedy_baseline else [])),
             slot=SLOT,
             samples=self._samples,
             role="actor",
             deadline=deadline_of(self.actor),
         )
-
-    def _reads_rows(self) -> bool:
-        """Whether an episode, or the algorithm's texts before prompts, may read any column of the data."""
-        has_prefixes = (
-            self.algorithm is not None and type(self.algorithm).prompt_prefixes is not BaseAlgorithm.prompt_prefixes
-        )
-        options = self.actor.rollout_options
-        return has_prefixes or options.episode is not None or self.task in options.episodes
 
     def _rollout(self, prompts: Batch) -> Iterator[Batch]:
         prompts = prompts if self.algorithm is None else self.actor.prefixed(prompts, self.algorithm)
@@ -143,8 +139,9 @@ class RewardNode:
         async def score(samples: Batch) -> tuple[Batch, dict[str, float]]:
             scores, metrics = await self._scores(samples)
             numbers = [number for number in scores["reward"] if number is not None]
-            if column != "reward":
-                scores = Batch.from_columns({_named(c, column): scores.arrow(c) for c in scores.columns})
+            if column != "reward":  # "reward" and "reward/x" become `column` and `column`/x
+                names = {c: c.removeprefix("reward") if c.startswith("reward") else f"/{c}" for c in scores.columns}
+                scores = Batch.from_columns({column + name: scores.arrow(c) for c, name in names.items()})
             if column not in SCHEMA and numbers:
                 metrics = {**metrics, "mean": sum(numbers) / len(numbers)}
             return scores, {f"{name}/{key}": value for key, value in metrics.items()}
@@ -256,8 +253,3 @@ def deadline_of(handle: Actor | Critic) -> float | None:
     """On several ranks each call has a deadline, whose error names the rank that is late; a node makes up to two such
     calls, and its own deadline, which cannot name a rank, comes after theirs."""
     return None if handle.controller.is_local else 2 * handle.controller.timeout
-
-
-def _named(scored: str, column: str) -> str:
-    """The name in the batch of a column of scores: of "reward" and "reward/x" `column` and `column`/x."""
-    return column + scored.removeprefix("reward") if scored.startswith("reward") else f"{column}/{scored}"

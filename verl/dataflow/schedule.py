@@ -14,21 +14,11 @@ the oldest groups of all are those the step takes.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from verl.errors import ConfigError, DataError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ready(Generic[T]):
-    """A finished group: the step its rollout began after, what it holds."""
-
-    began: int
-    samples: T
 
 
 class Schedule(Generic[T]):
@@ -47,9 +37,11 @@ class Schedule(Generic[T]):
         self.version = 0
         self._accepted = 0
         self._numbers: dict[str, int] = {}
-        self._waiting: deque[str] = deque()
-        self._begun: dict[str, int] = {}
-        self._ready: dict[str, Ready[T]] = {}
+        self._waiting: set[str] = set()
+        #: Groups that are being sampled, and the step that each began after.
+        self.begun: dict[str, int] = {}
+        #: Finished groups that wait for their step: the step that each began after, and its samples.
+        self.ready: dict[str, tuple[int, T]] = {}
 
     @property
     def room(self) -> int:
@@ -62,19 +54,9 @@ class Schedule(Generic[T]):
         return len(self._numbers)
 
     @property
-    def ready(self) -> dict[str, Ready[T]]:
-        """Finished groups that wait for their step."""
-        return dict(self._ready)
-
-    @property
-    def begun(self) -> list[str]:
-        """Groups that are being sampled."""
-        return sorted(self._begun, key=self._numbers.__getitem__, reverse=True)
-
-    @property
     def unfinished(self) -> list[str]:
         """Groups accepted and not finished, in the order of acceptance."""
-        return sorted([*self._waiting, *self._begun], key=self._numbers.__getitem__)
+        return sorted([*self._waiting, *self.begun], key=self._numbers.__getitem__)
 
     def accept(self, group: str) -> None:
         """Take a group in.
@@ -88,14 +70,15 @@ class Schedule(Generic[T]):
             raise DataError(f"group '{group}': {len(self._numbers)} groups are untrained, more would grow too old")
         self._numbers[group] = self._accepted
         self._accepted += 1
-        self._waiting.append(group)
+        self._waiting.add(group)
 
     def begin(self) -> str | None:
         """The group whose rollout begins now, under the newest weights; None: there is none."""
         if not self._waiting:
             return None
-        group = self._waiting.popleft()
-        self._begun[group] = self.version
+        group = min(self._waiting, key=self._numbers.__getitem__)
+        self._waiting.remove(group)
+        self.begun[group] = self.version
         return group
 
     def finish(self, group: str, samples: T) -> None:
@@ -104,24 +87,24 @@ class Schedule(Generic[T]):
         Raises:
             DataError: it is not being sampled (it has come before, say).
         """
-        began = self._begun.pop(group, None)
+        began = self.begun.pop(group, None)
         if began is None:
             raise DataError(f"group '{group}' came, and is not being sampled: it would be trained twice")
-        self._ready[group] = Ready(began, samples)
+        self.ready[group] = began, samples
 
     def lose(self, group: str) -> None:
         """The rollout of a group is lost with its worker: it will begin again, before all others."""
-        if self._begun.pop(group, None) is None:
+        if self.begun.pop(group, None) is None:
             raise DataError(f"group '{group}' is lost, and was not being sampled")
-        self._waiting.appendleft(group)
+        self._waiting.add(group)
 
     @property
     def due(self) -> bool:
         """Whether a training step can be taken: its groups are there, and those left can be trained in time."""
-        if len(self._ready) < self.groups:
+        if len(self.ready) < self.groups:
             return False
         chosen = set(self._oldest())
-        left = [entry.began for group, entry in self._ready.items() if group not in chosen] + [*self._begun.values()]
+        left = [began for group, (began, _) in self.ready.items() if group not in chosen] + [*self.begun.values()]
         # Due by the k-th step after the next, v + 1 + k, are groups that began by v + 1 + k - S.
         return all(
             sum(began <= self.version + 1 + k - self.max_staleness for began in left) <= (k + 1) * self.groups
@@ -135,16 +118,16 @@ class Schedule(Generic[T]):
             DataError: no step is due.
         """
         if not self.due:
-            raise DataError(f"no step is due: {len(self._ready)} of {self.groups} groups are ready")
+            raise DataError(f"no step is due: {len(self.ready)} of {self.groups} groups are ready")
         chosen = sorted(self._oldest(), key=self._numbers.__getitem__)
         for group in chosen:
             del self._numbers[group]
         self.version += 1
-        return [self._ready.pop(group).samples for group in chosen]
+        return [self.ready.pop(group)[1] for group in chosen]
 
     def _oldest(self) -> list[str]:
         """The groups a step would take now."""
-        return sorted(self._ready, key=lambda group: (self._ready[group].began, self._numbers[group]))[: self.groups]
+        return sorted(self.ready, key=lambda group: (self.ready[group][0], self._numbers[group]))[: self.groups]
 
     def restore(self, version: int, waiting: list[str], ready: dict[str, tuple[int, T]]) -> None:
         """Go on from a step: `waiting` begin again; `ready` have their samples, and the step they began after.
@@ -161,7 +144,6 @@ class Schedule(Generic[T]):
                 f"{self.groups} groups with max_staleness={self.max_staleness} cannot train in time: go on with the "
                 "batch_size and max_staleness that they were begun with"
             )
-        self.version, self._begun, self._waiting = version, {}, deque(waiting)
+        self.version, self.begun, self._waiting, self.ready = version, {}, {*waiting}, {**ready}
         self._numbers = {group: number for number, group in enumerate([*ready, *waiting])}
         self._accepted = len(ready) + len(waiting)
-        self._ready = {group: Ready(began, samples) for group, (began, samples) in ready.items()}

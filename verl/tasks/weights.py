@@ -71,17 +71,18 @@ class DynamicTaskWeightScheduler:
     def update(self, step: int, metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """The weights after a step, from the metrics of the tasks that took part in it."""
         for name, level in self._levels.items():
-            value = self._value(metrics.get(name, {}))
-            if value is not None:
+            logged = metrics.get(name, {})
+            value = logged.get(self.metric_key, logged.get(_ALIASES.get(self.metric_key, "")))
+            if value is not None and math.isfinite(value):
                 level.add(step, value)
-            elif self._unseen and metrics.get(name, {}).keys() - {"share"}:  # which every task has
+            elif self._unseen and logged.keys() - {"share"}:  # which every task has
                 self._unseen = False
-                near = nearest(self.metric_key, [*metrics[name], *_ALIASES])
-                check_logged(
-                    f"the scheduler has not seen, of task '{name}',", self.metric_key, {**metrics[name], **_ALIASES}
-                )
+                known = {**logged, **_ALIASES}
+                check_logged(f"the scheduler has not seen, of task '{name}',", self.metric_key, known)
+                near = nearest(self.metric_key, [*known])
                 logger.warning("the scheduler has not seen '%s' of task '%s': %s", self.metric_key, name, near)
-        learning = {name: w for name, w in self._initial.items() if not self._has_converged(name, step)}
+        levels = self._levels
+        learning = {name: w for name, w in self._initial.items() if not levels[name].has_converged(step, self.patience)}
         goal = self._floored(learning if sum(learning.values()) else self._initial)
         rate = 1 / max(1, self.patience // 10)
         self.weights = {name: weight + rate * (goal[name] - weight) for name, weight in self.weights.items()}
@@ -99,14 +100,6 @@ class DynamicTaskWeightScheduler:
             raise CheckpointError("the saved weights are of other tasks or another patience than the scheduler's")
         self.weights = {name: float(state["weights"][name]) for name in self._levels}
         self._levels = {name: TypeAdapter(_Level).validate_python(levels[name]) for name in self._levels}
-
-    def _has_converged(self, name: str, step: int) -> bool:
-        level = self._levels[name]
-        return level.best is not None and step - level.gained >= self.patience and not level.is_behind
-
-    def _value(self, metrics: Mapping[str, float]) -> float | None:
-        value = metrics.get(self.metric_key, metrics.get(_ALIASES.get(self.metric_key, "")))
-        return value if value is not None and math.isfinite(value) else None
 
     def _floored(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Weights that sum to 1, in the ratio of these but for tasks that would be below the floor."""
@@ -139,18 +132,19 @@ class _Level:
         if self.values:
             self.changes, self.squares = self.changes + 1, self.squares + (value - self.values[-1]) ** 2
         self.values = [*self.values, value][-self.window :]
-        if len(self.values) == self.window and (self.best is None or self._now > self.best + self._noise):
-            self.best, self.gained = self._now, step
+        if len(self.values) == self.window:
+            now, noise = self._now()
+            if self.best is None or now > self.best + noise:
+                self.best, self.gained = now, step
 
-    @property
-    def is_behind(self) -> bool:
-        return self.best is not None and self._now < self.best - self._noise
+    def has_converged(self, step: int, patience: int) -> bool:
+        """Whether it has not gained for so many steps, and has not fallen."""
+        if self.best is None or step - self.gained < patience:
+            return False
+        now, noise = self._now()
+        return now >= self.best - noise
 
-    @property
-    def _now(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def _noise(self) -> float:
+    def _now(self) -> tuple[float, float]:
+        """The level, and how much of it may be noise."""
         error = math.sqrt(self.squares / max(self.changes, 1) / 2 / len(self.values))
-        return max(_STANDARD_ERRORS * error, 1e-3 * abs(self.best or 0.0))
+        return statistics.fmean(self.values), max(_STANDARD_ERRORS * error, 1e-3 * abs(self.best or 0.0))

@@ -161,7 +161,9 @@ class AsyncTrainer(Trainer):
             self._feed(prompts)
         waited = time.perf_counter() - began
         groups = {samples["group"][0]: samples for samples in self.schedule.take()}
-        scored = [self._scores.pop(name) if name in self._scores else self._score(groups[name]) for name in groups]
+        for name in groups.keys() - self._scores.keys():  # of a checkpoint
+            self._scores[name] = self.runner.begin(self.task.score(groups[name]))
+        scored = [self._scores.pop(name) for name in groups]
         samples = self.runner.wait(self.task.from_rollout_workers(scored, f"s{self.steps}"))
         metrics = {**self._rollout_record(samples.draws[0].batch), "time/wait": waited}
         with self._receiving():
@@ -185,16 +187,16 @@ class AsyncTrainer(Trainer):
         if self._group is not None:
             self._group.close()
             self._group = None
-            for group in self.schedule.begun:
+            for group in [*self.schedule.begun]:
                 self.schedule.lose(group)
 
     def extra_files(self) -> dict[str, Any]:
         """Prompts whose samples have not come (they are sampled again), and samples that wait for their step."""
         ready = self.schedule.ready
-        began = {group: entry.began for group, entry in ready.items()}
+        began = {group: began for group, (began, _) in ready.items()}
         return {
             "waiting.parquet": Batch.concat(self._prompts[group] for group in self.schedule.unfinished),
-            "ready.parquet": Batch.concat(entry.samples for entry in ready.values()),
+            "ready.parquet": Batch.concat(samples for _, samples in ready.values()),
             "schedule.json": {"version": self.schedule.version, "began": began},
         }
 
@@ -248,18 +250,15 @@ class AsyncTrainer(Trainer):
     def _receive(self, event: Finished | Lost, writer: tuple[int, str] | None = None) -> None:
         if isinstance(event, Finished):
             samples = self.actor.with_policy_version(event.samples, writer)
-            self._scores[event.group] = self._score(samples)
+            self._scores[event.group] = self.runner.begin(self.task.score(samples))
             self.schedule.finish(event.group, samples)
             del self._prompts[event.group]
             self._tokens += written_tokens(samples)
             self._busy += sum(end - start for start, end in event.busy)
             self.runner.add([Span("rollout", "rollout", start, end - start, event.worker) for start, end in event.busy])
         else:
-            for group in reversed(event.groups):
+            for group in event.groups:
                 self.schedule.lose(group)
-
-    def _score(self, samples: Batch) -> Future[Result]:
-        return self.runner.begin(self.task.score(samples))
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:

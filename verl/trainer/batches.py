@@ -58,30 +58,22 @@ def as_loader(
         return batches
     if isinstance(data, Loader | DataLoader):
         raise ConfigError(f"a {type(data).__name__} has batches of its own size: leave batch_size out")
-    seed = trainer.actor.plan.seed
+    actor, seed = trainer.actor, trainer.actor.plan.seed
     limits: dict[str, Any] = (
         {} if max_prompt_length is None else {"max_prompt_length": max_prompt_length, "truncation": truncation}
     )
     if not trainer.task.algorithm.online:
         from verl.data.offline import OfflineDatasetLoader
 
-        return OfflineDatasetLoader(data, trainer.actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
-    if not is_files(data) and not hasattr(data, "__len__"):
-        stream = stream_prompts(data)
-        return PromptLoader(_limited(stream, trainer, limits) if limits else stream, batch_size)
-    rows = data if isinstance(data, PromptDataset) else load_prompts(data)
-    return PromptPasses(_limited(rows, trainer, limits) if limits else rows, batch_size, seed)
-
-
-def _limited(data: Any, trainer: Loop, limits: Mapping[str, Any]) -> Any:
-    """Prompts whose tokens keep to a limit; the log says what became of the others."""
-    actor = trainer.actor
-    kept, counts = tokenize_prompts(data, actor.tokenizer, tools=actor.tools, **limits)
-    for what in ("dropped", "truncated"):
-        if counts[what]:
-            longer = f"longer than {limits['max_prompt_length']} tokens"
-            logger.warning("%d prompts of %s are %s and were %s", counts[what], data.name, longer, what)
-    return kept
+        return OfflineDatasetLoader(data, actor.tokenizer, batch_size=batch_size, seed=seed, **limits)
+    is_stream = not is_files(data) and not hasattr(data, "__len__")
+    rows: Any = stream_prompts(data) if is_stream else data if isinstance(data, PromptDataset) else load_prompts(data)
+    if limits:
+        rows, counts = tokenize_prompts(rows, actor.tokenizer, tools=actor.tools, **limits)
+        for what in (what for what in ("dropped", "truncated") if counts[what]):
+            longer = f"longer than {max_prompt_length} tokens"
+            logger.warning("%d prompts of %s are %s and were %s", counts[what], rows.name, longer, what)
+    return PromptLoader(rows, batch_size) if is_stream else PromptPasses(rows, batch_size, seed)
 
 
 def one_pass(loader: Any) -> int:

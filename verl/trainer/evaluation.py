@@ -232,18 +232,17 @@ def together(evaluations: Mapping[str, Evaluation], users: Mapping[str, Metric])
     """
     if "" in evaluations:
         return evaluations[""]
-    rows: dict[str, list[float | None]] = {}
-    for name in dict.fromkeys(name for evaluation in evaluations.values() for name in evaluation.rows):
-        parts = (e.rows.get(name, [None] * len(e.samples)) for e in evaluations.values())
-        rows[name] = [value for part in parts for value in part]
+    rows: dict[str, list[float | None]] = {
+        name: [value for each in evaluations.values() for value in each.rows.get(name, [None] * len(each.samples))]
+        for name in dict.fromkeys(name for evaluation in evaluations.values() for name in evaluation.rows)
+    }
     metrics = {name: mean(values) for name, values in rows.items()}
     metrics["abstained"] = sum(evaluation.metrics["abstained"] for evaluation in evaluations.values())
-    for begin, evaluation in evaluations.items():
-        metrics |= {f"{begin}{name}": value for name, value in evaluation.metrics.items()}
     samples: list[Batch] = []
     taken: set[str] = set()
-    for evaluation in evaluations.values():  # each task may have numbered its own problems
-        samples.append(renamed(evaluation.samples, taken))
+    for begin, evaluation in evaluations.items():
+        metrics |= {f"{begin}{name}": value for name, value in evaluation.metrics.items()}
+        samples.append(renamed(evaluation.samples, taken))  # each task may have numbered its own problems
         taken |= sample_names(samples[-1])
     whole = Batch.concat(samples)
     metrics |= {name: metric(whole)[0] for name, metric in users.items() if name not in rows}

@@ -14,6 +14,8 @@ metrics = flow.run(prompt_batch)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,25 +29,21 @@ from verl.roles.group import WorkerGroup
 from verl.trainer.pipeline import RLDataPipeline
 
 
+@dataclass(eq=False)
 class Flow:
     """An expression of a step. Its calls compute nothing: each returns a longer expression, `run` runs it.
 
-    Args:
-        moved: what its calls have moved so far.
-        groups: symbol -> the workers that compute it.
-        nodes: names of registered nodes.
-        deadline: seconds, see `RLDataPipeline`.
+    moved: what its calls have moved so far.
+    groups: symbol -> the workers that compute it.
+    nodes: names of registered nodes.
+    deadline: seconds, see `RLDataPipeline`.
     """
 
-    def __init__(
-        self,
-        moved: tuple[Symbol, ...] = (),
-        groups: dict[Symbol, WorkerGroup] | None = None,
-        nodes: tuple[str, ...] = (),
-        deadline: float = DEADLINE,
-    ) -> None:
-        self._moved, self._groups, self._nodes, self._deadline = moved, groups or {}, nodes, deadline
-        self._runs = 0
+    moved: tuple[Symbol, ...] = ()
+    groups: Mapping[Symbol, WorkerGroup] = field(default_factory=dict)
+    nodes: tuple[str, ...] = ()
+    deadline: float = DEADLINE
+    _runs: int = field(default=0, init=False)
 
     def broadcast(self, what: Symbol) -> Flow:
         """All workers may read `prompts`."""
@@ -71,8 +69,8 @@ class Flow:
 
     def sync(self) -> Flow:
         """Sample the next responses with the new weights. An update hands them on by itself, so this adds no node."""
-        if self._moved[-1] != updates:
-            raise ConfigError(f"sync() comes after scatter(updates, ...), not after {self._moved[-1].name}")
+        if self.moved[-1] != updates:
+            raise ConfigError(f"sync() comes after scatter(updates, ...), not after {self.moved[-1].name}")
         return self
 
     @property
@@ -100,39 +98,44 @@ class Flow:
             VerlError: see `verl.trainer.step.draw`.
         """
         pipeline = self._pipeline
-        prompts = self._groups[responses].actor.prompts(prompts, key=f"s{self._runs}")
+        prompts = self.groups[responses].actor.prompts(prompts, key=f"s{self._runs}")
         result = pipeline.run(prompts)
         self._runs += 1
         return {**score_metrics(without_baselines(result.batch)), **result.metrics}
 
     @cached_property
     def _pipeline(self) -> RLDataPipeline:
-        if responses not in self._groups or self._moved[-1] == advantages:
-            raise ConfigError(f"the expression ends with {self._moved[-1].name}: go on with {_call(self._next)}")
-        groups = dict.fromkeys(self._groups.values())
+        if responses not in self.groups or self.moved[-1] == advantages:
+            raise ConfigError(f"the expression ends with {self.moved[-1].name}: go on with {self._next_call}")
+        groups = dict.fromkeys(self.groups.values())
         if len({id(group.actor) for group in groups}) > 1:
             raise ConfigError(
                 "the groups have different actors: updates of one would not change the responses of the other"
             )
-        pipeline = RLDataPipeline(deadline=self._deadline).add_stage("rollout", self._groups[responses].actor)
+        pipeline = RLDataPipeline(deadline=self.deadline).add_stage("rollout", self.groups[responses].actor)
         for reward in dict.fromkeys(group.reward for group in groups if group.reward is not None):
             pipeline.add_stage("reward", reward)
-        for name in self._nodes:
+        for name in self.nodes:
             pipeline.add_stage(name)
-        return pipeline.add_stage("update", self._groups[updates].updater) if updates in self._groups else pipeline
-
-    @property
-    def _next(self) -> Symbol | None:
-        return ORDER[len(self._moved)] if len(self._moved) < len(ORDER) else None
+        return pipeline.add_stage("update", self.groups[updates].updater) if updates in self.groups else pipeline
 
     def _then(
-        self, method: str, what: Symbol, groups: dict[Symbol, WorkerGroup] | None = None, nodes: tuple[str, ...] = ()
+        self, method: str, what: Symbol, groups: Mapping[Symbol, WorkerGroup] | None = None, nodes: tuple[str, ...] = ()
     ) -> Flow:
-        if what != self._next or method != what.method:
+        if (*self.moved, what) != ORDER[: len(self.moved) + 1] or method != what.method:
             name = getattr(what, "name", repr(what))
-            after = f" after {self._moved[-1].name}" if self._moved else ""
-            raise ConfigError(f"{method}({name}) has no place{after}: here comes {_call(self._next)}")
-        return Flow((*self._moved, what), self._groups | (groups or {}), (*self._nodes, *nodes), self._deadline)
+            after = f" after {self.moved[-1].name}" if self.moved else ""
+            raise ConfigError(f"{method}({name}) has no place{after}: here comes {self._next_call}")
+        groups, nodes = {**self.groups, **(groups or {})}, (*self.nodes, *nodes)
+        return Flow((*self.moved, what), groups, nodes, self.deadline)
+
+    @property
+    def _next_call(self) -> str:
+        """How the call is written that comes next."""
+        for symbol in ORDER[len(self.moved) :]:
+            group = ", worker_group=..." if symbol.method == "scatter" else ""
+            return f"{symbol.method}({symbol.name}{group})"
+        return "sync()"
 
 
 class Controller(controller.Controller):
@@ -141,10 +144,3 @@ class Controller(controller.Controller):
     def broadcast(self, what: Symbol) -> Flow:
         """Begin an expression with `prompts`; see `verl.trainer.expression`."""
         return Flow(deadline=DEADLINE if self._may_change else self.timeout).broadcast(what)
-
-
-def _call(symbol: Symbol | None) -> str:
-    """How a symbol is written."""
-    if symbol is None:
-        return "sync()"
-    return f"{symbol.method}({symbol.name}{', worker_group=...' if symbol.method == 'scatter' else ''})"

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -116,20 +115,6 @@ class Task:
             is missing, or that the algorithm does not have; an `n` that does not suit the algorithm.
     """
 
-    # Of a task on its actor, see `bound`.
-    actor: Actor
-    updater: Updater
-    graph: Graph
-    episodes: Failures
-    metrics: dict[str, Metric]
-    sampling: Any
-    _run: Run
-    _is_checked: bool
-    _problems: KnownPrompts
-    _max_resamples: int
-    _max_left_out: float
-    _on_samples: list[Node]
-
     @checked
     def __init__(
         self,
@@ -149,8 +134,9 @@ class Task:
         environment: Any = None,
         nodes: Mapping[str, Any] | Iterable[str] = (),
     ) -> None:
-        self.name, self.share, self.loss_weight, self.sampling = name, share, loss_weight, sampling
-        self.critic = critic
+        self.name, self.share, self.loss_weight = name, share, loss_weight
+        self.critic: Any = critic
+        self.sampling: Any = sampling
         self.episode: Episode | None = None if episode is None else as_episode(episode)
         if environment is not None:
             self.episode = as_environments(environment)
@@ -160,12 +146,9 @@ class Task:
         reward = reward_fn if reward is None else reward
         by_role = dict(sources or {})
         by_role |= {role: one for role, one in (("reward", reward), ("cost", cost)) if one is not None}
-        stages: dict[str, Any] = {}
-        further: list[Node] = []
-        if not isinstance(nodes, tuple | list | dict) or nodes:
-            stages = make_stages(nodes)
-            further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
-            check_none_updates(further)
+        stages = make_stages(nodes)
+        further = [node for name, stage in stages.items() for node in stage_nodes(name, stage)]
+        check_none_updates(further)
         written = {column for node in further for column in node.writes}
         gives_reward = getattr(self.episode, "gives_reward", False) and "reward" in self.algorithm.roles
         # Where a node writes it, agents need no source; rewards of environments have one, and clash with the node.
@@ -186,15 +169,15 @@ class Task:
         self.n = self.algorithm.samples_per_prompt if n is None else n
         self.algorithm.check_samples(self.n)
 
-    def bound(self, actor: Actor, critic: Critic | None, run: Run, limits: LimitOptions, name: str = "") -> Task:
-        """This task on its actor, as `Trainer.tasks` has it.
+    def bind(self, actor: Actor, critic: Critic | None, run: Run, limits: LimitOptions, name: str) -> None:
+        """Put this task, a copy that a trainer has, on its actor.
 
         Args:
             name: prefix of its metrics; empty for a task alone.
         """
-        task, options = copy(self), actor.rollout_options
-        task.actor, task.sampling, task._run = actor, as_sampling(self.sampling, actor.sampling), run
-        task._is_checked, task._problems = False, KnownPrompts()
+        options = actor.rollout_options
+        self.actor, self.sampling, self._run = actor, as_sampling(self.sampling, actor.sampling), run
+        self._is_checked, self._problems = False, KnownPrompts()
         if self.episode is not None and self.episode is not load_episode(options.episode):
             actor.set_episode(self.name, self.episode)
         if self.algorithm.needs_constraint and not (self.episode or options.episode):
@@ -202,52 +185,48 @@ class Task:
                 f"task '{self.name}': algorithm '{self.algorithm.name}' samples under a constraint: give the task one "
                 "(constraint_model in YAML, episode=ConstrainedEpisode(...) in Python)"
             )
-        task.updater = Updater(self.algorithm, actor=actor, critic=critic)
-        task.updater.name, task.critic = name, task.updater.critics.get("critic")
+        self.updater = Updater(self.algorithm, actor=actor, critic=critic)
+        self.updater.name, self.critic = name, self.updater.critics.get("critic")
         # Log-probs are of logits at the temperature of the samples. Tasks may differ in it: then samples say theirs.
-        temperature = 1.0 if name or not self.algorithm.online else task.sampling.temperature or 1.0
+        temperature = 1.0 if name or not self.algorithm.online else self.sampling.temperature or 1.0
         actor.plan = replace(actor.plan, temperature=temperature)
-        task.episodes, task._max_resamples = Failures(limits.max_failed_episodes), limits.max_resamples
+        self.episodes, self._max_resamples = Failures(limits.max_failed_episodes), limits.max_resamples
         episode = load_episode(actor.rollout_options.episodes.get(self.name, actor.rollout_options.episode))
-        task._max_left_out = float(getattr(episode, "max_left_out", 1.0))
+        self._max_left_out = float(getattr(episode, "max_left_out", 1.0))
         #: What is done with samples: rewards and nodes of the user's, and forwards of models.
-        task._on_samples = [*self.nodes, *UpdateNode(task.updater).model_outputs()]
+        self._on_samples = [*self.nodes, *UpdateNode(self.updater).model_outputs()]
         sampled = []
         if self.algorithm.online:
-            _warn_of_masks(actor, task.sampling, self.name)
-            sampled = [task._rollout(self.n, task.sampling, self.algorithm.greedy_baseline)]
-        task.graph = Graph([*sampled, *task._on_samples])
+            _warn_of_masks(actor, self.sampling, self.name)
+            sampled = [self._rollout(self.n, self.sampling, self.algorithm.greedy_baseline)]
+        self.graph = Graph([*sampled, *self._on_samples])
         #: The user's own, by name.
-        task.metrics = {}
-        return task
+        self.metrics: dict[str, Metric] = {}
 
     def _rollout(self, n: int, params: SamplingParams, greedy_baseline: bool = False) -> Node:
-        options: dict[str, Any] = {"algorithm": self.algorithm, "greedy_baseline": greedy_baseline, "task": self.name}
-        return RolloutNode(self.actor, n=n, params=params, **options).as_node("rollout")
+        of_task: dict[str, Any] = {"algorithm": self.algorithm, "greedy_baseline": greedy_baseline, "task": self.name}
+        return RolloutNode(self.actor, n=n, params=params, **of_task).as_node("rollout")
 
     def rows(self, prompts: Any, key: str) -> Batch:
         """Prompts as `Actor.prompts` makes them; for an offline algorithm recorded rows (`OfflineDatasetLoader`), or a
-        batch that a collator made of them."""
+        batch that a collator made of them.
+
+        Raises:
+            DataError: the first prompts lack a column that the rewards read.
+        """
         if self.algorithm.online or isinstance(prompts, Batch):
-            return self.actor.prompts(prompts, key=key)
+            rows = self.actor.prompts(prompts, key=key)
+            if "response_tokens" not in rows and not self._is_checked:
+                if len(self.nodes) == len(self.sources):  # others may write what rewards read
+                    check_reads({"the prompts": rows}, [reward.source for reward in self.sources.values()])
+                self._is_checked = True
+            return rows
         prompts = uncollated(prompts, "the batch") if isinstance(prompts, Mapping) else prompts
         from verl.data.offline import OfflineDatasetLoader
 
         batch = OfflineDatasetLoader(prompts, self.actor.tokenizer).batch
         names = {column: [f"{key}.{name}" for name in batch[column]] for column in ("id", "group")}
         return self.actor.prompts(batch.drop(names).add(names), key=key)
-
-    def check(self, rows: Batch) -> None:
-        """Before the first samples: the prompts have what the rewards read.
-
-        Raises:
-            DataError: they lack a column.
-        """
-        if "response_tokens" in rows or self._is_checked:
-            return
-        if len(self.nodes) == len(self.sources):  # others may write what rewards read
-            check_reads({"the prompts": rows}, [reward.source for reward in self.sources.values()])
-        self._is_checked = True
 
     def evaluate(self, prompts: Any, metrics: Mapping[str, Metric], *, n: int = 1, **sampling: Any) -> Evaluation:
         """See `Trainer.evaluate`."""

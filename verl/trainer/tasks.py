@@ -37,15 +37,6 @@ def critics_of(tasks: Sequence[Task], critic: Any) -> dict[str, Critic | None]:
     return critics
 
 
-def read_tasks(path: str | Path) -> list[Task]:
-    """The tasks of a file that holds nothing but `tasks`.
-
-    Raises:
-        ConfigError: a setting is wrong, or contradicts another; see `load_tasks` and `Task`.
-    """
-    return [task_of(config) for config in load_tasks(path)]
-
-
 def task_of(config: TaskConfig) -> Task:
     """A task from its settings.
 
@@ -109,7 +100,7 @@ def tasks_of(
     if config_path is not None:
         if tasks is not None:
             raise ConfigError("give the trainer its tasks once: tasks=... or config_path=...")
-        tasks = read_tasks(config_path)
+        tasks = [task_of(config) for config in load_tasks(config_path)]
     if tasks is None:
         of_task["episode"] = getattr(actor, "rewarding_episode", None)
         tasks = [Task(algorithm=algorithm_beside(trainer_keywords(), algorithm, keywords), **of_task)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -186,10 +187,9 @@ class Trainer(Loop):
         )
         self.runner = Run(deadline=limits.deadline, timeline=options.logging.timeline)
         #: By name.
-        self.tasks = {
-            task.name: task.bound(self.actor, critics[task.name], self.runner, limits, names[task.name])
-            for task in tasks
-        }
+        self.tasks = {task.name: copy(task) for task in tasks}
+        for name, task in self.tasks.items():
+            task.bind(self.actor, critics[name], self.runner, limits, names[name])
         #: The models that are trained: the actor, and the critics; of several tasks, each with its task's name.
         self.roles = {"actor": self.actor} | {
             f"{role}-{name}" if task.updater.name else role: critic
@@ -278,7 +278,6 @@ class Trainer(Loop):
         task = self.tasks[name]
         key = f"s{self.steps}.{name}" if task.updater.name else f"s{self.steps}"
         rows = task.rows(prompts, key)
-        task.check(rows)
         self.mixture.began.setdefault(name, time.perf_counter())
         return task.collect(rows, key)
 

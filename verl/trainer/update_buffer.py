@@ -37,20 +37,16 @@ class UpdateBuffer:
         wait."""
         if self.update_freq is None and isinstance(self.buffer, MemoryBuffer) and not len(self.buffer):
             return samples  # none wait, and these do not have to
-        ((task, rows),) = samples.items()
-        due = self._add(rows)
-        return None if due is None else {task: due}
-
-    def _add(self, samples: Batch) -> Batch | None:
         if self._former is None:
             self._former = sample_names(self.buffer.state())
-        samples = renamed(samples, self._former)
+        ((task, rows),) = samples.items()
+        rows = renamed(rows, self._former)
         wanted = self.update_freq or 1
         # What an update takes at once needs no room to wait in.
-        overflow = len(samples) > self.buffer.room and len(self.buffer) + len(samples) >= wanted
+        overflow = len(rows) > self.buffer.room and len(self.buffer) + len(rows) >= wanted
         if not overflow:
-            self.buffer.add(samples)
-        if not overflow and len(self.buffer) < wanted:
-            return None
+            self.buffer.add(rows)
+            if len(self.buffer) < wanted:
+                return None
         waiting, self._former = self.buffer.drain(), set()
-        return Batch.concat([waiting, samples]) if overflow else waiting
+        return {task: Batch.concat([waiting, rows]) if overflow else waiting}
