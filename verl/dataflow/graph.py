@@ -171,7 +171,7 @@ class Graph:
             needs = dict.fromkeys(names[: names.index(node.name)])
         check_known(f"node '{node.name}' comes after", node.after, self.nodes)
         # Columns that the batch of a run may bring.
-        given = self.inputs | (_OF_PROMPTS if self.source is not None else SCHEMA.keys() | WRITTEN)
+        provided = self.inputs | (_OF_PROMPTS if self.source is not None else SCHEMA.keys() | WRITTEN)
         for column, is_needed in node.reads.items():
             writer = self.writers.get(column)
             if writer is not None and node.kind != "source":
@@ -180,8 +180,8 @@ class Graph:
                 raise ConfigError(
                     f"source '{node.name}' reads '{column}', which '{writer}' writes: a source reads only the input"
                 )
-            elif is_needed and column not in given:
-                hint = nearest(column, {*self.writers, *given})
+            elif is_needed and column not in provided:
+                hint = nearest(column, {*self.writers, *provided})
                 if column in SCHEMA and self.source is not None:
                     hint = f"prompts do not bring it, so add a node that does, before '{node.name}'"
                 raise ConfigError(

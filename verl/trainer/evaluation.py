@@ -104,13 +104,15 @@ class HeldOut:
 
     def note(self, step: int, evaluation: Evaluation | Mapping[str, float]) -> dict[str, Any]:
         """Keep what an evaluation at a step found (for recorded rows: loss and metrics) as `last`, and return it."""
-        found, measured = (evaluation, evaluation.metrics) if isinstance(evaluation, Evaluation) else (None, evaluation)
+        sampled, measured = (
+            (evaluation, evaluation.metrics) if isinstance(evaluation, Evaluation) else (None, evaluation)
+        )
         metrics = finite(dict(measured))
         result: dict[str, Any] = {"step": step, "metrics": metrics}
-        if found is not None:
-            scored = any(value is not None for value in found.rows.get("accuracy", ()))
+        if sampled is not None:
+            scored = any(value is not None for value in sampled.rows.get("accuracy", ()))
             headline = "accuracy" if scored else "reward"
-            values = found.by_problem(headline)
+            values = sampled.by_problem(headline)
             count = len(values) - values.count(None) or len(values)
             result |= {"headline": headline, "problems": len(values), "by_problem": values}
         else:
@@ -124,7 +126,7 @@ class HeldOut:
             result |= {"low": share.low, "high": share.high}
         self.first, self.last = self.first or result, result
         if self.on_result is not None:
-            self.on_result(result, found)
+            self.on_result(result, sampled)
         return result
 
     @cached_property
