@@ -277,7 +277,7 @@ def test_a_signal_waits_for_a_call_that_comes_back() -> None:
         with StopSignal() as stop:
             print("ready", flush=True)
             code.run(600.0, c_sleep, 4)
-            assert stop.requested
+            assert stop.received
         """,
         signals=(0.5,),
     )

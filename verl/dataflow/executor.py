@@ -108,11 +108,8 @@ class GraphRun:
         }
         if graph.source is None:
             for number, samples in enumerate(self._planned):
-                self._take(number, batch.slice(samples[0][1], len(samples)))
-
-    def _take(self, number: int, samples: Batch) -> None:
-        """Hand a group to the nodes that wait for it."""
-        self._written[self._base][number].set_result(({*range(len(samples))}, samples))
+                group = {*range(len(samples))}, batch.slice(samples[0][1], len(samples))
+                self._written[self._base][number].set_result(group)
 
     async def run(self, node: Node) -> None:
         """Make all calls of a node, each as soon as its inputs are there."""
@@ -219,7 +216,8 @@ class GraphRun:
             parts = sorted(waiting.pop(group).items())
             rows = [self._planned[group][n][1] for n, part in parts for _ in range(len(part))]
             whole = Batch.concat(part for _, part in parts)
-            self._take(group, whole.add(self.batch.take(rows)) if parts else whole)
+            written = {*range(len(whole))}, whole.add(self.batch.take(rows)) if parts else whole
+            self._written[node.name][group].set_result(written)
 
         async with self._locks[node.slot].held_by((self, node.name)):
             progress, limit = time.monotonic(), node.deadline or self._calls.deadline

@@ -136,29 +136,28 @@ class RewardNode:
         inputs = [c for c in columns_read(self.reward.source) if c.removesuffix(OPTIONAL) != column]
         reason = ["abstain_reason"] if column == "reward" else []
 
-        async def score(samples: Batch) -> tuple[Batch, dict[str, float]]:
-            scores, metrics = await self._scores(samples)
-            numbers = [number for number in scores["reward"] if number is not None]
-            if column != "reward":  # "reward" and "reward/x" become `column` and `column`/x
-                names = {c: c.removeprefix("reward") if c.startswith("reward") else f"/{c}" for c in scores.columns}
-                scores = Batch.from_columns({column + name: scores.arrow(c) for c, name in names.items()})
-            if column not in SCHEMA and numbers:
-                metrics = {**metrics, "mean": sum(numbers) / len(numbers)}
-            return scores, {f"{name}/{key}": value for key, value in metrics.items()}
-
         return Node(
             name=name,
-            run=score,
+            run=partial(self._run, name),
             inputs=("finish?", "episode_error?", "episode?", "episode_reward?", *inputs),
             outputs=(column, *reason, f"{column}/{ANY}"),
             groups=None if self.reward.whole_batch else 1,
             at_end=partial(log_failures, self.reward.source),
         )
 
-    async def _scores(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
-        """The scores of each row. Of episodes, the reward is called for those alone that say none themselves."""
-        if "episode" not in samples:
-            return await self.reward.score_and_count(samples)
+    async def _run(self, name: str, samples: Batch) -> tuple[Batch, dict[str, float]]:
+        column = self.column
+        scores, metrics = await (self._of_episodes if "episode" in samples else self.reward.score_and_count)(samples)
+        numbers = [number for number in scores["reward"] if number is not None]
+        if column != "reward":  # "reward" and "reward/x" become `column` and `column`/x
+            names = {c: c.removeprefix("reward") if c.startswith("reward") else f"/{c}" for c in scores.columns}
+            scores = Batch.from_columns({column + ending: scores.arrow(c) for c, ending in names.items()})
+        if column not in SCHEMA and numbers:
+            metrics = {**metrics, "mean": sum(numbers) / len(numbers)}
+        return scores, {f"{name}/{key}": value for key, value in metrics.items()}
+
+    async def _of_episodes(self, samples: Batch) -> tuple[Batch, dict[str, float]]:
+        """The scores of each row. The reward is called for those episodes alone that say none themselves."""
         read = {c.removesuffix(OPTIONAL) for c in columns_read(self.reward.source)}
         episodes = one_row_per_episode(samples)
         if "trajectories" in read:

@@ -24,7 +24,7 @@ from verl.rewards.registry import REWARDS
 from verl.rewards.signatures import recognise
 from verl.rewards.source import RewardResult, RewardSource
 from verl.run.data import ReadData, is_offline, read_data, step_rows
-from verl.tasks.file import MAIN, algorithm_of, check_heads, check_sampling, samples_of
+from verl.tasks.file import MAIN, algorithm_of, check_heads, check_sampling
 from verl.trainer.checks import check_asynchronous, check_corrected, check_permuted, check_reads
 
 #: Options of a task's reward that are of how it is called.
@@ -80,7 +80,7 @@ def check_settings(config: Config) -> Checked:
     metrics = {spec: Metric(spec, load_function(spec)) for spec in config.trainer.eval_metrics if spec != KL}
     data = read_data(config, algorithms)
     _check_reads(config, data, sources, list(metrics.values()))
-    samples = {task.name: samples_of(task, algorithms[task.name]) for task in config.tasks}
+    samples = {task.name: task.n or algorithms[task.name].samples_per_prompt for task in config.tasks}
     rows = step_rows(config, data, samples or {MAIN: config.actor_rollout_ref.rollout.n})
     return Checked(algorithms, metrics, data, rows)
 

@@ -32,7 +32,7 @@ def algorithm_of(config: TaskConfig) -> BaseAlgorithm:
     try:
         algorithm = make_algorithm(config.type, **config.options)
         check_sources(algorithm, () if config.reward_model is None else ("reward",))
-        algorithm.check_samples(samples_of(config, algorithm))
+        algorithm.check_samples(algorithm.samples_per_prompt if config.n is None else config.n)
     except ConfigError as error:
         raise ConfigError(f"task '{config.name}': {error}") from error
     return algorithm
@@ -42,20 +42,9 @@ def check_sampling(config: TaskConfig) -> None:
     """Raises ConfigError where a task's responses cannot be sampled as its settings say."""
     try:
         as_sampling(config.sampling)
-        episode_of(config)
+        make_constraint(config.constraint_model, **config.constraint_config)
     except ConfigError as error:
         raise ConfigError(f"task '{config.name}': {error}") from error
-
-
-def samples_of(config: TaskConfig, algorithm: BaseAlgorithm) -> int:
-    """Samples a prompt."""
-    return algorithm.samples_per_prompt if config.n is None else config.n
-
-
-def episode_of(config: TaskConfig) -> ConstrainedEpisode | None:
-    if config.constraint_model is None:
-        return None
-    return make_constraint(config.constraint_model, **config.constraint_config)
 
 
 def check_sources(algorithm: BaseAlgorithm, roles: Iterable[str]) -> None:
@@ -79,18 +68,20 @@ def check_heads(algorithms: Mapping[str, BaseAlgorithm]) -> None:
             )
 
 
-def make_constraint(model: str, **config: Any) -> ConstrainedEpisode:
+def make_constraint(model: str | None, **config: Any) -> ConstrainedEpisode | None:
     """The episode of a constraint.
 
     Args:
         model: "regex", "json_schema" or "ebnf", a grammar whose text or schema is the option `grammar`; a registered
             guard, such as "fact_checker" (`GuardModel`); or FILE.py:NAME of `accept(text, row)`, plain or async, or of
-            a class whose objects are a `Guard` or such a function.
+            a class whose objects are a `Guard` or such a function. None: there is none.
         **config: `max_resamples` and `deadline` of `ConstrainedEpisode`; the others are the grammar's or guard's.
 
     Raises:
         ConfigError: there is no such guard, or it does not take these options.
     """
+    if model is None:
+        return None
     limits = {name: config.pop(name) for name in _OF_THE_EPISODE if name in config}
     if model in _GRAMMARS:
         if config.keys() != {"grammar"}:

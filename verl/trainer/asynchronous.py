@@ -112,7 +112,7 @@ class AsyncTrainer(Trainer):
         least, most = check_range(RolloutPool.role, rollout_workers, max_rollout_workers)
         self._make_group = partial(RolloutPool, size=least, most=most, transport=transport)
         self._group: RolloutPool | None = None
-        self._starting = threading.RLock()
+        self._starting = threading.Lock()
         self._prompts: dict[str, Batch] = {}  # of the groups that are not finished
         self._scores: dict[str, Future[Result]] = {}  # of the groups that wait for their step
         self._tokens, self._busy = 0, 0.0  # that have come since the latest step, and the seconds that they took
@@ -128,7 +128,7 @@ class AsyncTrainer(Trainer):
         with self._starting:
             if self._group is None:
                 self._group = self._make_group(EngineRecipe.of(self.actor))
-                self._publish()
+                self._group.publish(self.actor.policy_version, self.actor.merged_shards())
             return self._group
 
     def step(self, prompts: Any) -> dict[str, Any]:
@@ -161,14 +161,14 @@ class AsyncTrainer(Trainer):
             self._feed(prompts)
         waited = time.perf_counter() - began
         groups = {samples["group"][0]: samples for samples in self.schedule.take()}
-        for name in groups.keys() - self._scores.keys():  # of a checkpoint
+        for name in (name for name in groups if name not in self._scores):  # of a checkpoint
             self._scores[name] = self.runner.begin(self.task.score(groups[name]))
         scored = [self._scores.pop(name) for name in groups]
         samples = self.runner.wait(self.task.from_rollout_workers(scored, f"s{self.steps}"))
         metrics = {**self._rollout_record(samples.draws[0].batch), "time/wait": waited}
         with self._receiving():
             record = self._learn_from({self.task.name: samples}, metrics)
-        self._publish()
+        self.group.publish(self.actor.policy_version, self.actor.merged_shards())
         # Enough workers to sample a step's groups while the rest of a step goes on.
         self.group.fit(record["time/rollout"], time.perf_counter() - began - waited)
         return self._finish_step(record, began)
@@ -281,9 +281,6 @@ class AsyncTrainer(Trainer):
             is_over.set()
             self.group.wake()
             self._failure = receiving.exception()
-
-    def _publish(self) -> None:
-        self.group.publish(self.actor.policy_version, self.actor.merged_shards())
 
     def _rollout_record(self, samples: Batch) -> dict[str, Any]:
         staleness = self.actor.policy_version - min(samples["policy_version"])

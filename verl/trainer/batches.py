@@ -52,8 +52,6 @@ def as_loader(
             )
         if max_prompt_length is not None:
             raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
-        if isinstance(data, DataLoader):
-            data = RepeatedLoader(data, partial(prepare_prompts, trainer), trainer.limits.deadline)
         batches: Iterable[Any] = data
         return batches
     if isinstance(data, Loader | DataLoader):
@@ -93,6 +91,8 @@ def read_ahead(loader: Any, trainer: Loop) -> Any:
     """A loader whose next batch is read and tokenised while a step goes on. Where a
     step decides about the next batch (shares of a scheduler, pools, tasks that are waited for), only rows are read."""
     prepare = partial(prepare_prompts, trainer)
+    if isinstance(loader, DataLoader):
+        return _repeated(loader, prepare, trainer.limits.deadline)
     if isinstance(loader, Prefetch):
         loader.prepare, loader.seconds = prepare, trainer.limits.deadline
     elif isinstance(loader, Loader):
@@ -130,19 +130,11 @@ class PromptPasses(PromptLoader):
         return self._batches
 
 
-class RepeatedLoader:
-    """A `DataLoader`, epoch after epoch."""
-
-    def __init__(self, loader: DataLoader[Any], prepare: Callable[[Any], Any], seconds: float) -> None:
-        self._loader, self._prepare, self._seconds = loader, prepare, seconds
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            batch = None
-            for batch in ahead(iter(self._loader), self._prepare, self._seconds):
-                yield batch
-            if batch is None:
-                return
+def _repeated(loader: DataLoader[Any], prepare: Callable[[Any], Any], seconds: float) -> Iterator[Any]:
+    """The batches of a `DataLoader`, epoch after epoch."""
+    while True:
+        batch = None
+        for batch in ahead(iter(loader), prepare, seconds):
+            yield batch
+        if batch is None:
+            return

@@ -217,14 +217,6 @@ def evaluation_of(samples: Batch, metrics: Mapping[str, Metric], seconds: float)
     return Evaluation(samples, rows, values)
 
 
-def numbered(prompts: Any) -> Any:
-    """Prompts whose rows name their task, with groups that are numbered over all tasks."""
-    rows = prompts.batch if isinstance(prompts, PromptDataset) else prompts
-    if not isinstance(rows, Batch) or "task" not in rows:
-        return prompts
-    return rows.drop(["id", "group"]).add({"group": [f"eval.{row}" for row in range(len(rows))]})
-
-
 def together(evaluations: Mapping[str, Evaluation], users: Mapping[str, Metric]) -> Evaluation:
     """The evaluations of all tasks as one; each metric of a task is there under its name, too.
 

@@ -16,7 +16,7 @@ from verl.checkpoint import state
 from verl.checkpoint.directory import AutomaticCheckpoints
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
-from verl.data.prefetch import Loader
+from verl.data.prefetch import Loader, Prefetch
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import log_prob_nodes
@@ -167,17 +167,17 @@ class Loop:
                 if self.held_out is not None and self.held_out.before and self.held_out.first is None:
                     self.evaluate_held_out()
                 self._save_first()
-                while self.steps < self._goal and not (stop and stop.requested):
+                while self.steps < self._goal and not (stop and stop.received):
                     record = self.advance(batches)
-                if stop and stop.requested:
+                if stop and stop.received:
                     self._checkpoints().save(self, last=True)
                     logger.info("stopped by %s after step %d; the same command goes on", stop.received, self.steps)
-                    raise SystemExit(stop.exit_code)
+                    raise SystemExit(128 + stop.received)
                 check_learned(self, record)
                 self._evaluate_and_save(last=True)
         finally:
             self._goal = None
-            if loader is not whole:
+            if isinstance(loader, Prefetch) and loader is not whole:
                 self._loader = whole
                 loader.close()
         return record

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from verl._base.names import check_known
 from verl.batch import Batch
 from verl.data.task_loader import by_task, rescaled
+from verl.dataflow.scores import one_row_per_episode, written_tokens
 from verl.errors import ConfigError
 from verl.report.metrics import add_metrics
-from verl.trainer.records import rates
 from verl.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Mixture:
-    """The shares of tasks, which sum to 1, and the weights of their losses.
+    """The shares of tasks, which sum to 1. In a step of all tasks, none with a `loss_weight`, they are the weights
+    of the losses, too.
 
     Attributes:
         shares: of the prompts; taken from the `TaskLoader`, if training reads one.
@@ -64,15 +65,6 @@ class Mixture:
         alone = {name: prompts for name, task in self.tasks.items() if not task.updater.name}
         return alone or by_task(prompts, [*self.tasks])
 
-    def weights(self, present: Mapping[str, Batch]) -> dict[str, float]:
-        """The weights of the losses in a step of these tasks. In a step of all tasks, none with a `loss_weight`, they
-        are the shares."""
-        weights = {}
-        for name in present:
-            loss_weight = self.tasks[name].loss_weight
-            weights[name] = (self.shares[name] * len(self.tasks) if loss_weight is None else loss_weight) / len(present)
-        return weights
-
     def update(self, step: int, samples: Mapping[str, Batch], record: dict[str, Any]) -> None:
         """Add throughput and shares of tasks with a name to the record of a step, and let the scheduler read it."""
         now = time.perf_counter()
@@ -82,7 +74,12 @@ class Mixture:
                 began, self.began[name] = self.began[name], now
                 rejected = record.get(updater.named("rollout/rejection_rate"), 0.0)
                 of_task |= {"samples": len(samples[name]), "rejection_rate": rejected}
-                of_task |= rates(samples[name], record["updated"], now - began)
+                # Over the time since it took part in a step before; tokens are those that the policy wrote.
+                ended = one_row_per_episode(samples[name])
+                counts = {"samples": len(ended), "updates": int(record["updated"])}
+                counts["rewards"] = len(ended) - ended["reward"].count(None) if "reward" in ended else 0
+                counts["tokens"] = written_tokens(samples[name])
+                of_task |= {f"{what}_per_s": count / max(now - began, 1e-9) for what, count in counts.items()}
             add_metrics(record, updater.metrics(of_task), ())
         if self.scheduler is not None:
             metrics: dict[str, dict[str, float]] = {}  # of each task that has any

@@ -6,39 +6,18 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, InstanceOf
 
-from verl._base.checked import validated
 from verl._base.record import Count, Portion, Processes, Record, SettingsError, cost, limit, output
 from verl.config.schema import LimitSettings, SavingSettings, UpdateSettings
 from verl.errors import ConfigError
 from verl.report.sinks import Logger
 
-RecordT = TypeVar("RecordT", bound="_Options")
-
 
 class _Options(Record):
     model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    @classmethod
-    def spread(cls: type[RecordT], name: str, settings: Any, keywords: dict[str, Any]) -> RecordT:
-        """The record that the argument `name` gives, with those keywords that are fields of it, which are taken out of
-        `keywords`.
-
-        Raises:
-            SettingsError: a value is wrong.
-            ConfigError: a field is given in both.
-        """
-        flat = {key: keywords.pop(key) for key in cls.model_fields if key in keywords}
-        record = cls.of(settings, name)
-        if twice := sorted(flat.keys() & record.model_fields_set):
-            raise ConfigError(f"'{twice[0]}' is given as a keyword and in {name}=: give it once")
-        try:
-            return record.replace(**flat) if flat else record
-        except SettingsError as error:
-            raise SettingsError("Trainer", error.problems) from None
 
 
 class CheckpointOptions(_Options, SavingSettings):
@@ -103,15 +82,6 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def others(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that are no field of a record, which are taken out of `keywords`.
-
-    Raises:
-        SettingsError: a value is wrong.
-    """
-    return validated("Trainer", OTHERS, {name: keywords.pop(name) for name in OTHERS if name in keywords})
-
-
 class TrainerOptions(NamedTuple):
     """All records of a trainer, by the name of the argument that gives each."""
 
@@ -123,14 +93,27 @@ class TrainerOptions(NamedTuple):
 
     @classmethod
     def spread(cls, keywords: dict[str, Any], **arguments: Any) -> TrainerOptions:
-        """The records with the keywords that are their fields, which are taken out of `keywords`."""
-        # placement="cuda:0" stands for placement=PlacementOptions(placement="cuda:0").
-        for name in ("placement", "buffer"):  # which may be arguments alone
-            if arguments[name] is not None and not isinstance(arguments[name], RECORDS[name]):
-                arguments[name] = {name: arguments[name]}
-        records: dict[str, Any] = {
-            name: record.spread(name, arguments[name], keywords) for name, record in RECORDS.items()
-        }
+        """The records that the arguments give, with those keywords that are fields of them, which are taken out of
+        `keywords`.
+
+        Raises:
+            SettingsError: a value is wrong.
+            ConfigError: a field is given in both.
+        """
+        records: dict[str, Any] = {}
+        for name, kind in RECORDS.items():
+            settings = arguments[name]
+            # placement="cuda:0" stands for placement=PlacementOptions(placement="cuda:0"), buffer likewise.
+            if name in ("placement", "buffer") and settings is not None and not isinstance(settings, kind):
+                settings = {name: settings}
+            flat = {key: keywords.pop(key) for key in kind.model_fields if key in keywords}
+            record = kind.of(settings, name)
+            if twice := sorted(flat.keys() & record.model_fields_set):
+                raise ConfigError(f"'{twice[0]}' is given as a keyword and in {name}=: give it once")
+            try:
+                records[name] = record.replace(**flat) if flat else record
+            except SettingsError as error:
+                raise SettingsError("Trainer", error.problems) from None
         return cls(**records)
 
 

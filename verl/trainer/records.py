@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.batch import Batch
-from verl.dataflow.scores import Count, Mean, Seconds, one_row_per_episode, without_baselines, written_tokens
+from verl.dataflow.scores import Count, Mean, Seconds
 from verl.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -42,26 +41,6 @@ def joined(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         rate = record["rollout/tokens"] / max(record["time/rollout"], 1e-9)
         record.setdefault("rollout/tokens_per_s", rate)
     return record
-
-
-def trained(samples: Iterable[Batch], metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """The tokens that an update learned from, in all and per second."""
-    tokens = sum(sum(without_baselines(batch).lengths("response_tokens")) for batch in samples)
-    tokens -= round(metrics.get("update/tokens_left_out/actor", 0.0))
-    return {"train/tokens": tokens, "train/tokens_per_s": tokens / max(seconds, 1e-9), "time/update": seconds}
-
-
-def rates(samples: Batch, updated: bool, seconds: float) -> dict[str, float]:
-    """Throughput of a task that took part in a step, over the seconds since it did so before: `samples_per_s`,
-    `updates_per_s`, `rewards_per_s` and `tokens_per_s` (that the policy wrote)."""
-    ended = one_row_per_episode(samples)
-    counts = {
-        "samples": len(ended),
-        "updates": int(updated),
-        "rewards": len(ended) - ended["reward"].count(None) if "reward" in ended else 0,
-        "tokens": written_tokens(samples),
-    }
-    return {f"{what}_per_s": count / max(seconds, 1e-9) for what, count in counts.items()}
 
 
 def check_learned(trainer: Loop, record: Mapping[str, Any]) -> None:

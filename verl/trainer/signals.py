@@ -21,28 +21,19 @@ class StopSignal:
     """Watches for signals while it is entered.
 
     >>> with StopSignal() as stop:
-    ...     while not stop.requested:
+    ...     while not stop.received:
     ...         step()
     ...     save()
 
-    Only the main thread can receive signals; entered elsewhere it watches nothing and `requested` stays False.
+    Only the main thread can receive signals; entered elsewhere it watches nothing.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        #: the signal that asked for the end
+        #: The signal that asked for the end, if one has.
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
-
-    @property
-    def requested(self) -> bool:
-        return self.received is not None
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a process that a signal has ended; 0 without one."""
-        return 128 + self.received if self.received is not None else 0
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():

@@ -12,7 +12,7 @@ Between the two are the buffer, and the choice of samples by algorithms that rej
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl._base.names import disjoint
 from verl.batch import Batch
@@ -55,22 +55,14 @@ async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) 
         return groups.result()
 
 
-class Learned(NamedTuple):
-    """The result of `learn`.
-
-    prepared: the samples of each task, with the columns that its algorithm's `prepare` adds.
-    metrics: `update/empty` is 1 where no model had anything to learn from.
-    seconds: of the updates alone.
-    """
-
-    prepared: list[Batch]
-    metrics: Metrics
-    seconds: float
-
-
-async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) -> Learned:
+async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) -> tuple[list[Batch], Metrics, float]:
     """Advantages, then one update of every model: the critics of each task, and the actor, which all tasks share, on
-    the weighted sum of their losses."""
+    the weighted sum of their losses.
+
+    Returns:
+        The samples of each task, with the columns that its algorithm's `prepare` adds; metrics, where `update/empty` is
+        1 if no model had anything to learn from; and the seconds of the updates alone.
+    """
     together = sum(samples.samples for _, samples in drawn)
     all_prepared, losses, updates, metrics = list[Batch](), list[TaskLoss](), list[Metrics](), Metrics()
     async with run.calls() as calls, run.models.held_by(object()):
@@ -97,4 +89,4 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
     if all("update/empty" in of_model for of_model in updates):
         metrics["update/empty"] = 1.0
     timings = calls.timings.values()
-    return Learned(all_prepared, metrics, sum(timing.busy for timing in timings if timing.role != "controller"))
+    return all_prepared, metrics, sum(timing.busy for timing in timings if timing.role != "controller")

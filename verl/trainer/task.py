@@ -20,21 +20,10 @@ from verl.batch import Batch
 from verl.config.tasks import TaskName
 from verl.data.forms import uncollated
 from verl.data.tokenize import KnownPrompts
-from verl.dataflow import loop
+from verl.dataflow import loop, scores
 from verl.dataflow.executor import Result, all_of, combined
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
-from verl.dataflow.scores import (
-    Count,
-    Seconds,
-    episode_metrics,
-    left_out_reasons,
-    one_row_per_episode,
-    sample_metrics,
-    score_metrics,
-    without_baselines,
-    written_tokens,
-)
 from verl.dataflow.stages import check_none_updates, make_stages, stage_nodes
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.report.metrics import Metric, add_metrics
@@ -79,12 +68,12 @@ class Samples(NamedTuple):
         Raises:
             DataError: there is no such column.
         """
-        scores: dict[str, list[float | None]] = {}
+        by_prompt: dict[str, list[float | None]] = {}
         for result in self.draws:
-            samples = one_row_per_episode(without_baselines(result.batch))
+            samples = scores.one_row_per_episode(scores.without_baselines(result.batch))
             for group, score in zip(samples["group"], samples[column], strict=True):
-                scores.setdefault(self.origin.get(group, group), []).append(score)
-        return scores
+                by_prompt.setdefault(self.origin.get(group, group), []).append(score)
+        return by_prompt
 
 
 class Task:
@@ -317,14 +306,14 @@ class Task:
         for node in self._on_samples:
             if node.at_end is not None:
                 node.at_end()
-        drawn = [without_baselines(result.batch) for result in samples.draws]
-        ended = one_row_per_episode(drawn[0])
-        record: dict[str, Any] = score_metrics(ended)
+        drawn = [scores.without_baselines(result.batch) for result in samples.draws]
+        ended = scores.one_row_per_episode(drawn[0])
+        record: dict[str, Any] = scores.score_metrics(ended)
         if "rollout" in samples.draws[0].timings:
-            record |= _rollout_metrics(samples.draws, drawn) | episode_metrics(Batch.concat(drawn))
+            record |= _rollout_metrics(samples.draws, drawn) | scores.episode_metrics(Batch.concat(drawn))
         if samples.rejected is not None:
-            record["rollout/resamples"] = Count(len(samples.draws) - 1)
-            record["rollout/rejected_prompts"] = Count(samples.rejected)
+            record["rollout/resamples"] = scores.Count(len(samples.draws) - 1)
+            record["rollout/rejected_prompts"] = scores.Count(samples.rejected)
         of_nodes = combined([(len(result.batch), result.metrics) for result in samples.draws])
         record = disjoint("a metric of a node", record, of_nodes)
         users = {name: metric(ended, self._run.deadline)[0] for name, metric in self.metrics.items()}
@@ -340,10 +329,10 @@ class Task:
         result = await draw(self.graph, prompts, self._run)
         if "episode_error" not in result.batch:
             return result
-        samples = without_baselines(result.batch)
-        errors = one_row_per_episode(samples)["episode_error"]
+        samples = scores.without_baselines(result.batch)
+        errors = scores.one_row_per_episode(samples)["episode_error"]
         latest = next((error for error in reversed(errors) if error is not None), None)
-        reasons = left_out_reasons(samples)
+        reasons = scores.left_out_reasons(samples)
         if sum(reasons.values()) > self._max_left_out * len(errors):
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             raise RolloutError(
@@ -371,19 +360,19 @@ class Task:
 def _rollout_metrics(draws: Sequence[Result], drawn: Sequence[Batch]) -> dict[str, Any]:
     """Lengths and KL of the first rollout, which has every prompt once; tokens, time, abstentions, failures and
     rejections of all. `drawn`: their samples without baselines."""
-    first, ended = drawn[0], [*map(one_row_per_episode, drawn)]
-    generated = sum(written_tokens(result.batch) for result in draws)
+    first, ended = drawn[0], [*map(scores.one_row_per_episode, drawn)]
+    generated = sum(scores.written_tokens(result.batch) for result in draws)
     busy = sum(result.timings["rollout"].busy for result in draws)
     metrics = {
-        **sample_metrics(first),
-        "rollout/tokens": Count(generated),
+        **scores.sample_metrics(first),
+        "rollout/tokens": scores.Count(generated),
         "rollout/tokens_per_s": generated / max(busy, 1e-9),
-        "time/rollout": Seconds(busy),
+        "time/rollout": scores.Seconds(busy),
     }
     if "ref_log_probs" in first:
         metrics["kl"] = kl_to_reference(first)
     if "reward" in first:
-        metrics["reward/abstained"] = Count(sum(samples["reward"].count(None) for samples in ended))
+        metrics["reward/abstained"] = scores.Count(sum(samples["reward"].count(None) for samples in ended))
     if "rejected" in first:
         failed = sum(error is not None for samples in ended for error in samples["episode_error"])
         tried = sum(sum(samples["rejected"]) + len(samples) for samples in ended) - failed

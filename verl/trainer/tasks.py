@@ -14,7 +14,7 @@ from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
 from verl.roles.critic import Critic, as_critic, copy_of
 from verl.roles.reward import Reward
-from verl.tasks.file import algorithm_of, check_heads, episode_of, samples_of
+from verl.tasks.file import algorithm_of, check_heads, make_constraint
 from verl.trainer.options import trainer_keywords
 from verl.trainer.task import Task
 
@@ -49,11 +49,11 @@ def task_of(config: TaskConfig) -> Task:
             config.name,
             algorithm,
             reward=None if config.reward_model is None else Reward(config.reward_model, **config.reward_config),
-            n=samples_of(config, algorithm),
+            n=config.n,
             share=config.share,
             loss_weight=config.loss_weight,
             sampling=config.sampling or None,
-            episode=episode_of(config),
+            episode=make_constraint(config.constraint_model, **config.constraint_config),
         )
     except ConfigError as error:
         raise ConfigError(f"task '{config.name}': {error}") from error

@@ -14,20 +14,22 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from verl._base.checked import checked
+from verl._base.checked import checked, validated
 from verl._base.names import disjoint
 from verl._base.record import AtOnce, Natural, Portion
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.data.buffers import Buffer
+from verl.data.buffers import Buffer, MemoryBuffer, make_buffer
 from verl.data.loader import note_scores, pooled
+from verl.data.prompts import PromptDataset
 from verl.dataflow.executor import all_of
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import UpdateNode
+from verl.dataflow.scores import without_baselines
 from verl.errors import ConfigError, RolloutError
 from verl.report.completions import completions
 from verl.report.metrics import Metric, MetricFn, add_metrics
-from verl.report.samples import permuted
+from verl.report.samples import permuted, renamed, sample_names
 from verl.report.timeline import busy_shares
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
@@ -38,23 +40,22 @@ from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
 from verl.trainer.checks import check_permuted
-from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, numbered, together
+from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, together
 from verl.trainer.loop import Loop
 from verl.trainer.mixture import Mixture
 from verl.trainer.options import (
+    OTHERS,
     BufferOptions,
     CheckpointOptions,
     LimitOptions,
     LoggingOptions,
     TrainerOptions,
-    others,
 )
-from verl.trainer.records import check_finite, joined, skipped_roles, trained
+from verl.trainer.records import check_finite, joined, skipped_roles
 from verl.trainer.runner import Run
 from verl.trainer.step import learn
 from verl.trainer.task import Samples, Task
 from verl.trainer.tasks import critics_of, tasks_of
-from verl.trainer.update_buffer import UpdateBuffer
 from verl.weights.layout import Mesh
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Trainer(Loop):
         options = TrainerOptions.spread(
             rest, placement=placement, buffer=buffer, checkpoints=checkpoints, logging=logging, limits=limits
         )
-        of_tasks = others(rest)
+        of_tasks = validated("Trainer", OTHERS, {name: rest.pop(name) for name in OTHERS if name in rest})
         dataloader = of_tasks.pop("dataloader", None)
         permute_rewards = of_tasks.pop("permute_rewards", False)
         skip_zero_advantage_rows = of_tasks.pop("skip_zero_advantage_rows", True)
@@ -165,8 +166,15 @@ class Trainer(Loop):
         self.mixture = Mixture(self.tasks)
         if options.buffer.buffer != "memory":  # it lies outside of the process, and belongs to the driver
             self.actor.controller.start()
-        self._waiting = UpdateBuffer(options.buffer)
-        self.buffer = self._waiting.buffer
+        size, self._update_freq = options.buffer.buffer_size, options.buffer.update_freq
+        self.buffer = make_buffer(options.buffer.buffer, 2**62 if size is None else size, options.buffer.buffer_dir)
+        if (self._update_freq or 1) > self.buffer.capacity:
+            raise ConfigError(
+                f"update_freq is the number of new samples that an update waits for, at most what the buffer holds "
+                f"({self.buffer.capacity}), not {self._update_freq}"
+            )
+        #: Names of samples that have waited since before the first step, which calls its own alike.
+        self._former: set[str] | None = None
         if held_out is not None and held_out.kl:
             self.actor.make_reference()
 
@@ -300,13 +308,31 @@ class Trainer(Loop):
         self._add(record, metrics)
         rows: Mapping[str, Batch] = {name: drawn.rows for name, drawn in samples.items()}
         learned: dict[str, Any] = {}
-        if (due := self._waiting.add(rows)) is not None:
-            for name, weight in self.mixture.weights(due).items():
-                self.tasks[name].updater.weight = weight
-            learned = self.learn(due)
-        self._add(record, {**learned, "updated": due is not None and "update/empty" not in learned})
+        if self._update_freq is not None or not isinstance(self.buffer, MemoryBuffer) or len(self.buffer):
+            rows = self._due(rows)
+        if rows:
+            for task in map(self.tasks.__getitem__, rows):
+                share = self.mixture.shares[task.name] * len(self.tasks)
+                task.updater.weight = (share if task.loss_weight is None else task.loss_weight) / len(rows)
+            learned = self.learn(rows)
+        self._add(record, {**learned, "updated": bool(rows) and "update/empty" not in learned})
         self.mixture.update(self.steps + 1, rows, record)
         return record
+
+    def _due(self, samples: Mapping[str, Batch]) -> Mapping[str, Batch]:
+        """Put the samples of the only task into the buffer; what the update takes that is due now, if one is."""
+        if self._former is None:
+            self._former = sample_names(self.buffer.state())
+        ((task, rows),) = samples.items()
+        rows, wanted = renamed(rows, self._former), self._update_freq or 1
+        # What an update takes at once needs no room to wait in.
+        overflow = len(rows) > self.buffer.room and len(self.buffer) + len(rows) >= wanted
+        if not overflow:
+            self.buffer.add(rows)
+            if len(self.buffer) < wanted:
+                return {}
+        waiting, self._former = self.buffer.drain(), set()
+        return {task: Batch.concat([waiting, rows]) if overflow else waiting}
 
     def set_task_scheduler(self, scheduler: Any) -> None:
         """Let a scheduler change the tasks' shares after each step: `DynamicTaskWeightScheduler`, or another object
@@ -386,7 +412,10 @@ class Trainer(Loop):
         if "update/empty" in metrics:
             return metrics
         check_finite(self, metrics)
-        return disjoint("a metric of the algorithm", metrics, trained(by_name.values(), metrics, seconds))
+        tokens = sum(sum(without_baselines(batch).lengths("response_tokens")) for batch in by_name.values())
+        tokens -= round(metrics.get("update/tokens_left_out/actor", 0.0))
+        rates = {"train/tokens": tokens, "train/tokens_per_s": tokens / max(seconds, 1e-9), "time/update": seconds}
+        return disjoint("a metric of the algorithm", metrics, rates)
 
     @checked
     def evaluate(
@@ -413,7 +442,10 @@ class Trainer(Loop):
             The evaluation of all tasks together; the metrics of each are there under `task/<name>/`.
         """
         sampling: dict[str, Any] = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        parts, users = self.mixture.split(numbered(prompts)), named_metrics(metrics)
+        rows = prompts.batch if isinstance(prompts, PromptDataset) else prompts
+        if isinstance(rows, Batch) and "task" in rows:  # groups are numbered over all tasks
+            prompts = rows.drop(["id", "group"]).add({"group": [f"eval.{row}" for row in range(len(rows))]})
+        parts, users = self.mixture.split(prompts), named_metrics(metrics)
         tasks = {name: self.tasks[name] for name in parts}
         evaluations = {t.updater.named(""): t.evaluate(parts[name], users, **sampling) for name, t in tasks.items()}
         return together(evaluations, users)
