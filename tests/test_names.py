@@ -23,7 +23,7 @@ from verl.data.chat import template_inputs
 from verl.data.task_loader import by_task
 from verl.data.tasks import make_task
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.stages import make_stage
+from verl.dataflow.nodes import make_stage
 from verl.errors import ConfigError, DataError, RolloutError, VerlError
 from verl.models.lora import add_lora, check_adapter_names
 from verl.models.options import LoraOptions
@@ -33,8 +33,8 @@ from verl.rewards.make import make_reward
 from verl.rollout.environments import EnvironmentEpisode
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.guards import make_guard
+from verl.tasks.file import check_reads
 from verl.tasks.weights import DynamicTaskWeightScheduler
-from verl.trainer.checks import check_reads
 from verl.trl import SFTConfig, SFTTrainer
 from verl.workers.actor import engine_factory
 

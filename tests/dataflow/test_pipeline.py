@@ -8,8 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from verl.batch import Batch
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import RewardNode, UpdateNode
-from verl.dataflow.stages import register_node
+from verl.dataflow.nodes import RewardNode, UpdateNode, register_node
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater

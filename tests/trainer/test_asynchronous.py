@@ -282,7 +282,7 @@ def test_a_rollout_worker_that_dies_between_two_steps_is_replaced(running: Recor
     kill(running.group.pids[0])
     running.fit(iter([["c", "d"]]), 1)
     assert len(running.trained) == len(set(running.trained)) == before + 4
-    assert running.schedule.untrained == 0 and running.group.size == 1
+    assert not running.schedule.untrained and running.group.size == 1
 
 
 def test_every_process_of_the_cluster_pulls_the_weights_with_their_version(running: Recorder) -> None:
@@ -304,7 +304,7 @@ def test_as_many_steps_as_there_are_batches(running: Recorder) -> None:
     batches = [["a", "b"], ["c", "d"], ["e", "f"]]
     steps, samples = running.steps + 3, len(running.trained) + 12
     running.fit(iter(batches), 3)
-    assert (running.steps, len(set(running.trained)), running.schedule.untrained) == (steps, samples, 0)
+    assert (running.steps, len(set(running.trained)), len(running.schedule.untrained)) == (steps, samples, 0)
     with pytest.raises(DataError, match=f"the batches of prompts ended after {steps} steps"):
         running.fit(iter([]), 1)
     odd = iter([*batches[:2], ["g"]])

@@ -1,6 +1,6 @@
 """When things run: the graph of nodes, its one executor, and what users write a graph with.
 
-Reading order: `graph`, `nodes`, `executor`, `calls`, `loop`, `scores`, `stages`, `symbols`,
+Reading order: `graph`, `nodes`, `executor`, `calls`, `loop`, `scores`, `symbols`,
 `schedule`.
 """
 

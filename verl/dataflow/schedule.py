@@ -35,9 +35,8 @@ class Schedule(Generic[T]):
         self.groups, self.max_staleness = groups, max_staleness
         #: Training steps so far.
         self.version = 0
-        self._accepted = 0
-        self._numbers: dict[str, int] = {}
-        self._waiting: set[str] = set()
+        #: All groups that are here, finished or not, in the order of acceptance.
+        self.untrained: dict[str, None] = {}
         #: Groups that are being sampled, and the step that each began after.
         self.begun: dict[str, int] = {}
         #: Finished groups that wait for their step: the step that each began after, and its samples.
@@ -46,17 +45,12 @@ class Schedule(Generic[T]):
     @property
     def room(self) -> int:
         """How many groups may be accepted now."""
-        return (self.max_staleness + 1) * self.groups - len(self._numbers)
-
-    @property
-    def untrained(self) -> int:
-        """How many groups are here, finished or not."""
-        return len(self._numbers)
+        return (self.max_staleness + 1) * self.groups - len(self.untrained)
 
     @property
     def unfinished(self) -> list[str]:
         """Groups accepted and not finished, in the order of acceptance."""
-        return sorted([*self._waiting, *self.begun], key=self._numbers.__getitem__)
+        return [group for group in self.untrained if group not in self.ready]
 
     def accept(self, group: str) -> None:
         """Take a group in.
@@ -64,21 +58,17 @@ class Schedule(Generic[T]):
         Raises:
             DataError: there is no room, or it is here already.
         """
-        if group in self._numbers:
+        if group in self.untrained:
             raise DataError(f"group '{group}' is on its way already")
         if self.room < 1:
-            raise DataError(f"group '{group}': {len(self._numbers)} groups are untrained, more would grow too old")
-        self._numbers[group] = self._accepted
-        self._accepted += 1
-        self._waiting.add(group)
+            raise DataError(f"group '{group}': {len(self.untrained)} groups are untrained, more would grow too old")
+        self.untrained[group] = None
 
     def begin(self) -> str | None:
         """The group whose rollout begins now, under the newest weights; None: there is none."""
-        if not self._waiting:
-            return None
-        group = min(self._waiting, key=self._numbers.__getitem__)
-        self._waiting.remove(group)
-        self.begun[group] = self.version
+        group = next((group for group in self.unfinished if group not in self.begun), None)
+        if group is not None:
+            self.begun[group] = self.version
         return group
 
     def finish(self, group: str, samples: T) -> None:
@@ -96,14 +86,13 @@ class Schedule(Generic[T]):
         """The rollout of a group is lost with its worker: it will begin again, before all others."""
         if self.begun.pop(group, None) is None:
             raise DataError(f"group '{group}' is lost, and was not being sampled")
-        self._waiting.add(group)
 
     @property
     def due(self) -> bool:
         """Whether a training step can be taken: its groups are there, and those left can be trained in time."""
         if len(self.ready) < self.groups:
             return False
-        chosen = set(self._oldest())
+        chosen = self._oldest()
         left = [began for group, (began, _) in self.ready.items() if group not in chosen] + [*self.begun.values()]
         # Due by the k-th step after the next, v + 1 + k, are groups that began by v + 1 + k - S.
         return all(
@@ -119,15 +108,17 @@ class Schedule(Generic[T]):
         """
         if not self.due:
             raise DataError(f"no step is due: {len(self.ready)} of {self.groups} groups are ready")
-        chosen = sorted(self._oldest(), key=self._numbers.__getitem__)
-        for group in chosen:
-            del self._numbers[group]
+        oldest = self._oldest()
         self.version += 1
+        chosen = [group for group in self.untrained if group in oldest]
+        for group in chosen:
+            del self.untrained[group]
         return [self.ready.pop(group)[1] for group in chosen]
 
-    def _oldest(self) -> list[str]:
+    def _oldest(self) -> set[str]:
         """The groups a step would take now."""
-        return sorted(self.ready, key=lambda group: (self.ready[group][0], self._numbers[group]))[: self.groups]
+        finished = (group for group in self.untrained if group in self.ready)
+        return {*sorted(finished, key=lambda group: self.ready[group][0])[: self.groups]}
 
     def restore(self, version: int, waiting: list[str], ready: dict[str, tuple[int, T]]) -> None:
         """Go on from a step: `waiting` begin again; `ready` have their samples, and the step they began after.
@@ -144,6 +135,5 @@ class Schedule(Generic[T]):
                 f"{self.groups} groups with max_staleness={self.max_staleness} cannot train in time: go on with the "
                 "batch_size and max_staleness that they were begun with"
             )
-        self.version, self.begun, self._waiting, self.ready = version, {}, {*waiting}, {**ready}
-        self._numbers = {group: number for number, group in enumerate([*ready, *waiting])}
-        self._accepted = len(ready) + len(waiting)
+        self.version, self.begun, self.ready = version, {}, {**ready}
+        self.untrained = dict.fromkeys([*ready, *waiting])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from verl.batch import Batch
@@ -66,12 +66,12 @@ def _sums(batch: Batch, column: str) -> Counter[str]:
 
 def left_out_words(batch: Batch) -> list[str | None]:
     """Why the episode of each row counts for nothing, in a word; None where it counts."""
-
-    def reason(row: Mapping[str, Any]) -> str | None:
-        rejected = "rejected" if row["finish"] == "reject" else None
-        return row["left_out"] or rejected or ("no_reward" if row.get("reward", 0.0) is None else None)
-
-    return [*map(reason, batch.select(["left_out", "finish", "reward"]).rows())]
+    return [
+        row["left_out"]
+        or ("rejected" if row["finish"] == "reject" else None)
+        or ("no_reward" if row.get("reward", 0.0) is None else None)
+        for row in batch.select(["left_out", "finish", "reward"]).rows()
+    ]
 
 
 def left_out_reasons(batch: Batch) -> Counter[str]:

@@ -24,8 +24,16 @@ from verl.rewards.registry import REWARDS
 from verl.rewards.signatures import recognise
 from verl.rewards.source import RewardResult, RewardSource
 from verl.run.data import ReadData, is_offline, read_data, step_rows
-from verl.tasks.file import MAIN, algorithm_of, check_heads, check_sampling
-from verl.trainer.checks import check_asynchronous, check_corrected, check_permuted, check_reads
+from verl.tasks.file import (
+    MAIN,
+    algorithm_of,
+    check_asynchronous,
+    check_corrected,
+    check_heads,
+    check_permuted,
+    check_reads,
+    check_sampling,
+)
 
 #: Options of a task's reward that are of how it is called.
 _OF_THE_CALLS = ("workers", "max_workers")

@@ -23,8 +23,7 @@ from verl.run import build
 from verl.run.check import rewarding_episode, sources_of
 from verl.run.data import prompts_of
 from verl.run.export import export
-from verl.tasks.file import MAIN
-from verl.trainer.checks import check_reads
+from verl.tasks.file import MAIN, check_reads
 from verl.trainer.evaluation import Evaluation, Interval, accuracy, binomial_interval, paired_bootstrap
 from verl.trainer.task import Task
 from verl.trainer.trainer import Trainer

@@ -49,11 +49,7 @@ class DynamicTaskWeightScheduler:
 
     @checked
     def __init__(
-        self,
-        initial_weights: Weights,
-        metric_key: str = "reward_score",
-        patience: Count = 500,
-        min_weight: Share = 0.1,
+        self, initial_weights: Weights, metric_key: str = "reward_score", patience: Count = 500, min_weight: Share = 0.1
     ) -> None:
         if not sum(initial_weights.values()):
             raise ConfigError("DynamicTaskWeightScheduler.initial_weights: are all 0: give one of them more")

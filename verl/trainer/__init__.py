@@ -2,7 +2,7 @@
 
 Reading order: `step`, `trainer`, `task`, `tasks`, `runner`, `options`, `loop`, `pipeline`, `expression`, `mixture`,
 `evaluation`, `guard`, `asynchronous`, `interleaved`, `ppo_trainer`, `calls`, `batches`, `signals`,
-`records`, `checks`.
+`records`.
 """
 
 from verl._base.later import later

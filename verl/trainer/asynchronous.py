@@ -40,8 +40,8 @@ from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.standalone import Lost, RolloutPool
+from verl.tasks.file import check_asynchronous
 from verl.trainer.batches import next_batch
-from verl.trainer.checks import check_asynchronous
 from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.trainer import Trainer
@@ -154,7 +154,7 @@ class AsyncTrainer(Trainer):
         began = self._begin()
         self._feed(prompts)
         while not self.schedule.due:
-            if self.schedule.untrained < self.schedule.groups:  # no prompts came for them
+            if len(self.schedule.untrained) < self.schedule.groups:  # no prompts came for them
                 refused, self._refused = self._refused, None
                 raise refused or self._no_prompts()
             self._wait()
@@ -206,9 +206,9 @@ class AsyncTrainer(Trainer):
         self.schedule.restore(version, list(self._prompts), ready)
         self._refused = None
         # Prompts come by whole steps: where there is room for less, those that are here must be a step.
-        if self.schedule.room < self.schedule.groups > self.schedule.untrained:
+        if self.schedule.room < self.schedule.groups > len(self.schedule.untrained):
             raise ConfigError(
-                f"the checkpoint has {self.schedule.untrained} groups on their way, fewer than a step of "
+                f"the checkpoint has {len(self.schedule.untrained)} groups on their way, fewer than a step of "
                 f"{self.schedule.groups}: go on with the batch_size and max_staleness that they were begun with"
             )
 

@@ -245,10 +245,7 @@ def together(evaluations: Mapping[str, Evaluation], users: Mapping[str, Metric])
 
 @checked
 def paired_bootstrap(
-    before: Sequence[float | bool | None],
-    after: Sequence[float | bool | None],
-    n: Count = 10_000,
-    seed: Seed = 0,
+    before: Sequence[float | bool | None], after: Sequence[float | bool | None], n: Count = 10_000, seed: Seed = 0
 ) -> Interval:
     """Mean of `after - before` over the same problems, with its 95 % percentile bootstrap interval (Efron 1979).
 

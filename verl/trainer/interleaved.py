@@ -22,7 +22,7 @@ from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.trainer.checks import check_corrected
+from verl.tasks.file import check_corrected
 from verl.trainer.task import Samples
 from verl.trainer.trainer import Trainer
 
@@ -98,15 +98,13 @@ class InterleavedTrainer(Trainer):
                 position = prompts.position_of(name)
                 future = self.runner.begin(self._collect_task(name, prompts.draw(name)))
                 self._flights[name] = _Flight(future, self.actor.policy_version, position)
+        version = self.actor.policy_version
         # What would be too old after this update is waited for; else one task is enough.
-        late = [f for f in self._flights.values() if self.actor.policy_version - f.began >= self.max_staleness]
-        if late:
-            wait([flight.future for flight in late])
+        wait([flight.future for flight in self._flights.values() if version - flight.began >= self.max_staleness])
         wait([flight.future for flight in self._flights.values()], return_when=FIRST_COMPLETED)
         waited = time.perf_counter() - began
-        landed = {name: flight for name, flight in self._flights.items() if flight.future.done()}
-        drawn = {name: flight.future.result() for name, flight in landed.items()}
-        version = self.actor.policy_version
+        landed = [name for name, flight in self._flights.items() if flight.future.done()]
+        drawn = {name: self._flights[name].future.result() for name in landed}
         staleness = {name: version - min(samples.rows["policy_version"]) for name, samples in drawn.items()}
         if (age := max(staleness.values())) > self.max_staleness:
             raise TrainingError(f"a sample is {age} updates old, and at most {self.max_staleness} was asked for")

@@ -12,8 +12,7 @@ from verl.batch import Batch
 from verl.dataflow.calls import DEADLINE
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import RolloutNode, UpdateNode
-from verl.dataflow.stages import check_none_updates, is_reward_function, make_stage, stage_nodes
+from verl.dataflow.nodes import RolloutNode, UpdateNode, check_none_updates, is_reward_function, make_stage, stage_nodes
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
 from verl.roles.updater import Updater

@@ -23,8 +23,7 @@ from verl.data.tokenize import KnownPrompts
 from verl.dataflow import loop, scores
 from verl.dataflow.executor import Result, all_of, combined
 from verl.dataflow.graph import Graph, Node
-from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode
-from verl.dataflow.stages import check_none_updates, make_stages, stage_nodes
+from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode, check_none_updates, make_stages, stage_nodes
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
@@ -36,8 +35,7 @@ from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.environments import as_environments, as_episode
 from verl.rollout.episode import Episode
-from verl.tasks.file import MAIN, check_sources
-from verl.trainer.checks import check_reads
+from verl.tasks.file import MAIN, check_reads, check_sources
 from verl.trainer.evaluation import Evaluation, evaluation_of
 from verl.trainer.options import LimitOptions
 from verl.trainer.runner import Run

@@ -39,18 +39,11 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
-from verl.trainer.checks import check_permuted
+from verl.tasks.file import check_permuted
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, together
 from verl.trainer.loop import Loop
 from verl.trainer.mixture import Mixture
-from verl.trainer.options import (
-    OTHERS,
-    BufferOptions,
-    CheckpointOptions,
-    LimitOptions,
-    LoggingOptions,
-    TrainerOptions,
-)
+from verl.trainer.options import OTHERS, BufferOptions, CheckpointOptions, LimitOptions, LoggingOptions, TrainerOptions
 from verl.trainer.records import check_finite, joined, skipped_roles
 from verl.trainer.runner import Run
 from verl.trainer.step import learn
