@@ -207,7 +207,6 @@ def test_a_run_that_goes_on_has_the_rewards_of_one_that_was_not_cut(tiny: Path, 
             trainer.on_log_hook(lambda step, record: numbers.append((step, record.get("reward"), record.get("kl"))))
             trainer.fit(prompts, steps, batch_size=2)
             trainer.close()
-            trainer.task.close()
         return [row for row in numbers if row[1] is not None]
 
     whole = rewards("whole", 4)

@@ -73,7 +73,7 @@ class inside:  # noqa: N801
     def __enter__(self) -> None:
         self.patch.chdir(self.root)
         self.patch.setattr(sys, "path", [*sys.path])
-        for name in ("user_modules", "_imported", "_elsewhere", "_returned"):
+        for name in ("user_modules", "_imported", "_returned"):
             self.patch.setattr(loading, name, {})
         for name in [name for name in sys.modules if name.startswith(("changes_", "verl_user_"))]:
             del sys.modules[name]

@@ -16,7 +16,7 @@ from verl.run.folder import Run, open_run
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("_imported", "_elsewhere", "_returned"):
+    for name in ("_imported", "_returned"):
         monkeypatch.setattr(loading, name, {})
 
 

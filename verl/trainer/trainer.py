@@ -157,10 +157,15 @@ class Trainer(Loop):
         #: The samples of the latest update by task, and the same as `prepare` left them.
         self.latest: tuple[Mapping[str, Batch], Mapping[str, Batch]] | None = None
         self.mixture = Mixture(self.tasks)
-        if options.buffer.buffer != "memory":  # it lies outside of the process, and belongs to the driver
+        self._make_buffer(options.buffer)
+        if held_out is not None and held_out.kl:
+            self.actor.make_reference()
+
+    def _make_buffer(self, options: BufferOptions) -> None:
+        if options.buffer != "memory":  # it lies outside of the process, and belongs to the driver
             self.actor.controller.start()
-        size, self._update_freq = options.buffer.buffer_size, options.buffer.update_freq
-        self.buffer = make_buffer(options.buffer.buffer, 2**62 if size is None else size, options.buffer.buffer_dir)
+        size, self._update_freq = options.buffer_size, options.update_freq
+        self.buffer = make_buffer(options.buffer, 2**62 if size is None else size, options.buffer_dir)
         if (self._update_freq or 1) > self.buffer.capacity:
             raise ConfigError(
                 f"update_freq is the number of new samples that an update waits for, at most what the buffer holds "
@@ -168,8 +173,6 @@ class Trainer(Loop):
             )
         #: Names of samples that have waited since before the first step, which calls its own alike.
         self._former: set[str] | None = None
-        if held_out is not None and held_out.kl:
-            self.actor.make_reference()
 
     def _make_tasks(self, tasks: Sequence[Task], critic: Any, options: TrainerOptions) -> None:
         """Lay the models out over their ranks, and bind each task to them."""
