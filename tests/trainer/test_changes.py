@@ -75,6 +75,7 @@ class inside:  # noqa: N801
         self.patch.setattr(sys, "path", [*sys.path])
         for name in ("user_modules", "_imported", "_returned"):
             self.patch.setattr(loading, name, {})
+        loading.elsewhere.clear()
         for name in [name for name in sys.modules if name.startswith(("changes_", "verl_user_"))]:
             del sys.modules[name]
 

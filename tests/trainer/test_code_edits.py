@@ -18,6 +18,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("_imported", "_returned"):
         monkeypatch.setattr(loading, name, {})
+    loading.elsewhere.clear()
 
 
 def attempt(files: dict[str, str], **options: bool) -> Run:

@@ -152,6 +152,7 @@ def test_an_edited_reward_is_another_run_unless_it_is_accepted(
     def begin(steps: int, **options: bool) -> None:
         for name in ("user_modules", "_imported", "_returned"):  # as a process of its own has them
             monkeypatch.setattr(loading, name, {})
+        loading.elsewhere.clear()
         train(config.replace(trainer=config.trainer.replace(total_steps=steps)), **options)
 
     begin(1)
