@@ -154,7 +154,7 @@ def test_a_reference_in_int4(tiny: Path) -> None:
     actors[2].make_reference(str(tiny), dtype="int4")
     full, copied, loaded = (actor.compute_ref_log_probs(sequences).tensor("ref_log_probs") for actor in actors)
     assert torch.equal(copied, loaded) and 0 < float((full - copied).abs().max()) < 0.1
-    assert any(isinstance(module, Int4Linear) for module in actors[1].reference_model.modules())
+    assert any(isinstance(module, Int4Linear) for module in actors[1].reference.model.modules())
     assert all(weight.requires_grad for weight in actors[1].model.parameters())
     with pytest.raises(ConfigError, match="by name"):
         verl.Actor(str(tiny)).make_reference(dtype="bfloat16")

@@ -146,7 +146,7 @@ def test_sequences_of_an_unknown_tokenizer_are_refused(tiny: Path) -> None:
         with pytest.raises(ConfigError, match=r"actor_tokenizer=actor\.tokenizer"):
             method()
     of_known = critic.compute_values(known)["values"]
-    critic.read_with(actor.tokenizer)
+    critic.actor_tokenizer = actor.tokenizer
     assert critic.compute_values(sequences)["values"] == of_known
     assert critic.compute_values(sequences).lengths("values") == sequences.lengths("response_tokens")
     own = verl.Critic.from_pretrained(str(tiny))

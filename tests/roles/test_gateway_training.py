@@ -130,7 +130,7 @@ def test_the_starting_weights_stay_as_they_were(tiny: Path, lora: Any) -> None:
     actor = verl.Actor.from_pretrained(str(tiny), episode=episode, **options)
     first = verl.Actor.from_pretrained(str(tiny), dtype="float64")
     trainer = verl.Trainer(actor, algorithm="grpo", n=4, log_dir=False)
-    assert (actor.reference_model is None) == (lora is not None)  # a copy, or the model without its adapters
+    assert (actor.reference.model is None) == (lora is not None)  # a copy, or the model without its adapters
     logs = [trainer.step(["Once"]) for _ in range(3)]
     assert all(log["updated"] and log["calls/other/judge"] == 4 for log in logs) and len(said) == 12
     prompt = f"<|im_start|>user\nJudge.{actor.tokenizer.eos_token}\n<|im_start|>assistant\n"

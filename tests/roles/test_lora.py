@@ -72,7 +72,7 @@ def test_the_reference_is_the_base_and_takes_no_memory(tiny: Path) -> None:
         assert metrics["kl"] == pytest.approx(expected["kl"], abs=1e-12)
         assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-12)
     assert metrics["kl"] > 1e-4
-    assert actor.reference_model is None and actor._reference is None
+    assert actor.reference.model is None and actor._reference is None
 
 
 def living() -> int:

@@ -34,7 +34,7 @@ def test_an_update_is_the_actors_own(tiny: Path) -> None:
 def test_models_that_the_algorithm_asks_for_are_made(tiny: Path) -> None:
     actor = verl.Actor(str(tiny), optim=OPTIM)
     updater = verl.Updater("safe_rlhf", actor=actor, baseline="critics", kl_in="reward")
-    assert updater.critics.keys() == {"critic", "cost_critic"} and actor.reference_model is not None
+    assert updater.critics.keys() == {"critic", "cost_critic"} and actor.reference.model is not None
     sequences, rewards = scored(actor)
     seen = updater.compute_log_probs_and_values(sequences)
     assert {"ref_log_probs", "values", "cost_values"} <= set(seen.columns)

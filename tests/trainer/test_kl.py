@@ -72,7 +72,7 @@ def test_it_is_what_transformers_gives(
     trainer, (first, last) = evaluated(path, held_out, **({} if lora is None else {"lora": lora}))
     assert first["kl/eval"] == pytest.approx(0.0, abs=1e-16 if lora is None else 1e-12)
     assert not unknown(first)
-    assert (trainer.actor.reference_model is None) == (lora is not None)  # without its adapters it is the start
+    assert (trainer.actor.reference.model is None) == (lora is not None)  # without its adapters it is the start
 
     trainer.actor.save_pretrained(str(tmp_path / "after"))
     assert noted[-1] is not None
@@ -110,7 +110,7 @@ def test_it_is_of_the_tokens_of_all_tasks(tiny: Path) -> None:
 def test_it_is_not_there_unless_asked_for(tiny: Path) -> None:
     trainer, records = evaluated(tiny, HeldOut(load_prompts(HELD_OUT)))
     assert len(records) == 2 and not any("kl/eval" in record for record in records)
-    assert trainer.actor.reference_model is None
+    assert trainer.actor.reference.model is None
 
 
 @pytest.mark.slow

@@ -397,7 +397,7 @@ def test_the_reference_is_hashed_once(tiny: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("verl.roles.actor.checksum", lambda shards: hashed.append(1) or checksum(shards))
     trainer = make(tiny, algorithm="grpo", kl_coef=0.1, kl_in="loss")
     trainer.step(PROMPTS)
-    assert trainer.actor.reference_model is not None
+    assert trainer.actor.reference.model is not None
     first = state.identity(trainer)
     assert state.identity(trainer) == first
     assert first["reference.sha256"] == checksum(make(tiny).actor.shards())

@@ -85,7 +85,7 @@ def identity(trainer: Loop) -> dict[str, str]:
     for role, handle in trainer.roles.items():
         architecture = type(getattr(handle.modules, "backbone", handle.modules)).__name__
         parts |= model_identity(role, architecture, handle.outline)
-    if digest := trainer.actor.reference_digest:
+    if digest := trainer.actor.reference.digest:
         parts["reference.sha256"] = digest
     if trainer.settings is not None:
         parts["settings"] = trainer.settings

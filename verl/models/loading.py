@@ -306,6 +306,15 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         raise ModelError(f"no tokenizer was found by the model's name '{name}': pass tokenizer= ({error})") from error
 
 
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if the tokenizer has ids that the model does not embed. No error: many tokenizers carry a special token that
+    no text contains."""
+    size, highest = model.config.get_text_config().vocab_size, max(tokenizer.get_vocab().values(), default=0)
+    if highest >= size:
+        end = f"ids up to {highest}, the model embeds {size}: a text with one of the others will be refused"
+        logger.warning("the tokenizer has token %s", end)
+
+
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
     """Every token that ends a response: by the generation config, the tokenizer, and its chat template, sorted."""
     ends: set[int] = set() if tokenizer is None else {*ChatTokenizer(tokenizer).ends}

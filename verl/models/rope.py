@@ -21,6 +21,19 @@ def original_length(config: Any) -> int | None:
     return original or getattr(config, "original_max_position_embeddings", None)
 
 
+def position_limits(config: Any, is_embedded: bool) -> Iterator[tuple[int, str]]:
+    """Limits on the length of prompt plus response, each with its reason."""
+    config = config.get_text_config()
+    if limit := getattr(config, "max_position_embeddings", None):
+        yield limit, ""
+    if is_embedded and (original := original_length(config)):
+        yield (
+            original,
+            " (original_max_position_embeddings) that do not depend on a row's length, and the embedded engine "
+            "computes no others: rollout='hf' does",
+        )
+
+
 @contextmanager
 def own_positions(config: Any) -> Iterator[None]:
     """Inside, the configuration of a model that was loaded with other positions has the positions of its files, for

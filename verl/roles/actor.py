@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -22,24 +21,24 @@ from verl.batch import Batch
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText, vocabulary_id
 from verl.data.tokenize import to_prompts, with_prefixes
-from verl.errors import ConfigError, DataError, ModelError
-from verl.models.heads import ValueModel, score_model
-from verl.models.loading import as_tokenizer, eos_token_ids, find_tokenizer, load_model
+from verl.errors import ConfigError, ModelError
+from verl.models.heads import ValueModel
+from verl.models.loading import as_tokenizer, check_vocabulary, eos_token_ids, find_tokenizer
 from verl.models.lora import has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, empty_copy
-from verl.models.rope import original_length
+from verl.models.rope import position_limits
 from verl.models.source import ModelFiles, ModelSource
-from verl.models.wrapped import unwrapped
-from verl.roles.columns import add_rewards, aligned, as_sequences, expand
+from verl.roles.columns import add_rewards, aligned, expand, temperature_of
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import model_outputs, prepare, with_model_outputs
-from verl.roles.settings import as_name, sampler_options, with_engine
-from verl.rollout.base import RolloutEngine, SamplingParams, as_sampling
+from verl.roles.reference import Reference, live_model
+from verl.roles.settings import as_name, read_settings, sampler_options, with_engine
+from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.options import RolloutOptions
 from verl.training.options import OptimConfig, TrainOptions
-from verl.weights.shard import Shard, checksum
-from verl.weights.shards import load_model_shards, model_shards
+from verl.weights.shard import Shard
+from verl.weights.shards import load_model_shards
 from verl.workers.actor import (
     ActorWorker,
     EngineFactory,
@@ -124,7 +123,7 @@ class Actor(ModelHandle[ActorWorker]):
         generating = sampler_options(rollout, episode, seed)
         if generating.name != "auto":
             engine_factory(generating.name)  # a misspelt engine is refused before a model is read
-        loading, training, self.rollout_options = self._read_settings(
+        self.train_options, (loading, training, self.rollout_options) = read_settings(
             "Actor", settings, model, train, optim, strategy, fused_kernels, generating
         )
         self.sampling = as_sampling(sampling, SamplingParams(**self.rollout_options.sampling))
@@ -137,18 +136,18 @@ class Actor(ModelHandle[ActorWorker]):
         self.set_placement(placement)
         # A score model stands in a language model's place: all but its engine read only what both have.
         kind: Literal["causal", "score"] = "causal" if head == "lm" else "score"
-        self._read_model(loading, kind, seed, lambda: _live_model(model, head))
-        #: What the reference of adapters reads beside their base.
-        self._first = reference_weights(self.modules) if head == "lm" else {}
+        self._read_model(loading, kind, seed, lambda: live_model(model, head))
         names = [name for name in (tokenizer, loading.tokenizer, loading.path) if name is not None]
         self.tokenizer = as_tokenizer(names[0]) if names else find_tokenizer(self.modules)
-        _check_vocabulary(self.modules, self.tokenizer)
-        self._read_episode()
-        self.reference_model: PreTrainedModel | None = None
-        self._reference_files: ModelFiles | None = None
-        self._reference_is_other = self._keeps_start = False
-        first = [Shard.whole(*item) for item in self._first.items()]
-        self._reference_digest: str | None = checksum(first) if first else None
+        check_vocabulary(self.modules, self.tokenizer)
+        played = load_episode(self.rollout_options.episode)
+        #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
+        self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
+        self.masks = bool(getattr(played, "masks", False))
+        if (check_tokenizer := getattr(played, "check_tokenizer", None)) is not None:
+            check_tokenizer(self.tokenizer)
+        self.reference = Reference(reference_weights(self.modules) if head == "lm" else {})
+        self._keeps_start = False
         #: Updates so far.
         self.policy_version = 0
         #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
@@ -163,15 +162,6 @@ class Actor(ModelHandle[ActorWorker]):
             rollout=None if isinstance(rollout, str) else rollout,
             episode=None if isinstance(episode, str) else episode,
         )
-
-    def _read_episode(self) -> None:
-        """Read the tools and masking of the default episode."""
-        played = load_episode(self.rollout_options.episode)
-        #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
-        self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
-        self.masks = bool(getattr(played, "masks", False))
-        if (check := getattr(played, "check_tokenizer", None)) is not None:
-            check(self.tokenizer)
 
     @property
     def rewarding_episode(self) -> Episode | None:
@@ -299,13 +289,13 @@ class Actor(ModelHandle[ActorWorker]):
         check({"responses": "responses", self.head: self.head})
         other = params.temperature not in (0, self.plan.temperature)
         longest = max(rows.lengths("prompt_tokens"), default=0)
-        for positions, reason in self._position_limits():
+        for positions, reason in position_limits(self.modules.config, self.resolve_engine() == "embedded"):
             if longest + params.max_new_tokens > positions:
                 wanted = params.max_new_tokens
                 end = f"responses to prompts of up to {longest} tokens end before max_new_tokens={wanted}"
                 logger.warning("%s: the model has %d positions%s", end, positions, reason)
         if not self._keeps_start and self.asks_start:
-            self.group.call(ActorWorker.keep_start, self._starting_engine())
+            self.group.call(ActorWorker.keep_start, self.reference.starting_engine(self))
             self._keeps_start = True
         for chunk in self.group.call(ActorWorker.generate, rows, params, task):
             samples = self.with_policy_version(chunk)
@@ -316,39 +306,6 @@ class Actor(ModelHandle[ActorWorker]):
         """Whether an episode samples from the initial weights."""
         options = self.rollout_options
         return any(getattr(load_episode(e), "asks_start", False) for e in (options.episode, *options.episodes.values()))
-
-    def _starting_engine(self) -> RolloutEngine:
-        """An engine with the reference policy's weights, from before training.
-
-        Raises:
-            ConfigError: they are not in this process, or the reference is another model.
-            ModelError: the actor has been updated without a reference.
-        """
-        from verl.rollout.hf import StartingEngine
-
-        remedy = "start a server of the starting weights, and give its address in the place of 'start'"
-        if not self.controller.is_local:
-            raise ConfigError(f"models: 'start' is for an actor in one process, and this one has several: {remedy}")
-        self.make_reference()
-        if self._reference_is_other:
-            raise ConfigError(f"models: 'start' is the reference policy, which is another model here: {remedy}")
-        model, options = self.reference_model or self.modules, self.rollout_options
-        return StartingEngine(
-            model, self._first, tokenizer=self.tokenizer, eos_token_ids=self.ends, seed=options.seed,
-            max_batch=options.max_num_seqs,
-        )  # fmt: skip
-
-    def _position_limits(self) -> Iterator[tuple[int, str]]:
-        """Limits on the length of prompt plus response, each with its reason."""
-        config = self.modules.config.get_text_config()
-        if limit := getattr(config, "max_position_embeddings", None):
-            yield limit, ""
-        if self.resolve_engine() == "embedded" and (original := original_length(config)):
-            yield (
-                original,
-                " (original_max_position_embeddings) that do not depend on a row's length, and the embedded engine "
-                "computes no others: rollout='hf' does",
-            )
 
     def with_policy_version(self, samples: Batch, writer: tuple[int, str] | None = None) -> Batch:
         """Add the decoded text (`response`, `last_turn`) and its origin (`tokenizer`, `policy_id`) to new samples.
@@ -365,37 +322,23 @@ class Actor(ModelHandle[ActorWorker]):
 
     def compute_log_probs(self, sequences: Batch) -> Batch:
         """Column `log_probs`: log-probs of the response tokens under the policy as it is now."""
-        return self.group.call(ActorWorker.log_probs, sequences, self._temperature(sequences))
+        return self.group.call(ActorWorker.log_probs, sequences, temperature_of(sequences, self.plan.temperature))
 
     def compute_ref_log_probs(self, sequences: Batch) -> Batch:
         """Column `ref_log_probs`: the same under the reference policy, the actor as it was when
         `make_reference` was called, or at the first use of this call; of an actor with adapters, without these."""
         self.make_reference()
-        if self.reference_model is None:
-            return self.group.call(ActorWorker.ref_log_probs, sequences, self._temperature(sequences))
+        temperature = temperature_of(sequences, self.plan.temperature)
+        if self.reference.model is None:
+            return self.group.call(ActorWorker.ref_log_probs, sequences, temperature)
         if self._reference is None:
             if not self.controller.is_local:  # while the model is whole: workers of this process may cut it
-                _ = self.reference_digest
-            source = self._reference_files or PortableModel(self.reference_model)
+                _ = self.reference.digest
+            source = self.reference.files or PortableModel(self.reference.model)
             recipe = partial(ReferenceWorker, source, self.train_options)
             frozen = self.train_options.frozen()
-            self._reference = self.controller.group("reference", recipe, frozen, self.reference_model)
-        return self._reference.call(ReferenceWorker.log_probs, sequences, self._temperature(sequences))
-
-    def _temperature(self, batch: Batch) -> float:
-        """The sampling temperature of a batch.
-
-        Raises:
-            DataError: its rows have several, or it is no batch.
-        """
-        batch = as_sequences(batch)
-        usual = self.plan.temperature
-        temperatures = set()
-        if "temperature" in batch:
-            temperatures = {usual if one is None else one for one in batch["temperature"]}
-        if len(temperatures) > 1:
-            raise DataError(f"samples were drawn at temperatures {sorted(temperatures)}: give those of one at a time")
-        return temperatures.pop() if temperatures else usual
+            self._reference = self.controller.group("reference", recipe, frozen, self.reference.model)
+        return self._reference.call(ReferenceWorker.log_probs, sequences, temperature)
 
     @checked
     def make_reference(self, model: PreTrainedModel | str | None = None, *, dtype: str | None = None) -> None:
@@ -414,47 +357,17 @@ class Actor(ModelHandle[ActorWorker]):
         """
         if dtype not in (None, "int4") and not isinstance(model, str):
             raise ConfigError(f"make_reference: dtype='{dtype}' is for a model by name, 'int4' for a copy, too")
-        if self.reference_model is not None or (model is None and has_adapters(self.modules)):
+        if self.reference.model is not None or (model is None and has_adapters(self.modules)):
             return
         if model is None and self.policy_version > 0:
-            raise ModelError(
-                "the actor has been updated already, so its reference weights are gone: "
-                "call make_reference() before the first update"
-            )
-        files = None
-        if not self.controller.is_local and dtype != "int4":
-            files = ModelFiles(model, "causal", dtype or "auto") if isinstance(model, str) else None  # type: ignore[arg-type]
-            files = self.unchanged_files if model is None else files
-        self._reference_files, self._reference_is_other = files, model is not None
-        if files is not None:
-            self.reference_model = files.on_meta()
-        elif isinstance(model, str):
-            self.reference_model = load_model(model, dtype=dtype or "auto")
-        else:
-            self.reference_model = copy.deepcopy(self.present_model()) if model is None else _language_model(model)
-            if dtype == "int4":
-                from verl.models.int4 import to_int4
-
-                to_int4(self.reference_model)
-        registry.add("Actor", reference=self.reference_model)
+            gone = "the actor has been updated already, so its reference weights are gone"
+            raise ModelError(f"{gone}: call make_reference() before the first update")
+        self.reference.freeze(self, model, dtype)
 
     @property
     def unchanged_files(self) -> ModelFiles | None:
         """The files the workers loaded the model from; None once the weights have changed."""
         return self.files if self.policy_id == self._first_id else None
-
-    def reference_shards(self) -> Iterator[Shard]:
-        """The weights of the reference policy, if it is a model of its own."""
-        if self._reference_files is not None:
-            return self._reference_files.stream()
-        return iter(()) if self.reference_model is None else model_shards(self.reference_model)
-
-    @property
-    def reference_digest(self) -> str | None:
-        """SHA-256 of the reference weights; None without a reference."""
-        if self._reference_digest is None and self.reference_model is not None:
-            self._reference_digest = checksum(self.reference_shards())
-        return self._reference_digest
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
         """One update from scored sequences.
@@ -521,7 +434,8 @@ class Actor(ModelHandle[ActorWorker]):
         # forward; else `prepare` has done it, with the log-probs from before the update.
         if not first or "log_probs" in prepared:
             prepared = prepared.drop(["rollout_log_probs"])
-        return TaskLoss(prepared, algorithm.objective("actor"), self._temperature(prepared), weight, name)
+        temperature = temperature_of(prepared, self.plan.temperature)
+        return TaskLoss(prepared, algorithm.objective("actor"), temperature, weight, name)
 
     def train_parts(self, parts: Sequence[TaskLoss]) -> dict[str, float]:
         """Optimizer steps on the weighted sum of several losses, each of its own samples; see `run_updates`."""
@@ -536,7 +450,7 @@ class Actor(ModelHandle[ActorWorker]):
     def compute_loss(self, prepared: Batch, algorithm: BaseAlgorithm) -> dict[str, float]:
         """`loss` and the metrics of an update on a prepared batch, without the update."""
         prepared = self.prefixed(prepared, algorithm).drop(["rollout_log_probs"])
-        part = TaskLoss(prepared, algorithm.objective("actor"), self._temperature(prepared))
+        part = TaskLoss(prepared, algorithm.objective("actor"), temperature_of(prepared, self.plan.temperature))
         return self.group.call(ActorWorker.loss, part, self.plan.skip_zero_advantage_rows)
 
     def merged_shards(self) -> Iterator[Shard]:
@@ -584,32 +498,3 @@ class Actor(ModelHandle[ActorWorker]):
         model = empty_copy(self.modules, "cpu") if self.is_cut or self.files is not None else self.modules
         load_model_shards(model, self.shards())
         return model
-
-
-def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    size, highest = model.config.get_text_config().vocab_size, max(tokenizer.get_vocab().values(), default=0)
-    if highest >= size:
-        # No error: many tokenizers carry a special token that no text contains.
-        logger.warning(
-            "the tokenizer has token ids up to %d, the model embeds %d: a text with one of the others will be refused",
-            highest,
-            size,
-        )
-
-
-def _live_model(model: Any, head: str) -> Any:
-    """The given model, without a caller's wrapper, under the head that is trained."""
-    live = model if isinstance(model, ValueModel) else _language_model(model)
-    return live if head == "lm" else score_model(live)
-
-
-def _language_model(model: Any) -> PreTrainedModel:
-    """The model without a caller's wrapper, if it is one that can be trained here.
-
-    Raises:
-        ModelError: its wrapper cannot be taken off, or it is no model of transformers.
-    """
-    model = unwrapped(model, together=not registry.is_closed)
-    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-        raise ModelError(f"{type(model).__name__} is no language model of transformers: give an AutoModelForCausalLM")
-    return model  # type: ignore[no-any-return]

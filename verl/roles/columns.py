@@ -87,6 +87,19 @@ def add_rewards(sequences: Batch, rewards: Any) -> Batch:
     return aligned(sequences, [_number(reward, row) for row, reward in enumerate(rewards)], "reward")
 
 
+def temperature_of(sequences: Any, usual: float) -> float:
+    """The sampling temperature of sequences: `usual` in rows that name none.
+
+    Raises:
+        DataError: their rows have several, or they are no batch.
+    """
+    rows = as_sequences(sequences)
+    temperatures = {usual if one is None else one for one in rows["temperature"]} if "temperature" in rows else {usual}
+    if len(temperatures) > 1:
+        raise DataError(f"samples were drawn at temperatures {sorted(temperatures)}: give those of one at a time")
+    return temperatures.pop() if temperatures else usual
+
+
 def _number(reward: Any, row: int) -> float | None:
     try:
         number = math.nan if reward is None else float(reward)

@@ -23,7 +23,7 @@ from verl.models.options import ModelOptions
 from verl.models.wrapped import unwrapped
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.handle import H, ModelHandle, P
-from verl.roles.settings import as_name
+from verl.roles.settings import as_name, read_settings
 from verl.training.options import OptimConfig, TrainOptions
 from verl.workers.critic import CriticWorker
 from verl.workers.update import MiniBatchPlan, TaskLoss
@@ -75,7 +75,9 @@ class Critic(ModelHandle[CriticWorker]):
     ) -> None:
         follow_log_level()
         model, tokenizer = as_name(model), as_name(tokenizer)
-        loading, training = self._read_settings("Critic", settings, model, train, optim, strategy, fused_kernels)
+        self.train_options, (loading, training) = read_settings(
+            "Critic", settings, model, train, optim, strategy, fused_kernels
+        )
         #: "critic" or "cost_critic": which pool of the placement it stands on.
         self.role = "critic"
         self.set_placement(placement)
@@ -84,7 +86,8 @@ class Critic(ModelHandle[CriticWorker]):
         self.plan = MiniBatchPlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
-        self._actor_tokenizer = actor_tokenizer
+        #: For sequences without a column `tokenizer`; trainers set it.
+        self.actor_tokenizer = actor_tokenizer
         #: Id of an actor's vocabulary -> how its tokens are re-encoded.
         self._alignments: dict[str, CharacterAlignment] = {}
         registry.add("Critic", model=self.modules, algorithm=self.algorithm, optimizer=self.train_options.optimizer)
@@ -104,10 +107,6 @@ class Critic(ModelHandle[CriticWorker]):
     def _make_group(self, source: ModelSource) -> RankGroup[CriticWorker]:
         recipe = partial(CriticWorker, source, self.train_options)
         return self.controller.group(self.role, recipe, self.train_options, self.modules)
-
-    def read_with(self, actor_tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Set the tokenizer for sequences without a column `tokenizer`; trainers call this."""
-        self._actor_tokenizer = actor_tokenizer
 
     def compute_values(self, sequences: Batch) -> Batch:
         """Column `values`, aligned with `response_tokens`: the value of the state before each token.
@@ -141,7 +140,7 @@ class Critic(ModelHandle[CriticWorker]):
         """How the sequences are re-encoded for the critic's tokenizer; None: not at all."""
         if self.tokenizer is None:
             return None
-        actor = tokenizer_of(sequences) or self._actor_tokenizer
+        actor = tokenizer_of(sequences) or self.actor_tokenizer
         if actor is None:
             self._check_texts(sequences)
             return None
@@ -197,11 +196,6 @@ def as_critic(critic: Any) -> Critic | None:
         return Critic.from_pretrained(critic) if isinstance(critic, str) else Critic(critic)
     except ModelError as error:
         raise ModelError(f"critic: {error}") from error
-
-
-def copy_of(critic: Critic) -> Critic:
-    """Another critic that begins with the same weights."""
-    return critic_like(critic, critic.files, lambda: critic.model, critic.tokenizer)
 
 
 def critic_like(

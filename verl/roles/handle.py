@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
-from verl._base.record import Record
 from verl.cluster.controller import Controller
 from verl.errors import CheckpointError, ConfigError
 from verl.models.lora import add_lora, has_adapters
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel
 from verl.models.source import Kind, ModelFiles, ModelSource
-from verl.roles.settings import engine_options, model_options, optimizer_settings, with_keywords
-from verl.training.options import EngineOptions, TrainOptions
+from verl.training.options import EngineOptions
 from verl.weights.shard import Shard
 from verl.weights.shards import outline
 from verl.workers.actor import ReferenceWorker
@@ -175,25 +173,6 @@ class ModelHandle(Generic[W_co]):
             assert self.base is not None
             names = self.base.trained
         self.group.call(TrainedWorker.load, weights, optimizer, rest, names)
-
-    def _read_settings(
-        self,
-        owner: str,
-        keywords: Mapping[str, Any],
-        model: Any,
-        train: TrainOptions | Mapping[str, Any] | None,
-        optim: Any,
-        strategy: Any,
-        fused_kernels: bool | str | None,
-        *more: Record,
-    ) -> list[Any]:
-        """Set `train_options`; returns the records of the model, of training, and `more`, updated from the keywords."""
-        options, rest = TrainOptions.of(train, "train"), dict(keywords)
-        optim = optimizer_settings(owner, rest, options, optim)
-        loading, training, *others = with_keywords(owner, rest, model_options(model, fused_kernels), options, *more)
-        training = training if strategy is None else training.replace(strategy=strategy)
-        self.train_options = engine_options(training, loading, optim)
-        return [loading, training, *others]
 
     def _read_model(self, loading: ModelOptions, kind: Kind, seed: int, live: Callable[[], Any]) -> None:
         """Read the model that the settings name, or else take the one that `live` returns."""

@@ -67,53 +67,59 @@ def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> 
         raise SettingsError(owner, error.problems) from None
 
 
-def optimizer_settings(owner: str, keywords: dict[str, Any], train: TrainOptions, optim: Any) -> Any:
-    """`optim` with the optimizer's own fields, such as `lr`, which are taken out of the keywords.
+def read_settings(
+    owner: str,
+    keywords: Mapping[str, Any],
+    model: Any,
+    train: TrainOptions | Mapping[str, Any] | None,
+    optim: Any,
+    strategy: Any,
+    fused_kernels: bool | str | None,
+    *more: Record,
+) -> tuple[EngineOptions, list[Any]]:
+    """The options of a training engine, and the records of the model, of training, and `more`, with the keywords.
+
+    Args:
+        model: a name, `ModelOptions`, or a live model, whose settings are the defaults.
+        optim: an `OptimConfig`, a mapping of its fields, or a caller's optimizer or a function that makes one.
 
     Raises:
-        ConfigError: they come with a caller's own optimizer, or one is given twice.
+        ConfigError: a keyword is unknown, or refused by its record; the optimizer's own fields, such as `lr`, come with
+            a caller's own optimizer, or one is given twice.
     """
-    settings = {name: keywords.pop(name) for name in OptimConfig.model_fields if name in keywords}
-    if not settings:
-        return optim
-    first = next(iter(settings))
-    if isinstance(optim, torch.optim.Optimizer) or callable(optim):
+    options, rest = TrainOptions.of(train, "train"), dict(keywords)
+    of_optimizer = {name: rest.pop(name) for name in OptimConfig.model_fields if name in rest}
+    is_own = isinstance(optim, torch.optim.Optimizer) or callable(optim)
+    if of_optimizer and is_own:
+        first = next(iter(of_optimizer))
         raise ConfigError(f"{owner}: '{first}' is set in the optimizer that you gave: leave it out here")
-    if isinstance(optim, Mapping) and (twice := settings.keys() & optim.keys()):
+    if isinstance(optim, Mapping) and (twice := of_optimizer.keys() & optim.keys()):
         raise ConfigError(f"{owner}: '{min(twice)}' is given as a keyword and in optim=: give it once")
-    base = train.optim if optim is None else OptimConfig.of(optim, "optim")
-    return base.replace(**settings)
+    loading = model if isinstance(model, ModelOptions) else ModelOptions(path=model if isinstance(model, str) else None)
+    if fused_kernels is not None:
+        backend = fused_kernels if isinstance(fused_kernels, str) else None
+        use = fused_kernels if backend is None else True
+        loading = loading.replace(use_fused_kernels=use, fused_kernel_options={"impl_backend": backend})
+    loading, training, *others = with_keywords(owner, rest, loading, options, *more)
+    training = training if strategy is None else training.replace(strategy=strategy)
+    settings: dict[str, Any] = {name: getattr(training, name) for name in TrainOptions.model_fields}
+    if is_own:
+        settings |= {"optim": None, "optimizer": optim}
+    elif optim is not None or of_optimizer:
+        config = training.optim if optim is None else OptimConfig.of(optim, "optim")
+        settings["optim"] = config.replace(**of_optimizer)
+    engine = EngineOptions(
+        **settings,
+        gradient_checkpointing=loading.enable_gradient_checkpointing,
+        fused_kernels=loading.fused_kernels,
+        remove_padding=loading.use_remove_padding,
+    )
+    return engine, [loading, training, *others]
 
 
 def as_name(model: Any) -> Any:
     """A `Path` as text; anything else as it is."""
     return os.fspath(model) if isinstance(model, os.PathLike) else model
-
-
-def model_options(model: Any, fused_kernels: bool | str | None) -> ModelOptions:
-    """The settings of a model that is given by name, by its settings, or live."""
-    options = model if isinstance(model, ModelOptions) else ModelOptions(path=model if isinstance(model, str) else None)
-    if fused_kernels is None:
-        return options
-    backend = fused_kernels if isinstance(fused_kernels, str) else None
-    use = fused_kernels if backend is None else True
-    return options.replace(use_fused_kernels=use, fused_kernel_options={"impl_backend": backend})
-
-
-def engine_options(train: TrainOptions, model: ModelOptions, optim: Any = None) -> EngineOptions:
-    """The options of a training engine. `optim` (an `OptimConfig`, a mapping of its fields, or a caller's optimizer or
-    a function that makes one) replaces `train.optim`."""
-    settings: dict[str, Any] = {name: getattr(train, name) for name in TrainOptions.model_fields}
-    if isinstance(optim, torch.optim.Optimizer) or callable(optim):
-        settings |= {"optim": None, "optimizer": optim}
-    elif optim is not None:
-        settings["optim"] = OptimConfig.of(optim, "optim")
-    return EngineOptions(
-        **settings,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        fused_kernels=model.fused_kernels,
-        remove_padding=model.use_remove_padding,
-    )
 
 
 def sampler_options(rollout: Any, episode: Any, seed: int) -> SamplerOptions:

@@ -83,7 +83,7 @@ class Updater:
                     f"{role} out (it gets a copy), or give it a model of its own"
                 )
             handle.role = role
-            handle.read_with(actor.tokenizer)
+            handle.actor_tokenizer = actor.tokenizer
         for model in (actor, *self.critics.values()):  # an optimizer would refuse it once samples have been paid for
             check(model.train_options.asked())
         if "reference" in self.algorithm.roles or actor.asks_start:  # which are there now, and not at a resume

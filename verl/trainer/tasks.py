@@ -12,7 +12,7 @@ from verl._base.keywords import takes
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.config import TaskConfig, load_tasks
 from verl.errors import ConfigError
-from verl.roles.critic import Critic, as_critic, copy_of
+from verl.roles.critic import Critic, as_critic, critic_like
 from verl.roles.reward import Reward
 from verl.tasks.file import algorithm_of, check_heads, make_constraint
 from verl.trainer.options import trainer_keywords
@@ -29,7 +29,8 @@ def critics_of(tasks: Sequence[Task], critic: Any) -> dict[str, Critic | None]:
     for task in tasks:
         critics[task.name] = as_critic(task.critic)
         if task.critic is None and shared is not None and "critic" in task.algorithm.roles:
-            critics[task.name] = copy_of(shared) if used else shared
+            start = (shared.files, lambda: shared.model, shared.tokenizer)
+            critics[task.name] = critic_like(shared, *start) if used else shared
             used = True
     if shared is not None and not used:
         names = " and ".join(f"'{task.algorithm.name}'" for task in tasks)

@@ -312,7 +312,7 @@ class BaseTrainer(Events):
     @property
     def ref_model(self) -> Any:
         """The reference policy; None without a reference, or if it is the model without its adapters."""
-        return self.actor.reference_model
+        return self.actor.reference.model
 
     @property
     def tokenizer(self) -> Any:
