@@ -30,18 +30,13 @@ def compare(files: ModelFiles, layout: Layout, group: Any) -> dict[str, Any]:
     head, want = WANT[files.kind]
     batch, whole = ragged_batch(ROWS), TorchEngine(files.load(), EngineOptions(), head=head)
     blank = files.on_meta()
-    plan = files.plan(blank)
     options = {"mesh": Mesh((0, 1), layout), "group": group, "device": "cpu"}
     with TensorMemory() as memory:
-        reason = files.why_whole(blank)
-        cut = TorchEngine(
-            blank, EngineOptions(), head=head, weights=lambda laid_out: files.shards(laid_out, plan), **options
-        )
+        cut = TorchEngine(blank, EngineOptions(), head=head, weights=files.by_parts(blank), **options)
     found = {shard.name: shard.tensor for shard in gathered(cut.shards(), group)}
     expected = {shard.name: shard.tensor for shard in whole.shards()}
     predicted = [engine.predict(batch, (want,))[want] for engine in (whole, cut)]
     return {
-        "reason": reason,
         "adapters": int(any(".lora_A." in name and tensor.any() for name, tensor in found.items())),
         "weights": sorted(found) == sorted(expected) and all(torch.equal(found[n], w) for n, w in expected.items()),
         "predicted": float((predicted[0] - predicted[1]).abs().max()),

@@ -65,30 +65,6 @@ def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
     return (batch.filter(paired) if dropped else batch), {"pairs/dropped_rows": float(dropped)}
 
 
-def pairs_by_reward(batch: Batch) -> Batch:
-    """From each group of samples the one with the highest reward, with `label` 1, and the one with the lowest, with 0.
-
-    Groups with a single finite reward, or of equal ones, say nothing and are left out. As online DPO forms its pairs
-    (arXiv:2402.04792), of two samples there.
-
-    Raises:
-        DataError: no column `reward`, or no group with two different rewards.
-    """
-    rewards, scored = batch.tensor("reward", torch.float64), present(batch)
-    label: dict[int, float] = {}
-    for group in batch.group_indices():
-        rows = sorted((row for row in group if scored[row]), key=lambda row: float(rewards[row]))
-        if rows and rewards[rows[0]] < rewards[rows[-1]]:
-            label |= {rows[0]: 0.0, rows[-1]: 1.0}
-    if not label:
-        raise DataError(
-            f"no pairs among {len(batch)} samples: a pair is two samples of one prompt with different rewards, so "
-            "sample at least two a prompt (n=2)"
-        )
-    chosen = sorted(label)
-    return batch.take(chosen).add({"label": [label[row] for row in chosen]})
-
-
 def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
     """`[S]` -> (chosen `[G]`, rejected `[G]`) of the G pairs of this micro-batch, in the same order."""
     # By group, the chosen row first: chosen rows are then at even positions.
@@ -134,9 +110,29 @@ class PreferenceAlgorithm(BaseAlgorithm):
         return sequence_log_probs(x, log_probs - x.columns["ref_log_probs"])
 
     def extend(self, batch: Batch) -> Batch:
-        """Samples with rewards instead of labels become pairs, see `pairs_by_reward`."""
+        """Samples with rewards instead of labels become pairs, as in online DPO (arXiv:2402.04792): from each group the
+        one with the highest reward, with `label` 1, and the one with the lowest, with 0. Groups with a single finite
+        reward, or of equal ones, say nothing and are left out.
+
+        Raises:
+            DataError: no group has two different rewards.
+        """
         batch = one_trajectory(batch, self.name)
-        return pairs_by_reward(batch) if "label" not in batch and "reward" in batch else batch
+        if "label" in batch or "reward" not in batch:
+            return batch
+        rewards, scored = batch.tensor("reward", torch.float64), present(batch)
+        label: dict[int, float] = {}
+        for group in batch.group_indices():
+            rows = sorted((row for row in group if scored[row]), key=lambda row: float(rewards[row]))
+            if rows and rewards[rows[0]] < rewards[rows[-1]]:
+                label |= {rows[0]: 0.0, rows[-1]: 1.0}
+        if not label:
+            raise DataError(
+                f"no pairs among {len(batch)} samples: a pair is two samples of one prompt with different rewards, so "
+                "sample at least two a prompt (n=2)"
+            )
+        chosen = sorted(label)
+        return batch.take(chosen).add({"label": [label[row] for row in chosen]})
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         return only_pairs(batch)
@@ -203,8 +199,20 @@ class DPO(PreferenceAlgorithm):
             self.needs_log_probs, self.loss_columns = True, (*self.loss_columns, "aot_shift")
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """For AOT with a column `aot_shift`, at the chosen row: added to a pair's margin of log-ratios it gives the
+        policy's own margin less the reference's margin of the same rank."""
         batch, metrics = super().prepare(batch)
-        return (_with_shift(batch) if self.loss_type == "aot" else batch), metrics
+        if self.loss_type != "aot":
+            return batch, metrics
+        responses, groups = Responses(batch), Responses(batch).groups
+        labels = batch.tensor("label", torch.float64)
+        sign = torch.where(labels > 0.5, 1.0, -1.0).double()
+        of_rows = (torch.where(responses.written, responses.tokens(f"{of}log_probs"), 0.0) for of in ("", "ref_"))
+        policy, reference = (sum_rows(sign * responses.sum(x), groups, int(groups.max()) + 1) for x in of_rows)
+        # AOT compares sorted margins: a pair meets the reference's margin of its rank, not its own.
+        rank = policy.argsort(stable=True).argsort()
+        shift = (reference - reference.sort().values[rank])[groups]
+        return batch.add({"aot_shift": torch.where(labels > 0.5, shift, 0.0)}), metrics
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
         scores = super().scores(x, log_probs)
@@ -227,25 +235,6 @@ class DPO(PreferenceAlgorithm):
         if self.loss_type == "aot":
             return -(1 - noise) * likely - noise * unlikely
         return (noise * unlikely - (1 - noise) * likely) / (1 - 2 * noise)
-
-
-def _with_shift(batch: Batch) -> Batch:
-    """Column `aot_shift`, at the chosen row: added to a pair's margin of log-ratios it gives the policy's own margin
-    less the reference's margin of the same rank."""
-    responses = Responses(batch)
-    labels = batch.tensor("label", torch.float64)
-    sign = torch.where(labels > 0.5, 1.0, -1.0).double()
-
-    def margins(column: str) -> Tensor:
-        sums = responses.sum(torch.where(responses.written, responses.tokens(column), 0.0))
-        groups = responses.groups
-        return sum_rows(sign * sums, groups, int(groups.max()) + 1)
-
-    policy, reference = margins("log_probs"), margins("ref_log_probs")
-    # AOT compares sorted margins: a pair meets the reference's margin of its rank, not its own.
-    rank = policy.argsort(stable=True).argsort()
-    shift = (reference - reference.sort().values[rank])[responses.groups]
-    return batch.add({"aot_shift": torch.where(labels > 0.5, shift, 0.0)})
 
 
 class WithoutReference(PreferenceAlgorithm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -285,10 +286,10 @@ def check(
 
     report = check_model(put(load_model(model, dtype=dtype)), load_tokenizer(model))
     if as_json:
-        typer.echo(report.to_json())
+        typer.echo(json.dumps(vars(report), indent=2))
     else:
         Console().print(report)
-    if not report.ok:
+    if report.problems:
         raise typer.Exit(OTHER_ERROR)
 
 

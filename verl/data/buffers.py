@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: Most samples that a buffer holds.
 Capacity = Annotated[int, Field(ge=1, le=2**62)]
-#: Seconds that the ledger's actor or the samples of a node may take to answer.
+#: Seconds that the actor of a distributed buffer may take to answer.
 DEADLINE = 60.0
 
 
@@ -146,18 +147,18 @@ class DiskBuffer(Buffer):
             )
         self._unlock = weakref.finalize(self, lock.close)
         clear_staging(self.path)
-        self._first = self._read_cursor()
+        first = self._read_cursor()
         self._sizes: dict[int, int] = {}
         numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
         for number in numbers:
-            if number < self._first:
+            if number < first:
                 self._file(number).unlink()
                 continue
             try:  # reading it all is the only check that finds a damaged page
                 self._sizes[number] = len(Batch.from_parquet(self._file(number)))
             except DataError as error:
                 logger.warning("segment skipped: %s", error)
-        self._next = max([self._first, *(number + 1 for number in numbers)])
+        self._next = max([first, *(number + 1 for number in numbers)])
 
     def __len__(self) -> int:
         return sum(self._sizes.values())
@@ -170,8 +171,7 @@ class DiskBuffer(Buffer):
     def drain(self) -> Batch:
         batch = self.state()
         if self._sizes:
-            self._move_cursor(max(self._sizes) + 1)
-            self._forget(list(self._sizes))
+            self._remove(list(self._sizes), max(self._sizes) + 1)
         return batch
 
     def state(self) -> Batch:
@@ -179,11 +179,9 @@ class DiskBuffer(Buffer):
 
     def load_state(self, batch: Batch) -> None:
         check_saved(self, batch)
-        old = list(self._sizes)
-        start = self._next
+        old, start = list(self._sizes), self._next
         self._append(batch)
-        self._move_cursor(start)
-        self._forget(old)
+        self._remove(old, start)
 
     def close(self) -> None:
         """Release the lock; this object cannot be used afterwards."""
@@ -192,10 +190,9 @@ class DiskBuffer(Buffer):
     def _append(self, batch: Batch) -> None:
         if not len(batch):
             return
-        self._check_open()
         number, sink = self._next, pa.BufferOutputStream()
         pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
-        write_atomic(self._file(number), sink.getvalue().to_pybytes())
+        self._write(self._file(number).name, sink.getvalue().to_pybytes())
         self._sizes[number] = len(batch)
         self._next = number + 1
 
@@ -209,16 +206,14 @@ class DiskBuffer(Buffer):
         except ValueError as error:
             raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from None
 
-    def _check_open(self) -> None:
+    def _write(self, name: str, content: str | bytes) -> None:
         if not self._unlock.alive:
             raise DataError(f"the buffer in {self.path} has been closed, and may be another's now: make a new one")
+        write_atomic(self.path / name, content)
 
-    def _move_cursor(self, segment: int) -> None:
-        self._check_open()
-        write_atomic(self.path / "cursor.json", json.dumps({"segment": segment}))
-        self._first = segment
-
-    def _forget(self, numbers: list[int]) -> None:
+    def _remove(self, numbers: list[int], cursor: int) -> None:
+        """Segments that have been drained: at once by the cursor, then their files."""
+        self._write("cursor.json", json.dumps({"segment": cursor}))
         for number in numbers:
             del self._sizes[number]
             self._file(number).unlink(missing_ok=True)
@@ -231,11 +226,11 @@ class _Cursor(BaseModel):
 
 
 class DistributedBuffer(Buffer):
-    """A buffer that the workers of several nodes share: one actor owns the samples, as Ray objects, and knows their
-    order. Every process of a Ray cluster that names the same buffer has the same one.
+    """A buffer that the workers of several nodes share: a `MemoryBuffer` in an actor of Ray. Every process of a Ray
+    cluster that names the same buffer has the same one.
 
-    They outlive the process that added them, and are gone with the actor's node; `state()` in a checkpoint is what
-    brings them back. A process that drains gets references, and takes the samples from the object store.
+    The samples outlive the process that added them, and are gone with the actor; `state()` in a checkpoint is what
+    brings them back.
 
     Args:
         capacity: samples; the process that creates it decides.
@@ -249,71 +244,38 @@ class DistributedBuffer(Buffer):
     @checked
     def __init__(self, capacity: Capacity, name: str = "verl-buffer") -> None:
         self._ray = ray = connect()
-        actor = ray.remote(_Ledger).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
-        self._ledger: Any = actor.remote(capacity)
-        self.capacity: int = self._ask("capacity")
+        actor = ray.remote(MemoryBuffer).options(name=name, namespace="verl", get_if_exists=True, num_cpus=0)
+        self._actor: Any = actor.remote(capacity)
+        self.capacity = self._ask(lambda buffer: buffer.capacity)
 
     def __len__(self) -> int:
-        return int(self._ask("size"))
+        return int(self._ask(len))
 
     def add(self, batch: Batch) -> None:
-        if len(batch) and not self._ask("add", batch.to_ipc(), len(batch)):
+        if not self._ask(_add, batch.to_ipc()):
             raise no_room(self, batch)
 
     def drain(self) -> Batch:
-        return self._fetched(self._ask("drain"))
+        return Batch.from_ipc(self._ask(lambda buffer: buffer.drain().to_ipc()))
 
     def state(self) -> Batch:
-        return self._fetched(self._ask("parts"))
+        return Batch.from_ipc(self._ask(lambda buffer: buffer.state().to_ipc()))
 
     def load_state(self, batch: Batch) -> None:
         check_saved(self, batch)
-        self._ask("replace", batch.to_ipc(), len(batch))
+        self._ask(lambda buffer, data: buffer.load_state(Batch.from_ipc(data)), batch.to_ipc())
 
-    def _fetched(self, references: list[Any]) -> Batch:
-        return Batch.concat(map(Batch.from_ipc, self._get(references)))
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        return self._get(getattr(self._ledger, method).remote(*args))
-
-    def _get(self, references: Any) -> Any:
+    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
-            return self._ray.get(references, timeout=DEADLINE)
+            return self._ray.get(self._actor.__ray_call__.remote(call, *args), timeout=DEADLINE)
         except self._ray.exceptions.RayError as error:
-            raise ClusterError(
-                f"the distributed buffer does not answer, or its samples' node is gone: {error}"
-            ) from error
+            raise ClusterError(f"the distributed buffer does not answer, or its node is gone: {error}") from error
 
 
-class _Ledger:
-    """Which samples wait, in their order: references, and how many each has. One call at a time, so all or nothing."""
-
-    def __init__(self, capacity: int) -> None:
-        import ray
-
-        self._put = ray.put
-        self._capacity = capacity
-        self._parts: list[tuple[Any, int]] = []
-
-    def capacity(self) -> int:
-        return self._capacity
-
-    def size(self) -> int:
-        return sum(count for _, count in self._parts)
-
-    def parts(self) -> list[Any]:
-        return [reference for reference, _ in self._parts]
-
-    def add(self, data: bytes, count: int) -> bool:
-        if self.size() + count > self._capacity:
-            return False
-        self._parts.append((self._put(data), count))
-        return True
-
-    def drain(self) -> list[Any]:
-        taken = self.parts()
-        self._parts.clear()
-        return taken
-
-    def replace(self, data: bytes, count: int) -> None:
-        self._parts = [(self._put(data), count)] if count else []
+def _add(buffer: MemoryBuffer, data: bytes) -> bool:
+    """Take samples in, if there is room for all of them."""
+    batch = Batch.from_ipc(data)
+    fits = len(batch) <= buffer.room
+    if fits:
+        buffer.add(batch)
+    return fits

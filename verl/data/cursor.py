@@ -58,7 +58,9 @@ class Cursor:
         """The next `count` visits as (epoch, row); every row once an epoch."""
         visits: list[tuple[int, int]] = []
         while len(visits) < count:
-            rows = self._rows()[self.position : self.position + count - len(visits)]
+            if self._order is None or self._order[0] != self.epoch:
+                self._order = (self.epoch, self.permutation() if self.shuffle else list(range(self.size)))
+            rows = self._order[1][self.position : self.position + count - len(visits)]
             visits += [(self.epoch, row) for row in rows]
             self.position += len(rows)
             if self.position == self.size:
@@ -90,11 +92,6 @@ class Cursor:
         if position >= self.size:
             raise DamagedCheckpointError(f"row {position} of epoch {epoch} is not in {self.name}")
         self.epoch, self.position = epoch, position
-
-    def _rows(self) -> list[int]:
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = (self.epoch, self.permutation() if self.shuffle else list(range(self.size)))
-        return self._order[1]
 
     def permutation(self) -> list[int]:
         """The order of the rows in this epoch."""

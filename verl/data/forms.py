@@ -18,14 +18,8 @@ from verl.errors import DataError
 
 #: Who speaks in ShareGPT -> role of a chat.
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-    "function_call": "assistant",
+    **{"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"},
+    **{role: role for role in ("user", "assistant", "system", "tool")},
 }
 _SHAREGPT, _ALPACA, _OPENRLHF = "conversations", ("instruction", "output"), ("input", "output")
 #: What torch's own collation makes of rows is one mapping of columns, or a chat whose roles are lists.

@@ -223,7 +223,10 @@ def _rows(kind: str, form: PromptForm, fields: dict[str, Any], number: int, wher
         text = fields.pop("text")
         return [{**row, **{k: v for k, v in fields.items() if v is not None}, "response": text}]
     if kind == "labels":
-        row["label"] = _label(fields.pop("label"), where)
+        label = fields.pop("label")
+        if label not in (True, False):
+            raise DataError(f"{where}: label is true or false (1 or 0), not {shown(label)}")
+        row["label"] = float(label)
     if fields.get("prompt") is None:
         messages = fields.pop("messages")
         if kind == "demonstrations":
@@ -431,9 +434,3 @@ def _response(value: Any, prompted: Mapping[str, Any], where: str) -> dict[str, 
     if message.get("content") == text and not more:
         return {"response": text}
     return {"response": text, "reply": chat_json([message], where)[1:-1]}
-
-
-def _label(value: Any, where: str) -> float:
-    if isinstance(value, bool) or value in (0, 1):
-        return float(value)
-    raise DataError(f"{where}: label is true or false (1 or 0), not {shown(value)}")

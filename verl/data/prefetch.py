@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
-from itertools import islice, repeat, starmap
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from verl._host.user_calls import DEADLINE, HungError, LateError, Running, UserCode
@@ -86,7 +86,7 @@ class Prefetch(RowsAhead, Iterator[Any]):
     """
 
     def __init__(self, loader: Loader, prepare: Callable[[Any], Any] | None = None, seconds: float = DEADLINE) -> None:
-        super().__init__(starmap(self._read, repeat(())), seconds)
+        super().__init__(iter(self._read, None), seconds)
         self.loader, self.prepare = loader, prepare
         # The loader is one batch further than what was returned, so its own position is never the one to save: each
         # batch comes with the position after it, which counts once the batch is handed out.

@@ -199,17 +199,20 @@ class PromptForm:
                 raise DataError(f"{where} is an empty prompt")
             if not self.chat and self.system_prompt is None:
                 return {"prompt": text}
-            return {"messages": self._dump([{"role": "user", "content": text}], where)}
-        if is_messages(prompt):
-            last = prompt[-1]
-            if self.template is not None:
-                prompt = [*prompt[:-1], {**last, "content": self._fill(content_text(last), fields, where)}]
-            return {"messages": self._dump(prompt, where)}
-        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            messages = [{"role": "user", "content": text}]
+        elif is_messages(prompt):
+            *earlier, last = prompt
+            filled = {} if self.template is None else {"content": self._fill(content_text(last), fields, where)}
+            messages = [*earlier, {**last, **filled}]
+        elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
             if not prompt:
                 raise DataError(f"{where} is an empty prompt")
             return {"prompt_tokens": prompt}
-        raise DataError(f"{where} is neither a text, nor messages with role and content, nor token ids")
+        else:
+            raise DataError(f"{where} is neither a text, nor messages with role and content, nor token ids")
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return {"messages": chat_json(messages, where)}
 
     def _fill(self, prompt: str, fields: Mapping[str, Any], where: str) -> str:
         if self.template is None:
@@ -222,11 +225,6 @@ class PromptForm:
                     f"(columns: {', '.join(sorted(values))}; text in braces is written {{{{{name}}}}})"
                 )
         return _BRACES.sub(lambda match: str(values[match[1]]) if match[1] else match[0][0], self.template)
-
-    def _dump(self, messages: list[dict[str, Any]], where: str) -> str:
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return chat_json(messages, where)
 
 
 @checked

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import tee
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -230,15 +231,11 @@ def _split(
         }
     if not weights:
         raise ConfigError("the tasks of a stream are not known before it is read: give task_weights={TASK: SHARE, ...}")
-    names = [*weights]
 
-    def stream(name: str) -> PromptStream:
-        def only(row: Batch, number: int) -> Batch:
-            return row if name in by_task(row, names) else row.slice(0, 0)
+    def only(name: str, row: Batch, number: int) -> Batch:
+        return row if name in by_task(row, [*weights]) else row.slice(0, 0)
 
-        return replace(data, name=f"{data.name}, task {name}", prepare=only)
-
-    return {name: stream(name) for name in names}
+    return {name: replace(data, name=f"{data.name}, task {name}", prepare=partial(only, name)) for name in weights}
 
 
 def rescaled(shares: Mapping[str, float], changed: Mapping[str, float]) -> dict[str, float]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.attention.segments import pack_rows
 from verl.models.loading import eos_token_ids
 from verl.models.outputs import outputs
 from verl.models.packed import PackedModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # A single token may differ by this much more than the mean.
 _MOST = 10
@@ -27,13 +22,6 @@ _TEXT = "The quick brown fox jumps over the lazy dog, and 17 + 25 = 42; then all
 class ModelReport(SimpleNamespace):
     """What `check_model` found, by name. Differences are between log-probs of the packed and the plain forward;
     `device_map` has the parameters by device; `strategy` and `sharding` say that one process has all of the model."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self), indent=2)
 
     def __rich__(self) -> Table:
         table = Table(title=self.name, show_header=False)
@@ -46,12 +34,6 @@ class ModelReport(SimpleNamespace):
         for problem in self.problems:
             table.add_row("[red]problem[/red]", problem)
         return table
-
-    def __str__(self) -> str:
-        console = Console(width=100, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
 
 
 def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ModelReport:

@@ -45,12 +45,6 @@ class WeightSource(NamedTuple):
     part: int = 0
     of: int = 1
 
-    def shape_in(self, weight: torch.Tensor) -> Shape:
-        """The shape that the tensor must have; of a block in a weight `[experts, of * rows, columns]`: one expert's."""
-        if self.expert is None:
-            return tuple(weight.shape)
-        return (weight.shape[1] // self.of, *weight.shape[2:])
-
 
 @dataclass
 class Fit:
@@ -174,9 +168,11 @@ def _compare_weight(
 ) -> None:
     """Note how the tensors that a weight is made of differ from it."""
     for source in sources:
-        there = stored[source.key]
-        if there.shape != source.shape_in(weight):
-            fit.reshaped[source.key] = (there.shape, source.shape_in(weight))
+        there, here = stored[source.key], tuple(weight.shape)
+        if source.expert is not None:  # one expert's of a weight `[experts, of * rows, columns]`
+            here = (here[1] // source.of, *here[2:])
+        if there.shape != here:
+            fit.reshaped[source.key] = (there.shape, here)
         if weight.is_floating_point() != (there.dtype in _FLOATING):
             fit.retyped[source.key] = there.dtype
     if sources[0].expert is None:

@@ -8,19 +8,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from verl.errors import ModelError
 from verl.models.packed import backbone_of, compute_experts, evaluating
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 #: Names that scalar heads have in checkpoints: sequence and token classifiers, and common value models.
 HEADS = ("score", "classifier", "value_head", "v_head.summary", "v_head")
@@ -47,6 +44,8 @@ class ValueModel(nn.Module):
         # The name that the architecture gives its backbone is the prefix of all weight names.
         # (Not by `add_module`, which takes no name that a property has.)
         self._modules[self.prefix] = backbone
+        self.config: Any = backbone.config
+        self.name_or_path = str(backbone.name_or_path)
         size = width_of(backbone)
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         self.score = _Head(size, 1, bias=head is None or head[1] is not None, dtype=dtype, device=backbone.device)
@@ -65,7 +64,7 @@ class ValueModel(nn.Module):
     def from_model(cls, model: PreTrainedModel) -> ValueModel:
         """Over the live backbone of a causal LM, of a bare backbone, or of a classifier with one label (and
         its head)."""
-        backbone = cast("PreTrainedModel", backbone_of(model))
+        backbone = cast(PreTrainedModel, backbone_of(model))
         if hasattr(model, "peft_config"):
             backbone.peft_config = model.peft_config
         for name in HEADS[:2]:
@@ -76,15 +75,7 @@ class ValueModel(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        return cast("PreTrainedModel", self._modules[self.prefix])
-
-    @property
-    def config(self) -> Any:
-        return self.backbone.config
-
-    @property
-    def name_or_path(self) -> str:
-        return str(self.backbone.name_or_path)
+        return cast(PreTrainedModel, self._modules[self.prefix])
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The head's numbers `[N]` for final hidden states `[N, d]`, in the dtype of the head."""

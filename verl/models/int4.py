@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from verl.errors import ModelError
-from verl.models.outputs import LENGTH, is_scalar, outputs
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +103,8 @@ def to_int4(model: Any) -> Tensor:
     Raises:
         ModelError: it has no linear layer that can be quantised.
     """
+    from verl.models.outputs import LENGTH, is_scalar, outputs  # which loads transformers
+
     expected, before = outputs(model), weight_bytes(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [
@@ -123,14 +124,6 @@ def to_int4(model: Any) -> Tensor:
         *(float(gap.mean()), float(gap.max()), weight_bytes(model) / 1e6, before / 1e6),
     )
     return gap
-
-
-def insert_empty_int4(model: Any, names: list[str]) -> None:
-    """Replace these layers by empty ones in 4 bits, for a caller that loads quantised weights into them."""
-    for name in names:
-        layer = model.get_submodule(name)
-        empty = Int4Linear(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
-        model.set_submodule(name, empty.to(layer.weight.device))
 
 
 def weight_bytes(model: nn.Module) -> int:

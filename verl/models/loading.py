@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from transformers import (
@@ -25,6 +25,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -32,12 +34,10 @@ from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest, shown
 from verl.models.fit import Fit, compare, is_tied_apart, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
+from verl.models.int4 import to_int4
 from verl.models.lora import has_adapters
 from verl.models.options import DTYPES
 from verl.weights.meta import on_meta
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,6 @@ def load_model(
         model = model.float()
     model.eval()
     if dtype == "int4":
-        from verl.models.int4 import to_int4
-
         to_int4(model)
     return model
 
@@ -275,7 +273,7 @@ def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return cast("PreTrainedTokenizerBase", tokenizer)
+    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def as_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
@@ -288,7 +286,7 @@ def as_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
         return load_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         raise ModelError(f"tokenizer is a tokenizer of transformers, or its name or directory, not {shown(tokenizer)}")
-    return cast("PreTrainedTokenizerBase", tokenizer)
+    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:

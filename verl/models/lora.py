@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,13 +23,11 @@ from torch import nn
 from verl._base.extras import load_extra
 from verl._base.names import check_known
 from verl.errors import ConfigError, ModelError
+from verl.models.int4 import Int4Linear
 from verl.models.options import LoraOptions
 from verl.weights.layout import ModelShape
 from verl.weights.meta import is_on_meta
 from verl.weights.shard import Shard, blocks_of, local_part
-
-if TYPE_CHECKING:
-    from verl.models.int4 import Int4Linear
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: The number of a layer in the name of a module, as peft finds it, and the name of the list that holds it.
@@ -60,7 +58,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
         r=options.r, lora_alpha=options.alpha, target_modules=targets, base_model_name_or_path=base
     )
     if targets != "all-linear":
-        check_layers("model.lora.targets", targets, _inner(model))
+        check_known("model.lora.targets: the model has no", targets, _ends(_modules(_inner(model)), targets))
     with torch.random.fork_rng(), torch.device("meta") if is_on_meta(model) else nullcontext():
         torch.manual_seed(seed)
         try:
@@ -117,8 +115,21 @@ def shape_of(model: Any) -> ModelShape:
 def layer_changes(model: Any) -> dict[str, Any]:
     """Which layers of a model are not those that its configuration makes, as JSON: those in 4 bits, and adapters."""
     inner = _inner(model)
-    int4 = [name.removesuffix(".base_layer") for name, m in inner.named_modules() if _is_int4(m)]
-    return {"int4": int4, "adapters": _adapter_config(inner) if has_adapters(inner) else None}
+    int4 = [name.removesuffix(".base_layer") for name, m in inner.named_modules() if isinstance(m, Int4Linear)]
+    if not has_adapters(inner):
+        return {"int4": int4, "adapters": None}
+    ((name, config),) = inner.peft_config.items()
+    dtype = next(weight.dtype for weight_name, weight in inner.named_parameters() if f".{name}" in weight_name)
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    # By their full names: a value model's backbone has others than the language model it was taken from.
+    layers = {layer: module for layer, module in inner.named_modules() if hasattr(module, "base_layer")}
+    # Those of single parameters (experts) are named apart, by target_parameters.
+    values["target_modules"] = [name for name, module in layers.items() if not hasattr(module, "parameter_name")]
+    if "feedforward_modules" in values:
+        values["feedforward_modules"] = [layer for layer, module in layers.items() if module.is_feedforward]
+    values["peft_type"] = str(getattr(config.peft_type, "value", config.peft_type))
+    adapters = {"name": name, "dtype": str(dtype).removeprefix("torch."), "config": values}
+    return {"int4": int4, "adapters": adapters}
 
 
 def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
@@ -127,11 +138,12 @@ def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
     Raises:
         ModelError: they cannot be made on this model.
     """
-    from verl.models.int4 import insert_empty_int4
-
     inner = _inner(model)
     try:
-        insert_empty_int4(inner, saved["int4"])
+        for name in saved["int4"]:
+            layer = inner.get_submodule(name)
+            empty = Int4Linear(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
+            inner.set_submodule(name, empty.to(layer.weight.device))
         if (adapters := saved["adapters"]) is not None:
             with torch.random.fork_rng():
                 config = _peft().PeftConfig.from_peft_type(**adapters["config"])
@@ -242,11 +254,6 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     config.save_pretrained(path)
 
 
-def check_layers(setting: str, names: Iterable[str], model: nn.Module) -> None:
-    """Raises ConfigError if no module of the model has the name, or ends in it."""
-    check_known(f"{setting}: the model has no", names, _ends(_modules(model), names))
-
-
 def check_adapter_names(model: nn.Module, config: Any, setting: str) -> None:
     """Look up every name and number of a layer in a configuration of peft.
 
@@ -290,30 +297,16 @@ def _ends(names: Iterable[str], like: Iterable[str]) -> set[str]:
             if not parts[-1].isdigit()}  # fmt: skip
 
 
-def _adapter_config(inner: Any) -> dict[str, Any]:
-    ((name, config),) = inner.peft_config.items()
-    dtype = next(weight.dtype for weight_name, weight in inner.named_parameters() if f".{name}" in weight_name)
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    # By their full names: a value model's backbone has others than the language model it was taken from.
-    layers = {layer: module for layer, module in inner.named_modules() if hasattr(module, "base_layer")}
-    # Those of single parameters (experts) are named apart, by target_parameters.
-    values["target_modules"] = [name for name, module in layers.items() if not hasattr(module, "parameter_name")]
-    if "feedforward_modules" in values:
-        values["feedforward_modules"] = [layer for layer, module in layers.items() if module.is_feedforward]
-    values["peft_type"] = str(getattr(config.peft_type, "value", config.peft_type))
-    return {"name": name, "dtype": str(dtype).removeprefix("torch."), "config": values}
-
-
 def _merged(module: nn.Module) -> nn.Module:
     """A plain layer: a copy of this one with its adapter added to its weights."""
-    if _is_int4(module):
+    if isinstance(module, Int4Linear):
         return module.dense()
     if (whole := getattr(module, "modules_to_save", None)) is not None:
         return whole[module.active_adapter]  # type: ignore[no-any-return]
     layer: Any = copy.deepcopy(module)
     layer.__dict__.pop("forward", None)
     for part in reversed([part for part in layer.modules() if hasattr(part, "_disable_adapters")]):
-        if _is_int4(base := getattr(part, "base_layer", None)):
+        if isinstance(base := getattr(part, "base_layer", None), Int4Linear):
             part.base_layer = base.dense()
         if hasattr(part, "merge"):
             part.merge()
@@ -328,7 +321,7 @@ def without_adapters(model: nn.Module) -> Any:
     for name in _outer(adapted):
         layer: Any = getattr(adapted[name], "original_module", None) or adapted[name]
         layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-        plain.set_submodule(name, layer.dense() if _is_int4(layer) else layer)
+        plain.set_submodule(name, layer.dense() if isinstance(layer, Int4Linear) else layer)
     del plain.peft_config
     plain._hf_peft_config_loaded = False
     return plain
@@ -341,12 +334,7 @@ def _outer(names: Iterable[str]) -> list[str]:
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     modules = model.named_modules()
-    return {name: module for name, module in modules if _is_int4(module) or hasattr(module, "_disable_adapters")}
-
-
-def _is_int4(layer: object) -> TypeGuard[Int4Linear]:
-    """By its name: a model without such layers loads none of their code."""
-    return type(layer).__name__ == "Int4Linear"
+    return {name: m for name, m in modules if isinstance(m, Int4Linear) or hasattr(m, "_disable_adapters")}
 
 
 def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:

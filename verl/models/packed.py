@@ -17,12 +17,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -35,9 +35,6 @@ from verl.models.log_probs import token_log_probs
 from verl.weights.layout import count_of
 from verl.weights.meta import sample, stacks_of
 from verl.weights.shards import named_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +157,6 @@ class PackedModel:
             ModelError: the model is a backbone without an output head, or the head has something else to train.
         """
         return head_of(self.model)
-
-    def output_layer(self) -> torch.nn.Module | None:
-        """The module of the head, if there is one."""
-        return cast("torch.nn.Module | None", self.model.get_output_embeddings())
 
     def compile_layers(self) -> None:
         """Compile the layers of the model's own code, in place, instead of fused ones. Layers of one kind share their

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl._host import device
 from verl.errors import ModelError
@@ -67,36 +66,29 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
     if there != here:
         plain.resize_token_embeddings(here)
     again = PeftModel.from_pretrained(plain, str(path), autocast_adapter_dtype=False)
-    if there != here:
-        _check_resized(model, again, f"{path} over {base}", there, here)
+    what, tokens = f"{path} over {base}", f"its base embeds {there} tokens and this model {here}"
+    if there == here and any(isinstance(module, Int4Linear) for module in model.modules()):
+        logger.warning(
+            "%s: in full precision log-probs differ from those of the trained model, whose base is in int4, by %.3g on "
+            "average and %.3g at most: export the merged model if that is too much",
+            *(what, *_gap(model, again)),
+        )
         return
-    if not any(isinstance(module, Int4Linear) for module in model.modules()):
-        _check_gap(model, again, f"{path} over {base}")
-        return
-    gap = _gap(model, again)
-    logger.warning(
-        "%s: over %s in full precision log-probs differ from those of the trained model, whose base is in int4, by "
-        "%.3g on average and %.3g at most: export the merged model if that is too much",
-        *(path, base, float(gap.mean()), float(gap.max())),
-    )
-
-
-def _check_resized(model: Any, again: Any, what: str, there: int, here: int) -> None:
-    """Raises ModelError: rows of the embeddings that were added to the base are in no adapter."""
-    tokens = f"its base embeds {there} tokens and this model {here}"
     try:
         _check_gap(model, again, what)
     except ModelError as error:
+        if there == here:
+            raise
         raise ModelError(
             f"{what}: {tokens}, and the rows that were added are in no adapter: write the model whole, or train them "
             "with the adapters (modules_to_save)"
         ) from error
-    logger.warning("%s: %s: call resize_token_embeddings(%d) on the base before peft loads them", what, tokens, here)
+    if there != here:
+        logger.warning("%s: %s: call resize_token_embeddings(%d) on the base before peft loads", what, tokens, here)
 
 
 def _check_gap(model: Any, again: Any, what: str) -> None:
-    gap = _gap(model, again)
-    mean, most = float(gap.mean()), float(gap.max())
+    mean, most = _gap(model, again)
     allowed = _TOLERANCE.get(getattr(model, "backbone", model).dtype, _HALF)
     if not mean <= allowed:
         raise ModelError(
@@ -106,9 +98,11 @@ def _check_gap(model: Any, again: Any, what: str) -> None:
     logger.info("%s was opened again: on a probe outputs differ by %.3g on average, %.3g at most", what, mean, most)
 
 
-def _gap(model: Any, again: Any) -> Tensor:
+def _gap(model: Any, again: Any) -> tuple[float, float]:
+    """Mean and largest difference of outputs."""
     tokens = probe_tokens(model)
-    return (outputs(again.to(next(model.parameters()).device), tokens) - outputs(model, tokens)).abs()
+    gap = (outputs(again.to(next(model.parameters()).device), tokens) - outputs(model, tokens)).abs()
+    return float(gap.mean()), float(gap.max())
 
 
 def _check_tensors(model: Any, path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
 
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError
@@ -14,10 +15,6 @@ from verl.models.heads import ValueModel
 from verl.models.lora import has_adapters, merged_shards, save_adapter
 from verl.models.probe import check_export
 from verl.models.rope import own_positions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 #: What an earlier export may have left that this one does not write, and that is read as a part of it.
 _TEMPLATES = ("chat_template.*", "additional_chat_templates/*")

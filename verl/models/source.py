@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -31,11 +31,7 @@ Kind = Literal["causal", "value", "score"]
 class _Weight(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: tuple[WeightSource, ...]
-
-
-#: Weight by name -> where it comes from.
-WeightSources: TypeAlias = dict[str, _Weight]
+    sources: Sequence[WeightSource]
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class ModelFiles:
             ModelError: see `load_model`.
             ConfigError: see `add_lora`.
         """
-        return self._changed(load_model(self.path, dtype=self.dtype, **self._options))
+        return self._made(load_model, self.dtype)
 
     def on_meta(self, device: torch.device | str = "cpu") -> Any:
         """The model without weights, see `verl.weights.meta`.
@@ -82,53 +78,50 @@ class ModelFiles:
             ConfigError: see `add_lora`.
         """
         dtype = resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) or "float32"
-        return self._changed(meta_model(self.path, device, dtype=dtype, **self._options))
+        return self._made(partial(meta_model, device=device), dtype)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"kind": self.kind, "trust_remote_code": self.trust_remote_code, "positions": self.positions}
-
-    def _changed(self, model: Any) -> Any:
+    def _made(self, make: Callable[..., Any], dtype: str) -> Any:
         """The model with the head and the adapters that it is to have."""
+        options = {"kind": self.kind, "trust_remote_code": self.trust_remote_code, "positions": self.positions}
+        model = make(self.path, dtype=dtype, **options)
         model = score_model(model) if self.kind == "score" else model
         if self.lora is not None:
             add_lora(model, self.lora, self.seed)
         no_forks(model, lambda model: model.parameters())
         return model
 
-    def why_whole(self, model: Any) -> str | None:
-        """Why the weights of a `model` on the meta device cannot be read from the files one by one; None: they can."""
+    def by_parts(self, model: Any) -> Callable[[Any], Iterator[Shard]]:
+        """A function that reads the weights of `model`, which is on the meta device, one by one: those that are here of
+        it, once it is laid out.
+
+        Raises:
+            ModelError: says why they cannot be read so.
+        """
         backbone = getattr(model, "backbone", model)
         if resolved_dtype(self.path, self.dtype, trust_remote_code=self.trust_remote_code) is None:
-            return "their dtype is known when they are read"
+            raise ModelError("their dtype is known when they are read")
         if any(getattr(backbone, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")):
-            return "some of its layers are kept in float32"
+            raise ModelError("some of its layers are kept in float32")
         try:
             sample(backbone)
             sources = weight_sources(model, weight_files(self.path))
-        except (ModelError, OSError, SafetensorError, ValueError, TypeError) as error:
-            return str(error)
-        lacking = (names[0] for names in tied(model_weights(model)) if not sources.keys() & {*names})
-        return next((f"the files have no '{name}'" for name in lacking), None)
-
-    def plan(self, model: Any) -> WeightSources:
-        """Where the weights of a model on the meta device come from, tied ones under every name."""
-        sources, weights = weight_sources(model, weight_files(self.path)), model_weights(model)
-        stored = {name: names for names in tied(weights) for name in names}
-        by_name: WeightSources = {}
+        except (OSError, SafetensorError, ValueError, TypeError) as error:  # `ModelError` among them
+            raise ModelError(str(error)) from error
+        stored: dict[str, list[WeightSource]] = {}  # tied ones under every name
+        for names in tied(model_weights(model)):
+            there = next((name for name in names if name in sources), None)
+            if there is None:
+                raise ModelError(f"the files have no '{names[0]}'")
+            stored |= dict.fromkeys(names, sources[there])
+        plan = {}
         for name, weight in model.state_dict(keep_vars=True).items():
-            there = next((n for n in stored.get(base_name(name), ()) if n in sources), None)
-            if there is not None or is_adapter(name):
-                by_name[name] = _Weight(tuple(weight.shape), weight.dtype, tuple(sources.get(there or "", ())))
-        return by_name
+            if is_adapter(name) or base_name(name) in stored:
+                of_name = () if is_adapter(name) else stored[base_name(name)]
+                plan[name] = _Weight(tuple(weight.shape), weight.dtype, of_name)
+        return partial(self._shards, plan)
 
-    def shards(self, model: Any, plan: WeightSources) -> Iterator[Shard]:
-        """The weights of `model` (on the meta device, or what is here of it once it is laid out) from the files: views
-        of these where the dtype is theirs, so that reading a part touches no more.
-
-        Args:
-            plan: of the model on the meta device.
-        """
+    def _shards(self, plan: Mapping[str, _Weight], model: Any) -> Iterator[Shard]:
+        """From the files: views of these where the dtype is theirs, so that reading a part touches no more."""
         files, opened = weight_files(self.path), {}
         head = dict(self._head(model)) if isinstance(model, ValueModel) else {}
         # One after the other, in the order of the whole model: ranks that have a part of them draw the same numbers.
@@ -168,9 +161,11 @@ class ModelFiles:
     def stream(self) -> Iterator[Shard]:
         """All weights, in the dtype of the model, one at a time where the files allow it."""
         model = self.on_meta()
-        if self.why_whole(model) is not None:
+        try:
+            read = self.by_parts(model)
+        except ModelError:
             return model_shards(self.load())
-        return whole_weights(self.shards(model, self.plan(model)))
+        return whole_weights(read(model))
 
     def _head(self, model: ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The head's weights in the files, or a new head's."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from verl.errors import CheckpointError, ModelError
 from verl.models.lora import change_layers, layer_changes
@@ -16,7 +17,7 @@ from verl.weights.shard import Shard
 from verl.weights.shards import load_model_shards
 
 # What wrappers put into the names of the parameters below them.
-_INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 def unwrapped(model: Any, *, together: bool = True) -> Any:
@@ -85,7 +86,7 @@ def _filled(plain: Any, weights: dict[str, nn.Parameter], inner: Any) -> Any:
         if name in weights:  # a missing one is an error of the load below
             weight.data = weight.data.to(weights[name].device, weights[name].dtype)
             weight.requires_grad_(weights[name].requires_grad)
-    buffers = {_bare(name): buffer for name, buffer in inner.named_buffers()}
+    buffers = {_WRAPPERS.sub("", name): buffer for name, buffer in inner.named_buffers()}
     for name, buffer in plain.named_buffers():
         buffer.data = buffers[name].detach().clone()
     persistent = {name: buffers[name] for name in plain.state_dict() if name in buffers}
@@ -103,16 +104,7 @@ def _whole(model: nn.Module) -> Iterator[dict[str, Any]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    def whole(weight: nn.Parameter) -> Tensor:
-        if not isinstance(weight, DTensor):
-            return weight
-        return weight.full_tensor().detach().requires_grad_(weight.requires_grad)
-
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        yield {_bare(name): whole(weight) for name, weight in model.named_parameters(remove_duplicate=False)}
-
-
-def _bare(name: str) -> str:
-    for infix in _INFIXES:
-        name = name.replace(infix, "")
-    return name
+        weights = {_WRAPPERS.sub("", name): w for name, w in model.named_parameters(remove_duplicate=False)}
+        cut = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+        yield weights | {n: w.full_tensor().detach().requires_grad_(w.requires_grad) for n, w in cut.items()}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from verl._host.device import peak_memory, put
 from verl.cluster.rank_context import ALONE, RankContext, dispatch
+from verl.errors import ModelError
 from verl.models.packed import PackedModel
 from verl.models.portable import PortableModel
 from verl.models.source import ModelFiles, ModelSource
@@ -39,13 +40,12 @@ def model_of_rank(source: ModelSource, context: RankContext) -> tuple[Any, Weigh
         layout = context.meshes.get("train", Mesh()).layout
         if not context.is_apart and not layout.is_plain:
             model = source.on_meta(context.device or "cpu")
-            reason = source.why_whole(model)
-            if reason is None:
-                plan = source.plan(model)
-                return model, lambda laid_out: source.shards(laid_out, plan)
-            logger.info(
-                "%s: every rank reads all of %s before it keeps its part: %s", context.role, source.path, reason
-            )
+            try:
+                return model, source.by_parts(model)
+            except ModelError as reason:
+                logger.info(
+                    "%s: every rank reads all of %s before it keeps its part: %s", context.role, source.path, reason
+                )
         source = PortableModel(source.load())
     live = source.model if context.device is None else put(source.model, context.device)
     if context.size > 1:

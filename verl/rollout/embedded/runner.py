@@ -101,7 +101,7 @@ class ModelRunner:
     def look_at_model(self) -> None:
         """Choose the forward and find the head again: the model's modules may have changed."""
         self._model_forward = self.packed.choose_forward()
-        self._head: Any = self.packed.output_layer()
+        self._head: Any = self.packed.model.get_output_embeddings()
 
     @torch.no_grad()
     def run(self, batch: ScheduledBatch, policy_version: int) -> list[PendingTokens]:

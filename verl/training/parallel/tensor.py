@@ -44,7 +44,8 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     cutter = _Cutter(packed, ranks.mesh.layout.tp)
     cutter.mesh, cutter.group = ranks.device_mesh(packed.device, "tp"), ranks.group("tp")
     cutter.cut_backbone(backbone)
-    cutter.cut_vocabulary(backbone.get_input_embeddings(), packed.output_layer() if forward.head == "lm" else None)
+    output = packed.model.get_output_embeddings() if forward.head == "lm" else None
+    cutter.cut_vocabulary(backbone.get_input_embeddings(), output)
     packed.fused = None  # modules are cut: they compute something else than their class says
     packed.tensor_group = cutter.group
     partial_sums = {id(weight) for weight in cutter.partial_sums}
