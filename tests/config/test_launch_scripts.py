@@ -292,7 +292,7 @@ def test_their_trainer_of_demonstrations() -> None:
     chats = ["data.multiturn.enable=true", "data.multiturn.messages_key=turns", "data.max_length=64"]
     config = load_config(None, [*settings, *chats])
     assert (config.data.columns, config.data.chat) == ({"messages": "turns"}, None)
-    with pytest.raises(ConfigError, match=r"(?s)data.truncation: 'left'.*trainer.total_training_steps: 5"):
+    with pytest.raises(ConfigError, match=r"(?s)data.truncation .*'left' is.*trainer.total_training_steps .* 5 is"):
         load_config(None, [*settings, "data.truncation=left", "trainer.total_training_steps=5"])
     with pytest.raises(ConfigError, match=r"model.lora_adapter_path .*merge the adapters"):
         load_config(None, [*settings, "model.lora_adapter_path=adapters"])

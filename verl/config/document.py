@@ -6,13 +6,12 @@ import itertools
 import json
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from verl._base.record import extra, in_words, section
 from verl._base.schemas import SETTINGS
@@ -52,7 +51,8 @@ def describe(record: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
             yield from describe(inner, f"{prefix}{name}.")
             continue
         about = (field.description or "", extra(field, "changes"), extra(field, "later"))
-        yield Key(prefix + name, in_words(field.annotation), _default(field), *about)
+        default = None if field.is_required() else field.default
+        yield Key(prefix + name, in_words(field.annotation), default, *about)
 
 
 @cache
@@ -63,9 +63,8 @@ def keys() -> tuple[Key, ...]:
 
 def commented_yaml() -> str:
     """The whole tree of defaults as YAML, each key with its meaning; a recipe needs only what differs."""
-    lines = [_setting(f"{SETTINGS.key}: {SETTINGS.current}", "version of the form of this file (none: 1)")]
-    _write_section(Config, 0, lines)
-    return "\n".join(lines) + "\n"
+    version = f"{f'{SETTINGS.key}: {SETTINGS.current}':<44}  # version of the form of this file (none: 1)"
+    return "\n".join([version, *_yaml_lines(Config)]) + "\n"
 
 
 def markdown() -> str:
@@ -90,6 +89,15 @@ def differences(config: Config) -> Iterator[tuple[str, str, str]]:
             yield key.path, _value(value), _value(key.default)
 
 
+def flat(content: Mapping[str, Any], whole: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested mappings by dotted keys; an empty mapping is one, as is one under a key of `whole`."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value and f"{prefix}{key}" not in whole:
+            yield from flat(value, whole, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def subsections(path: tuple[str, ...]) -> list[str]:
     """The names that are valid right below `path`."""
     here: Any = Config
@@ -104,28 +112,21 @@ def subsections(path: tuple[str, ...]) -> list[str]:
     return list(record.model_fields) if record is not None else []
 
 
-def _default(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True) if not field.is_required() else None
-
-
 def _value(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | list | tuple | dict | BaseModel):
         return json.dumps(value, default=lambda record: record.model_dump(mode="json", exclude_defaults=True))
     return str(value)
 
 
-def _setting(line: str, meaning: str) -> str:
-    return f"{line:<44}  # {meaning}"
-
-
-def _write_section(record: type[BaseModel], depth: int, lines: list[str]) -> None:
+def _yaml_lines(record: type[BaseModel], indent: str = "") -> Iterator[str]:
     for name, field in record.model_fields.items():
-        inner, indent = section(field.annotation), "  " * depth
+        inner = section(field.annotation)
         if inner is not None:
-            lines.append(f"{indent}{name}:  # {field.description}")
-            _write_section(inner, depth + 1, lines)
+            yield f"{indent}{name}:  # {field.description}"
+            yield from _yaml_lines(inner, indent + "  ")
             continue
         note = "; only this value so far" if extra(field, "later") else f" [{in_words(field.annotation)}]"
-        lines.append(_setting(f"{indent}{name}: {_value(_default(field))}", f"{field.description}{note}"))
+        default = None if field.is_required() else field.default
+        yield f"{f'{indent}{name}: {_value(default)}':<44}  # {field.description}{note}"
     if record.model_config.get("extra") == "allow":
-        lines.append("  " * depth + "# ... and the algorithm's own options")
+        yield f"{indent}# ... and the algorithm's own options"

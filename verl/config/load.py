@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl._base.record import Record, SettingsError
 from verl._base.schemas import SETTINGS
 from verl._base.secrets import masked, masked_settings
-from verl.config.document import keys, subsections
+from verl.config.document import flat, keys, subsections
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
@@ -28,6 +28,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first takes a ten
 _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]*[0-7]|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 #: The keys right under `algorithm` that volcengine/verl has and no algorithm here.
 OF_OTHERS = ("adv_estimator", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty", "use_pf_ppo")
+_OPTION = re.compile(rf"algorithm\.(?!(?:{'|'.join(OF_OTHERS)})$)[^.]*")
 RecordT = TypeVar("RecordT", bound=Record)
 #: Where each key was written: "recipe.yaml line 3" or "override 'a.b=1'".
 Locations = dict[tuple[str, ...], str]
@@ -41,17 +42,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         ConfigError: the file is missing or no YAML, or a setting is unknown, of the wrong type or contradicts
             another; each is named with its full key and where it was written.
     """
-    content, locations = _load(None if path is None else Path(path), overrides)
+    content, locations = read_settings(None if path is None else Path(path), overrides)
     return build_config(content, locations, origin="the command line" if path is None else str(path))
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The content of the YAML file, unchecked.
-
-    Raises:
-        ConfigError: it is missing or no YAML.
-    """
-    return _load(path, ())[0]
 
 
 def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
@@ -60,20 +52,23 @@ def load_tasks(path: str | Path) -> tuple[TaskConfig, ...]:
     Raises:
         ConfigError: as of `load_config`.
     """
-    content, locations = _load(Path(path), ())
-    file: TasksFile = _build(TasksFile, _without_version(content, locations, str(path)), locations, str(path))
-    return file.tasks
+    content, locations = read_settings(Path(path))
+    SETTINGS.check(content.pop(SETTINGS.key, None), str(path) + _where((SETTINGS.key,), locations))
+    return _build(TasksFile, content, locations, str(path)).tasks
 
 
-def _load(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], Locations]:
-    """The settings of a file with overrides, and where each was written."""
+def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locations]:
+    """The settings of a YAML file with overrides, unchecked, and where each was written.
+
+    Raises:
+        ConfigError: it is missing or no YAML.
+    """
     text, path = ("", Path("the command line")) if path is None else (_read(path), path)
-    root = _compose(text, str(path))
-    _check_numbers(text, str(path))
-    if root is not None and not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
-    locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
     try:
+        root = _compose(text, str(path))
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
+        locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
         # References (${...}) are resolved last, so that they see what an override has set.
         in_file = OmegaConf.create(text) if root is not None else OmegaConf.create({})
         content: Any = OmegaConf.to_container(in_file) if overrides else in_file
@@ -98,29 +93,17 @@ def build_config(content: Mapping[str, Any], locations: Locations | None = None,
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
     """
-    locations = dict(locations or {})
-    content = _without_version(copy.deepcopy(dict(content)), locations, origin)
+    locations, settings = dict(locations or {}), copy.deepcopy(dict(content))
+    SETTINGS.check(settings.pop(SETTINGS.key, None), origin + _where((SETTINGS.key,), locations))
+    if stray := next((path for path in _paths(settings) if not all(isinstance(key, str) for key in path)), None):
+        raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
     ours = tuple(f"{key.path}." for key in keys())
     # The tables of foreign names are large: a file of ours alone does not load them.
-    if not all(f"{name}.".startswith(ours) or _is_option(name) for name, _ in flat(content)):
+    if not all(f"{name}.".startswith(ours) or _OPTION.fullmatch(name) for name, _ in flat(settings)):
         from verl.config.translation import translated
 
-        content = translated(content, locations, origin)
-    if stray := next((path for path in _paths(content) if not all(isinstance(key, str) for key in path)), None):
-        raise ConfigError(f"{origin}: {'.'.join(map(str, stray))}: a key is text, not {stray[-1]!r}")
-    return _build(Config, content, locations, origin)
-
-
-def _is_option(key: str) -> bool:
-    """Whether it is an option of an algorithm here, and no key of volcengine/verl."""
-    section, _, name = key.partition(".")
-    return section == "algorithm" and "." not in name and name not in OF_OTHERS
-
-
-def _without_version(content: Mapping[str, Any], locations: Locations, origin: str) -> dict[str, Any]:
-    """The settings without `schema`, the version of the file's form, which is checked."""
-    SETTINGS.check(content.get(SETTINGS.key), origin + _where((SETTINGS.key,), locations))
-    return {key: value for key, value in content.items() if key != SETTINGS.key}
+        settings = translated(settings, locations, origin)
+    return _build(Config, settings, locations, origin)
 
 
 def _build(record: type[RecordT], content: Mapping[str, Any], locations: Locations, origin: str) -> RecordT:
@@ -157,35 +140,30 @@ def _compose(text: str, origin: str) -> yaml.Node | None:
     """The tree of a YAML text.
 
     Raises:
-        ConfigError: it is no YAML, or nested too deeply, or larger than any settings once its aliases are written out.
+        ConfigError: it is nested too deeply, or larger than any settings once its aliases are written out; or YAML 1.1
+            reads a number in base 8 or 60 where people write it in base 10, or mean a text.
+        yaml.YAMLError, ValueError: it is no YAML.
     """
     depth = 0
     try:
         for event in yaml.parse(text, Loader=_LOADER):
+            line = f"{origin}: line {event.start_mark.line + 1}"
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_LEVELS:
-                line = event.start_mark.line + 1
-                raise ConfigError(f"{origin}: line {line}: nested more than {MOST_LEVELS} levels deep")
+                raise ConfigError(f"{line}: nested more than {MOST_LEVELS} levels deep")
+            if isinstance(event, yaml.ScalarEvent) and not event.style and _OTHER_BASE.fullmatch(event.value):
+                number, is_time = event.value, ":" in event.value
+                plain = "" if is_time else f"{int(number.replace('_', ''))}, or "
+                raise ConfigError(
+                    f"{line}: {number} would be {yaml.safe_load(number)}, a number in base {60 if is_time else 8}: "
+                    f"write {plain}'{number}' in quotes for a text"
+                )
         root = yaml.compose(text, Loader=_LOADER)
     except RecursionError:
         raise ConfigError(f"{origin}: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{origin} is not valid YAML: {_yaml_problem(error)}") from None
     if root is not None and _nodes(root, {}) > MOST_NODES:
         raise ConfigError(f"{origin}: more than {MOST_NODES:,} values, aliases counted each time: leave aliases out")
     return root
-
-
-def _check_numbers(text: str, origin: str) -> None:
-    """Raises ConfigError: YAML 1.1 reads a number in base 8 or 60 where people write it in base 10, or mean a text."""
-    for event in yaml.parse(text, Loader=_LOADER):
-        if isinstance(event, yaml.ScalarEvent) and not event.style and _OTHER_BASE.fullmatch(event.value):
-            number, is_time = event.value, ":" in event.value
-            plain = "" if is_time else f"{int(number.replace('_', ''))}, or "
-            raise ConfigError(
-                f"{origin}: line {event.start_mark.line + 1}: {number} would be {yaml.safe_load(number)}, a number in "
-                f"base {60 if is_time else 8}: write {plain}'{number}' in quotes for a text"
-            )
 
 
 def _nodes(node: yaml.Node, known: dict[int, float]) -> float:
@@ -217,11 +195,12 @@ def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
         # OmegaConf has no bound on depth or aliases, so the value goes through the checks of a file first.
         _compose(value, f"override '{name}'")
         change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
-    except (yaml.YAMLError, OmegaConfBaseException, ConfigError) as error:
-        why = _yaml_problem(error).removeprefix(f"override '{name}' is not valid YAML: ")
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         shown = override if len(override) <= 200 else override[:200] + "..."
+        why = _yaml_problem(error)
         raise ConfigError(f"override '{shown}': its value is no YAML: {why}; put quotes around a text") from None
-    _check_numbers(value, f"override '{name}'")
     return tuple(name.split(".")), change
 
 
@@ -248,15 +227,6 @@ def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
     for key, item in value.items() if isinstance(value, Mapping) else ():
         yield (*prefix, key)
         yield from _paths(item, (*prefix, key))
-
-
-def flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The values in nested mappings, by dotted keys."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from flat(item, (*path, str(key)))
-    else:
-        yield ".".join(path), value
 
 
 def _line(path: tuple[str, ...], text: str, details: Any, locations: Locations) -> str:

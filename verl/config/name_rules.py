@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from math import ceil
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -18,6 +17,7 @@ Translate = Callable[..., Mapping[str, Any]]
 Rule = str | Mapping[str, Any] | Translate | tuple[Any, ...]
 #: A key that is set to something, or what else has to hold.
 Condition = str | Callable[[Get], Any]
+OFF = (None, False)
 ASYNC, CORRECTION = "async_training", "algorithm.rollout_correction"
 FILTERS, KL_IN_REWARD = "algorithm.filter_groups.enable", "algorithm.use_kl_in_reward"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -47,18 +47,10 @@ def ours(rule: Rule, value: Any, get: Get) -> Mapping[str, Any]:
     return translate(value, get, *arguments)  # type: ignore[no-any-return]
 
 
-def _value_of(condition: Condition, get: Get) -> Any:
-    return get(condition) if isinstance(condition, str) else condition(get)
-
-
 def when(value: Any, get: Get, condition: Condition, rule: Rule, *values: Any) -> Mapping[str, Any]:
     """By the rule where a condition holds, or another key has one of `values`; else it is not read there either."""
-    other = _value_of(condition, get)
+    other = get(condition) if isinstance(condition, str) else condition(get)
     return ours(rule, value, get) if (other in values if values else other) else {}
-
-
-def unless(value: Any, get: Get, condition: Condition, rule: Rule) -> Mapping[str, Any]:
-    return {} if _value_of(condition, get) else ours(rule, value, get)
 
 
 def on(value: Any, get: Get, rule: Rule, *values: Any) -> Mapping[str, Any]:
@@ -116,19 +108,6 @@ def prompts_of(get: Get) -> Any:
 
 def batch_size(value: Any, get: Get) -> Mapping[str, Any]:
     return {"data.batch_size": prompts_of(get), **({} if get(f"{ROLLOUT}.n") is not None else {f"{ROLLOUT}.n": 1})}
-
-
-def rollout_steps(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"trainer.total_steps": max(1, value // prompts_of(get)) if isinstance(value, int) else value}
-
-
-def is_by_steps(get: Get) -> bool:
-    return is_streamed(get) or (is_theirs(get) and get("trainer.total_training_steps") is not None)
-
-
-def staleness(value: Any, get: Get) -> Mapping[str, Any]:
-    """A share of samples there, whole steps here."""
-    return {"trainer.max_staleness": ceil(value) if isinstance(value, int | float) else value}
 
 
 def by_engine(get: Get) -> bool:
@@ -265,10 +244,6 @@ def kl_in_reward(value: Any, get: Get) -> Mapping[str, Any]:
     return {"algorithm.kl_in": "reward"} if value else {}
 
 
-def adapts(get: Get) -> bool:
-    return bool(get(KL_IN_REWARD)) and get("algorithm.kl_ctrl.type") == "adaptive"
-
-
 def corrects(get: Get) -> bool:
     """Whether the correction that `rollout_is` turns on is read."""
     return get(f"{CORRECTION}.rollout_is") is not None and not by_engine(get)
@@ -291,14 +266,6 @@ def filter_metric(value: Any, get: Get) -> Mapping[str, Any]:
     if value in ("seq_reward", "seq_final_reward") and _punishes(get) and get(FILTERS):
         return {"algorithm.filter_metric": "outcome"}
     return only(value, get, "write acc: the reward", "acc", "score", "seq_reward", "seq_final_reward")
-
-
-def rollouts(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"trainer.max_resamples": value - 1 if value > 0 else 2**31 - 1}
-
-
-def reward(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"reward.path": f"{value}:{get('custom_reward_function.name') or 'compute_score'}"} if value else {}
 
 
 def reward_model(value: Any, get: Get) -> Mapping[str, Any]:
@@ -338,10 +305,6 @@ def usual_strategy(role: str, get: Get) -> str | None:
     return "fsdp" if several or any(fsdp) or (get(f"{role}.fsdp_config.fsdp_size") or -1) != -1 else None
 
 
-def eval_temperature(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"trainer.eval_temperature": value if get(f"{ROLLOUT}.val_kwargs.do_sample") else 0.0}
-
-
 def evaluates(get: Get) -> Any:
     return get("data.val_files") or get("data.eval")
 
@@ -358,11 +321,6 @@ def loggers(value: Any, get: Get) -> Mapping[str, Any]:
     return {"trainer.loggers": [name for name in names if name not in missing]}
 
 
-def has_projects(get: Get) -> bool:
-    loggers = get("trainer.logger") or get("trainer.loggers") or ()
-    return any(name in loggers for name in ("wandb", "trackio", "mlflow"))
-
-
 def engine(value: Any, get: Get) -> Mapping[str, Any]:
     """Engines draw from one distribution: which one draws is a matter of speed."""
     if value in ("sglang", "trtllm"):
@@ -373,10 +331,6 @@ def engine(value: Any, get: Get) -> Mapping[str, Any]:
 
 ADAPTED = "write the layers that get adapters: model.lora={targets: [q_proj, v_proj]}"
 GO_ON = "write trainer.output_dir: the run there goes on"
-
-
-def resume(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"trainer.resume": False} if value == "disable" else only(value, get, GO_ON, "auto")
 
 
 def model_length(value: Any, get: Get) -> Mapping[str, Any]:
@@ -405,9 +359,3 @@ def warmup_share(value: Any, get: Get, optim: str) -> Mapping[str, Any]:
     if not isinstance(total, int) or not isinstance(value, float):
         return {f"{optim}.warmup_ratio": value}
     return {f"{optim}.warmup_steps": int(value * total) * _updates(get)}
-
-
-def decay(value: Any, get: Get, optim: str) -> Mapping[str, Any]:
-    """The steps of Megatron's decay, unless the rate is constant."""
-    decays = (get(f"{optim}.lr_decay_style") or "constant") != "constant"
-    return steps(value, get, f"{optim}.total_steps") if decays else {}

@@ -8,6 +8,7 @@ Each is taken where its meaning carries over, name and value alike; one that onl
 from __future__ import annotations
 
 import re
+from math import ceil
 
 from verl.config import name_rules as by
 from verl.config.name_rules import ACTOR, ASYNC, CORRECTION, MODEL, ROLLOUT
@@ -38,7 +39,12 @@ def _update(section: str, optim: str) -> dict[str, by.Rule]:
         f"{optim}.warmup_style": f"{optim}.schedule",
         f"{optim}.lr_scheduler_type": f"{optim}.schedule",
         f"{optim}.lr_decay_style": f"{optim}.schedule",
-        f"{optim}.lr_decay_steps": (by.decay, optim),
+        # The steps of Megatron's decay, unless the rate is constant.
+        f"{optim}.lr_decay_steps": (
+            by.when,
+            lambda get: (get(f"{optim}.lr_decay_style") or "constant") != "constant",
+            (by.steps, f"{optim}.total_steps"),
+        ),
         f"{optim}.total_training_steps": (by.steps, f"{optim}.total_steps"),
         f"{optim}.optimizer": (by.only, "the optimizer is AdamW: leave it out", "AdamW", "adam"),
         f"{optim}.optimizer_impl": (by.only, "the optimizer is AdamW: leave it out", "torch.optim"),
@@ -49,6 +55,7 @@ def _update(section: str, optim: str) -> dict[str, by.Rule]:
     }
 
 
+_EVERY = (by.when, by.evaluates, (by.but, "trainer.eval_every", None, -1, 0))
 _MANAGERS = ("naive", "batch", "prime", "dapo")
 #: Settings of the actor that are the algorithm's here.
 _OF_ALGORITHMS = (
@@ -59,14 +66,17 @@ NAMES: dict[str, by.Rule] = {
     "data.train_files": (by.source, "data.train"),
     "data.val_files": (by.source, "data.eval"),
     "data.train_batch_size": by.batch_size,
-    "data.gen_batch_size": (by.when, "data.train_batch_size", (by.unless, by.FILTERS, "data.batch_size"), None),
+    "data.gen_batch_size": (by.when, "data.train_batch_size", (by.when, by.FILTERS, "data.batch_size", *by.OFF), None),
     "data.max_response_length": f"{ROLLOUT}.max_new_tokens",
     "data.filter_overlong_prompts": (by.on, {"data.truncation": "drop"}),
-    "data.truncation": (by.unless, "data.filter_overlong_prompts", "data.truncation"),
+    "data.truncation": (by.when, "data.filter_overlong_prompts", "data.truncation", *by.OFF),
     "data.prompt_key": "data.prompt_column",
     "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
     "data.reward_fn_key": (by.only, "a reward reads any column by its name", "data_source"),
-    "data.trust_remote_code": (by.on, (by.unless, f"{MODEL}.trust_remote_code", {f"{MODEL}.trust_remote_code": True})),
+    "data.trust_remote_code": (
+        by.on,
+        (by.when, f"{MODEL}.trust_remote_code", {f"{MODEL}.trust_remote_code": True}, *by.OFF),
+    ),
     f"{MODEL}.tokenizer_path": f"{MODEL}.tokenizer",
     f"{MODEL}.torch_dtype": f"{MODEL}.dtype",
     f"{MODEL}.fused_kernel_options.impl_backend": lambda value, get: (
@@ -91,10 +101,13 @@ NAMES: dict[str, by.Rule] = {
     f"{ACTOR}.kl_loss_type": (by.when, f"{ACTOR}.use_kl_loss", by.kl_estimator),
     f"{ACTOR}.fsdp_config.grad_offload": (by.on, {f"{ACTOR}.fsdp_config.optimizer_offload": True}),
     f"{ACTOR}.fsdp_config.model_dtype": f"{MODEL}.dtype",
-    "actor_rollout_ref.hybrid_engine": (by.unless, by.is_streamed, (by.on, {"trainer.max_staleness": 1}, False)),
+    "actor_rollout_ref.hybrid_engine": (by.when, by.is_streamed, (by.on, {"trainer.max_staleness": 1}, False), False),
     f"{ASYNC}.require_batches": {},
     f"{ASYNC}.trigger_parameter_sync_step": {},
-    f"{ASYNC}.staleness_threshold": by.staleness,
+    # A share of samples there, whole steps here.
+    f"{ASYNC}.staleness_threshold": lambda value, get: {
+        "trainer.max_staleness": ceil(value) if isinstance(value, int | float) else value
+    },
     f"{ASYNC}.partial_rollout": (by.only, "unfinished responses go on with new weights: leave it out", True),
     f"{ASYNC}.use_rollout_log_probs": (
         by.when,
@@ -102,9 +115,11 @@ NAMES: dict[str, by.Rule] = {
         lambda value, get: by.only(bool(value), get, by.OLD_PROBS, True),
     ),
     f"{ASYNC}.compute_prox_log_prob": {},
-    "rollout.total_rollout_steps": by.rollout_steps,
+    "rollout.total_rollout_steps": lambda value, get: {
+        "trainer.total_steps": max(1, value // by.prompts_of(get)) if isinstance(value, int) else value
+    },
     "rollout.total_epochs": (by.when, "rollout.total_rollout_steps", "trainer.total_epochs", None),
-    "rollout.test_freq": (by.when, by.evaluates, (by.but, "trainer.eval_every", None, -1, 0)),
+    "rollout.test_freq": _EVERY,
     f"{ROLLOUT}.name": by.engine,
     f"{ROLLOUT}.rollout_per_device_batch_size": f"{ROLLOUT}.max_num_seqs",
     f"{ROLLOUT}.top_k": (by.but, f"{ROLLOUT}.top_k", 0, -1),
@@ -114,7 +129,11 @@ NAMES: dict[str, by.Rule] = {
     f"{ROLLOUT}.response_length": (by.same_as, "data.max_response_length", "write data.max_response_length"),
     f"{ROLLOUT}.val_kwargs.n": (by.when, by.evaluates, "trainer.eval_n"),
     f"{ROLLOUT}.val_kwargs.do_sample": (by.when, by.evaluates, (by.on, by.SAMPLED)),
-    f"{ROLLOUT}.val_kwargs.temperature": (by.when, by.evaluates, by.eval_temperature),
+    f"{ROLLOUT}.val_kwargs.temperature": (
+        by.when,
+        by.evaluates,
+        lambda value, get: {"trainer.eval_temperature": value if get(f"{ROLLOUT}.val_kwargs.do_sample") else 0.0},
+    ),
     f"{ROLLOUT}.val_kwargs.top_p": (by.when, by.evaluates, "trainer.eval_top_p"),
     f"{ROLLOUT}.val_kwargs.top_k": (by.when, by.evaluates, (by.but, "trainer.eval_top_k", 0, -1)),
     **_update("critic", "critic.optim"),
@@ -128,11 +147,21 @@ NAMES: dict[str, by.Rule] = {
     "algorithm.kl_penalty": (by.when, by.KL_IN_REWARD, by.kl_estimator),
     "algorithm.kl_ctrl.type": (by.when, by.KL_IN_REWARD, (by.on, {"algorithm.kl_target": None}, "fixed")),
     "algorithm.kl_ctrl.kl_coef": (by.when, by.KL_IN_REWARD, "algorithm.kl_coef"),
-    "algorithm.kl_ctrl.horizon": (by.when, by.adapts, "algorithm.kl_horizon"),
-    "algorithm.kl_ctrl.target_kl": (by.when, by.adapts, "algorithm.kl_target"),
+    **{
+        f"algorithm.kl_ctrl.{theirs}": (
+            by.when,
+            by.KL_IN_REWARD,
+            (by.when, "algorithm.kl_ctrl.type", f"algorithm.{name}", "adaptive"),
+        )
+        for theirs, name in (("horizon", "kl_horizon"), ("target_kl", "kl_target"))
+    },
     by.FILTERS: {},
     "algorithm.filter_groups.metric": by.filter_metric,
-    "algorithm.filter_groups.max_num_gen_batches": (by.when, by.FILTERS, by.rollouts),
+    "algorithm.filter_groups.max_num_gen_batches": (
+        by.when,
+        by.FILTERS,
+        lambda value, get: {"trainer.max_resamples": value - 1 if value > 0 else 2**31 - 1},
+    ),
     f"{CORRECTION}.rollout_is": (by.when, by.corrects, "algorithm.rollout_is"),
     f"{CORRECTION}.rollout_is_threshold": (by.when, by.corrects, "algorithm.rollout_is_threshold"),
     f"{CORRECTION}.rollout_is_batch_normalize": (by.when, by.corrects, "algorithm.rollout_is_normalize"),
@@ -141,7 +170,9 @@ NAMES: dict[str, by.Rule] = {
     f"{CORRECTION}.rollout_rs_threshold_lower": (by.when, f"{CORRECTION}.rollout_rs", "algorithm.rollout_rs_lower"),
     f"{CORRECTION}.loss_type": (by.only, "write algorithm.name of such a loss, or leave it out", "ppo_clip"),
     f"{CORRECTION}.bypass_mode": {},
-    "custom_reward_function.path": by.reward,
+    "custom_reward_function.path": lambda value, get: (
+        {"reward.path": f"{value}:{get('custom_reward_function.name') or 'compute_score'}"} if value else {}
+    ),
     "custom_reward_function.name": {},
     "reward_model.enable": {},
     "reward_model.model.path": by.reward_model,
@@ -150,13 +181,14 @@ NAMES: dict[str, by.Rule] = {
     "reward_model.reward_kwargs.max_resp_len": {},
     **{f"{section}.{key}": {} for section in by.OVERLONG for key in ("enable", "len", "penalty_factor")},
     "trainer.total_training_steps": "trainer.total_steps",
-    "trainer.total_epochs": (by.unless, by.is_by_steps, "trainer.total_epochs"),
-    "trainer.save_freq": (by.but, "trainer.save_every", None, -1, 0),
-    "trainer.test_freq": (
-        by.unless,
-        by.is_streamed,
-        (by.when, by.evaluates, (by.but, "trainer.eval_every", None, -1, 0)),
+    "trainer.total_epochs": (
+        by.when,
+        lambda get: by.is_streamed(get) or (by.is_theirs(get) and get("trainer.total_training_steps") is not None),
+        "trainer.total_epochs",
+        False,
     ),
+    "trainer.save_freq": (by.but, "trainer.save_every", None, -1, 0),
+    "trainer.test_freq": (by.when, by.is_streamed, _EVERY, False),
     "trainer.val_before_train": (
         by.when,
         by.evaluates,
@@ -164,7 +196,13 @@ NAMES: dict[str, by.Rule] = {
     ),
     "trainer.val_only": (by.on, {"trainer.total_steps": 0}),
     "trainer.logger": by.loggers,
-    "trainer.project_name": (by.when, by.has_projects, "trainer.project"),
+    "trainer.project_name": (
+        by.when,
+        lambda get: any(
+            name in (get("trainer.logger") or get("trainer.loggers") or ()) for name in ("wandb", "trackio", "mlflow")
+        ),
+        "trainer.project",
+    ),
     "trainer.experiment_name": lambda value, get: {
         "trainer.run_name": re.sub(r"[^\w.-]+", "-", str(value)).strip("-.")
     },
@@ -174,7 +212,9 @@ NAMES: dict[str, by.Rule] = {
     f"{ROLLOUT}.tensor_model_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
     "trainer.n_gpus_per_node": by.gpus,
     "trainer.critic_warmup": (by.only, "there is no such phase here: leave it out", 0),
-    "trainer.resume_mode": by.resume,
+    "trainer.resume_mode": lambda value, get: (
+        {"trainer.resume": False} if value == "disable" else by.only(value, get, by.GO_ON, "auto")
+    ),
     "trainer.resume_from_path": (by.when, "trainer.resume_mode", (by.only, by.GO_ON, None), "resume_path"),
 }
 #: Their names that are ours, too, and mean the same.

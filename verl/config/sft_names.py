@@ -22,7 +22,7 @@ _MOVED = {
     "data.micro_batch_size_per_gpu": f"{_ACTOR}.micro_batch_size",
     "trainer.checkpoint.": f"{_ACTOR}.checkpoint.",
 }
-#: Prefixes of keys that `_rows` or `_refused` reads, or that have no effect there either.
+#: Prefixes of keys that `_rows` or `of_sft` reads, or that have no effect there either.
 _NOT_MOVED = (
     "data.micro_batch_size", "data.balance_dp_token", "data.prompt_", "data.response_", "data.multiturn.",
     "data.max_length", "data.truncation",
@@ -44,12 +44,12 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def of_sft(values: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+def of_sft(values: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, Any, object]]]:
     """Translate settings of that trainer, by their keys.
 
     Returns:
         The settings and the trainer's defaults, by the names that other scripts use: each as (key of that trainer,
-        value). And a message for each setting that is refused.
+        value). And the settings that are refused, because they mean something else there: key, value and what to write.
     """
     moved: dict[str, tuple[str, Any]] = {}
     for name, value in values.items():
@@ -61,7 +61,14 @@ def of_sft(values: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Any]], list[
         defaults[f"{_ACTOR}.strategy"] = "fsdp"
     for name, value in defaults.items():
         moved.setdefault(name, ("algorithm.name", value))  # a key that its files lack: defaults have no line there
-    return moved, [*_refused(values.get)]
+    refused: list[tuple[str, Any, object]] = []
+    if (cut := values.get("data.truncation")) not in (None, "error"):
+        why = "it is of prompt and response together: write data.max_prompt_length and data.max_response_length"
+        refused.append(("data.truncation", cut, f"{why}, or leave it out"))
+    if (steps := values.get("trainer.total_training_steps")) is not None:
+        why = "the schedule is of total_epochs there, whatever it says: write trainer.total_epochs"
+        refused.append(("trainer.total_training_steps", steps, why))
+    return moved, refused
 
 
 def _rows(get: Callable[[str], Any]) -> dict[str, Any]:
@@ -74,19 +81,3 @@ def _rows(get: Callable[[str], Any]) -> dict[str, Any]:
         name, keys_within = get(f"data.{theirs}_key") or default, get(f"data.{theirs}_dict_keys") or []
         columns[ours] = ".".join([name, *keys_within])
     return {"data.columns": columns, "data.chat": True}
-
-
-def _refused(get: Callable[[str], Any]) -> list[str]:
-    """Messages for the settings that mean something else there than any setting here."""
-    refused = []
-    if (cut := get("data.truncation")) not in (None, "error"):
-        refused.append(
-            f"data.truncation: {cut!r} is not taken: it is of prompt and response together: write "
-            "data.max_prompt_length and data.max_response_length, or leave it out"
-        )
-    if (steps := get("trainer.total_training_steps")) is not None:
-        refused.append(
-            f"trainer.total_training_steps: {steps!r} is not taken: the schedule is of total_epochs there, whatever it "
-            "says: write trainer.total_epochs"
-        )
-    return refused

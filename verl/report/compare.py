@@ -19,7 +19,8 @@ from typing import Any
 from urllib.parse import quote
 
 from verl._base.schemas import SETTINGS, check_run_schema
-from verl.config.load import flat, read_settings
+from verl.config.document import flat
+from verl.config.load import read_settings
 from verl.errors import ConfigError, DataError
 from verl.report.page import FIRST, duration, gain_text, headline, meanings, value_text, write_page
 from verl.report.reading import (
@@ -101,10 +102,10 @@ def grouped(runs: Sequence[Path]) -> list[Group]:
         if not curves:
             raise DataError(f"{run} has no metrics of a run: name run directories, such as runs/latest")
         try:
-            content = read_settings(run / "config.yaml")
+            content = read_settings(run / "config.yaml")[0]
         except ConfigError:
             content = {}
-        settings = {key: value for key, value in flat(content) if key not in _NOT_SETTINGS}
+        settings = {key: value for key, value in flat(content) if value != {} and key not in _NOT_SETTINGS}
         group = next((one for one in groups if settings and one.settings == settings), None)
         if group is None:
             groups.append(group := Group(settings))

@@ -36,7 +36,8 @@ import jinja2
 
 from verl._base.durable import write_atomic
 from verl._base.schemas import check_run_schema
-from verl.config.load import flat, read_settings
+from verl.config.document import flat
+from verl.config.load import read_settings
 from verl.errors import ConfigError, DataError
 from verl.report.reading import (
     MAX_POINTS,
@@ -75,7 +76,7 @@ FIRST = (
 SHARES = ("accuracy", "pairs/accuracy")
 _LOG_TAIL = 4000
 #: The settings of a file, parsed once for all pages of a live run as long as its text is the same.
-_settings_of = lru_cache(maxsize=2)(lambda config, text: dict(flat(read_settings(config))))
+_settings_of = lru_cache(maxsize=2)(lambda config, text: dict(flat(read_settings(config)[0])))
 
 
 def write_report(run_dir: str | Path, *, live: bool = False) -> Path:

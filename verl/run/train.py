@@ -25,7 +25,7 @@ from verl._host.user_functions import new_user_files
 from verl.batch import Batch
 from verl.cluster.controller import Controller
 from verl.config import Config, config_hash, run_id, to_yaml
-from verl.config.load import flat
+from verl.config.document import flat
 from verl.config.schema import KL
 from verl.data.prefetch import Loader
 from verl.data.prompts import PromptDataset
@@ -185,7 +185,7 @@ def _open_trainer(
             settings.loggers,
             run_id=run.path.name,
             project=settings.project,
-            config=dict(flat(masked_settings(config.model_dump(mode="json")))),
+            config={key: value for key, value in flat(masked_settings(config.model_dump(mode="json"))) if value != {}},
             total_steps=settings.total_steps,
             resume_step=-1 if step is None and run.status == "resumed" else step,
             eval_every=None if config.data.eval is None else settings.eval_every or max(settings.total_steps, 1),
