@@ -224,21 +224,15 @@ class BaseAlgorithm(ABC):
     def compute_loss(self, x: LossInput) -> Loss:
         """Loss of one micro-batch, additive: a sum over what is in `x` over counts of the whole mini-batch."""
 
-    def compute_critic_loss(self, x: LossInput) -> Loss:
-        """Loss of the critic from `x.values` and the columns `values` and `returns`; for algorithms with that role."""
-        raise NotImplementedError(f"{type(self).__name__} has no critic")
-
-    def compute_cost_critic_loss(self, x: LossInput) -> Loss:
-        """The same for the cost critic; its columns are `cost_values` and `cost_returns`."""
-        raise NotImplementedError(f"{type(self).__name__} has no cost critic")
-
     def objective(self, role: str) -> RoleObjective:
-        """The loss of a trained role ("actor", "critic", "cost_critic") minimises.
+        """The loss that the update of a trained role minimises: `compute_loss` of the actor, `compute_critic_loss(x)`
+        of the critic, from `x.values` and the columns `values` and `returns`, and `compute_cost_critic_loss(x)` of the
+        cost critic, whose columns are `cost_values` and `cost_returns`.
 
         Raises:
             ConfigError: the algorithm does not train that role.
         """
-        if role not in self.roles or role not in _LOSSES:
+        if role not in self.roles or not hasattr(self, _LOSSES.get(role, ("",))[0]):
             raise ConfigError(f"algorithm '{self.name or type(self).__name__}' does not train a '{role}'")
         return RoleObjective(self, role)
 

@@ -48,7 +48,6 @@ def kl_estimate(
     Args:
         bound: of the exponent in k3, in nats. Beyond it k3 grows linearly, and its gradient stays that at the bound.
     """
-    check_estimator(estimator)
     name, difference = estimator.removesuffix("+"), log_probs - ref_log_probs
     k2, kind = 0.5 * difference.square(), _ALIASES.get(name, name)
     if kind == "k3":

@@ -288,18 +288,14 @@ class ORPO(WithoutReference):
         return aggregation_weights(responses.written & chosen, responses.sequence, responses.rows)
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
-        return -self.beta * logsigmoid(log_odds)
+        # log(1 - exp(x)) for x <= 0, finite at 0, with a gradient there.
+        others = [torch.log1p(-bounded(x, -math.inf, -1e-7).exp()) for x in (chosen, rejected)]
+        return -self.beta * logsigmoid((chosen - rejected) - (others[0] - others[1]))
 
     def compute_loss(self, x: LossInput) -> Loss:
         loss = super().compute_loss(x)
         likelihood = -(x.weights * torch.where(x.weights != 0, self.needed_log_probs(x), 0.0)).sum()
         return Loss(total=loss.total + likelihood, metrics={**loss.metrics, "loss/sft": likelihood.detach()})
-
-
-def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, finite at 0, with a gradient there."""
-    return torch.log1p(-bounded(x, -math.inf, -1e-7).exp())
 
 
 @register_algorithm("reward_model")

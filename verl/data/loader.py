@@ -53,29 +53,24 @@ class PromptLoader(Iterator[Batch]):
         self.end: int | None = None
         #: None: every prompt is drawn once an epoch.
         self.pools: Pools | None = None
-        self._walk: _DatasetWalk | _StreamWalk
+        self.walk: _DatasetWalk | _StreamWalk
         if isinstance(data, PromptStream):
-            self._walk = _StreamWalk(data)
+            self.walk = _StreamWalk(data)
         else:
             self.pools = None if pools is None else Pools(PoolOptions.of(pools, "pools"), len(data), task)
-            self._walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
+            self.walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
 
     def __next__(self) -> Batch:
         count = self.batch_size
-        if isinstance(self._walk, _DatasetWalk) and self.pools is None:
-            count = self._walk.left_of(self.end, count)
+        if isinstance(self.walk, _DatasetWalk) and self.pools is None:
+            count = self.walk.left_of(self.end, count)
         return self.take(count)
 
     def take(self, count: int) -> Batch:
         """The next `count` prompts, as `next` would give them."""
-        visits, batch = self._walk.visit(count)
+        visits, batch = self.walk.visit(count)
         ids = [f"e{epoch}.{row}" for epoch, row in visits]
         return batch.add({"id": ids, "group": ids})
-
-    def read_ahead(self, seconds: float) -> None:
-        """From now on read as many rows of a stream as were taken last while these are used, with this deadline."""
-        if not isinstance(self._walk, _DatasetWalk):
-            self._walk.reads_ahead = seconds
 
     def note(self, scores: Mapping[str, Sequence[float | None]]) -> None:
         """Tell how the samples of drawn prompts scored, by the prompts' `group`; others are not."""
@@ -86,7 +81,7 @@ class PromptLoader(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next prompt, as JSON."""
-        return self._walk.state_dict() | ({} if self.pools is None else {"pooled": self.pools.state_dict()})
+        return self.walk.state_dict() | ({} if self.pools is None else {"pooled": self.pools.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at a position from `state_dict`.
@@ -94,11 +89,11 @@ class PromptLoader(Iterator[Batch]):
         Raises:
             DataError: the state belongs to other prompts, or to another seed, order or pools.
         """
-        if self.pools is None and "pools" in state and isinstance(self._walk, _DatasetWalk):
+        if self.pools is None and "pools" in state and isinstance(self.walk, _DatasetWalk):
             raise DataError(
                 f"the saved place in {self.data.name} was drawn with pools ({state['pools']}): give the same"
             )
-        self._walk.load_state_dict(state)
+        self.walk.load_state_dict(state)
         if self.pools is not None:
             self.pools.load_state_dict(state.get("pooled"))
 
@@ -110,6 +105,7 @@ class _DatasetWalk(Cursor):
             identity["pools"] = pools.options.model_dump()
         super().__init__(len(data), seed=seed, shuffle=shuffle, name=data.name, data=identity)
         self.data, self.pools = data, pools
+        self.reads_ahead: float | None = None  # all rows are here
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
@@ -129,7 +125,7 @@ class _StreamWalk:
         self.epoch = self.position = 0
         self._rows: RowsAhead | None = None
         self._mark: Any = None  # of the last row
-        #: Seconds that rows may take which are read ahead; None: none are.
+        #: Seconds that rows may take which are read while those taken last are used, as many as these; None: none are.
         self.reads_ahead: float | None = None
 
     def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:

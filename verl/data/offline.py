@@ -202,11 +202,11 @@ class OfflineDatasetLoader(Iterator[Batch]):
 def _rows(kind: str, form: PromptForm, fields: dict[str, Any], number: int, where: str) -> list[dict[str, Any]]:
     """The rows that one row of the data becomes."""
     if kind == "experience":
-        return [{key: value for key, value in fields.items() if value is not None}]
+        return [fields]
     if kind == "pairs":
         chosen, rejected = fields.pop("chosen"), fields.pop("rejected")
         prompt = fields.pop("prompt", None)
-        parts = [name for name in _PARTS_OF_PROMPTS if fields.get(name) is not None]
+        parts = [name for name in _PARTS_OF_PROMPTS if name in fields]
         if prompt is None and parts and isinstance(chosen, str):
             raise DataError(
                 f"{where} has no prompt, and {' and '.join(parts)} beside the replies: what both of these begin "
@@ -221,20 +221,19 @@ def _rows(kind: str, form: PromptForm, fields: dict[str, Any], number: int, wher
     row: dict[str, Any] = {"id": str(number), "group": str(number)}
     if kind == "demonstrations" and _is_text(fields):
         text = fields.pop("text")
-        return [{**row, **{k: v for k, v in fields.items() if v is not None}, "response": text}]
+        return [{**row, **fields, "response": text}]
     if kind == "labels":
         label = fields.pop("label")
         if label not in (True, False):
             raise DataError(f"{where}: label is true or false (1 or 0), not {shown(label)}")
         row["label"] = float(label)
-    if fields.get("prompt") is None:
+    if "prompt" not in fields:
         messages = fields.pop("messages")
         if kind == "demonstrations":
             return [{**row, **_turns(form, messages, fields, where)}]
         fields["prompt"], response = messages[:-1], messages[-1:]
     else:
-        name = next(name for name in _RESPONSES if fields.get(name) is not None)
-        response = fields.pop(name)
+        response = fields.pop(next(name for name in _RESPONSES if name in fields))
     prompted = form.row(fields, where)
     return [{**row, **prompted, **_response(response, prompted, where)}]
 
@@ -268,8 +267,7 @@ def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> tuple[list[int], 
 
 
 def _is_text(fields: Mapping[str, Any]) -> bool:
-    has = {name for name, value in fields.items() if value is not None}
-    return "text" in has and not has & {"prompt", "messages", *_RESPONSES}
+    return "text" in fields and not fields.keys() & {"prompt", "messages", *_RESPONSES}
 
 
 def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) -> tuple[str, Batch]:
@@ -282,12 +280,12 @@ def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) 
         where = f"{name}, row {number}"
         value = _renamed(value, columns, where)
         fields = _fields(value, where)
-        kind = kind or _kind(fields)
+        of_row = _kind(fields)
+        kind = kind or of_row
         if kind is None:
             raise DataError(f"{name}: columns {sorted(value)} are none of: {_KINDS}")
-        if _kind(fields) != kind:
-            filled = sorted(name for name, item in fields.items() if item is not None)
-            raise DataError(f"{where} is no row of {kind} like those before it: it has values in {filled}")
+        if of_row != kind:
+            raise DataError(f"{where} is no row of {kind} like those before it: it has values in {sorted(fields)}")
         rows += _rows(kind, form, fields, number, where)
         files.append(file)
     if kind is None:
@@ -325,15 +323,14 @@ def _apart(names: list[str | None], files: Sequence[Hashable]) -> list[str | Non
 
 
 def _kind(fields: Mapping[str, Any]) -> str | None:
-    has = {name for name, value in fields.items() if value is not None}
-    if {"prompt_tokens", "response_tokens"} <= has:
+    if {"prompt_tokens", "response_tokens"} <= fields.keys():
         return "experience"
-    if {"chosen", "rejected"} <= has:
+    if {"chosen", "rejected"} <= fields.keys():
         return "pairs"
     messages: Any = fields.get("messages")
     is_answered = is_messages(messages) and len(messages) > 1 and messages[-1]["role"] == "assistant"
-    if is_answered or ("prompt" in has and has.intersection(_RESPONSES)):
-        return "labels" if "label" in has else "demonstrations"
+    if is_answered or ("prompt" in fields and not fields.keys().isdisjoint(_RESPONSES)):
+        return "labels" if "label" in fields else "demonstrations"
     return "demonstrations" if _is_text(fields) and isinstance(fields["text"], str) else None
 
 
@@ -364,19 +361,20 @@ def _part(row: Any, name: str) -> Any:
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:
+    """The columns of a row that it has a value in, under their usual names."""
     if not isinstance(value, Mapping):
         raise DataError(
             f"{where} is a {type(value).__name__}, not a mapping of columns such as an OfflineDatasetLoader takes"
         )
-    row = {name: chat_of(item, f"{where}: column '{name}'") if name in (*_RESPONSES, "chosen", "rejected") else item
-           for name, item in readable_row(value, where).items()}  # fmt: skip
-    fields = usual_row(row, where)
-    has = {name for name, item in fields.items() if item is not None}
-    replies = {"chosen", "rejected"} <= has or (has.intersection(_RESPONSES) and "messages" not in has)
-    if replies and not has & {"prompt", "prompt_tokens"}:
-        question = next((name for name in _QUESTIONS if name in has), None)
-        if question is not None:
-            fields["prompt"] = fields.pop(question)
+    fields = {name: item for name, item in readable_row(value, where).items() if item is not None}
+    for name in fields.keys() & {*_RESPONSES, "chosen", "rejected"}:
+        fields[name] = chat_of(fields[name], f"{where}: column '{name}'")
+    fields = usual_row(fields, where)
+    has = fields.keys()
+    replies = {"chosen", "rejected"} <= has or ("messages" not in has and not has.isdisjoint(_RESPONSES))
+    question = next((name for name in _QUESTIONS if name in has), None)
+    if replies and question is not None and not has & {"prompt", "prompt_tokens"}:
+        fields["prompt"] = fields.pop(question)
     return fields
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import tee
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,14 +30,6 @@ DataT = TypeVar("DataT")
 _END = object()
 
 
-class Source(Protocol):
-    """A loader that gives batches of any size, such as `PromptLoader` and `OfflineDatasetLoader`."""
-
-    def take(self, count: int) -> Batch: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class TaskLoader(Iterator[dict[str, Batch]]):
     """Batches without end, each a mapping of tasks to their prompts.
 
@@ -45,7 +37,7 @@ class TaskLoader(Iterator[dict[str, Batch]]):
     draw that depends on the seed and the number of the batch alone (systematic sampling, Madow 1944).
 
     Args:
-        sources: by task.
+        sources: by task, loaders that give batches of any size: `PromptLoader`, `OfflineDatasetLoader`.
         shares: relative to each other; None: equal.
         batch_size: prompts of all tasks together.
 
@@ -55,7 +47,7 @@ class TaskLoader(Iterator[dict[str, Batch]]):
 
     @checked
     def __init__(
-        self, sources: Mapping[str, Source], shares: Weights | None = None, *, batch_size: Count, seed: int = 0
+        self, sources: Mapping[str, Any], shares: Weights | None = None, *, batch_size: Count, seed: int = 0
     ) -> None:
         if not sources:
             raise ConfigError("TaskLoader.sources: a batch has prompts of at least 1 task, not of none")
@@ -102,7 +94,7 @@ class TaskLoader(Iterator[dict[str, Batch]]):
 
     def take(self, name: str, count: int) -> Batch:
         """The next prompts of one task; `id` and `group` begin with its name."""
-        batch = self.sources[name].take(count)
+        batch: Batch = self.sources[name].take(count)
         names = {column: [f"{name}.{old}" for old in batch[column]] for column in ("id", "group")}
         return batch.drop(names).add(names)
 
@@ -301,7 +293,7 @@ def read_once(data: Mapping[str, DataT]) -> dict[str, DataT]:
     for name, stream in data.items():
         if isinstance(stream, PromptStream) and counts[id(stream.source)] > 1:
             source = shared.setdefault(id(stream.source), SharedSource(stream.source))
-            streams[name] = replace(stream, source=source.reader())
+            streams[name] = replace(stream, source=_Reader(source))
     return streams
 
 
@@ -311,13 +303,9 @@ class SharedSource:
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source, self._lock = source, threading.Lock()
-        self._readers: list[_Reader] = []
+        self.readers: list[_Reader] = []
         #: Its epoch, and the readers that have it: all read copies of one iterator.
         self._latest: tuple[int, list[_Reader]] = (-1, [])
-
-    def reader(self) -> _Reader:
-        self._readers.append(_Reader(self))
-        return self._readers[-1]
 
     def rows(self, reader: _Reader, epoch: int) -> Iterator[Any]:
         """All rows of an epoch, from the first."""
@@ -328,23 +316,23 @@ class SharedSource:
                 self._begin(epoch)
             reader.begun.add(epoch)
             rows = reader.passes[epoch]
-        while (row := self._next(rows)) is not _END:
+        while True:
+            with self._lock:
+                row = next(rows, _END)
+            if row is _END:
+                return
             yield row
 
     def _begin(self, epoch: int) -> None:
         last, readers = self._latest
         for unread in [each.passes[last] for each in readers if last in each.passes][:1]:
             deque(copy(unread), maxlen=0)
-        readers = [each for each in self._readers if epoch not in each.passes and each.epoch <= epoch]
+        readers = [each for each in self.readers if epoch not in each.passes and each.epoch <= epoch]
         self._latest = (epoch, readers)
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
         for each, rows in zip(readers, tee(self._source, len(readers)), strict=True):
             each.passes[epoch] = rows
-
-    def _next(self, rows: Iterator[Any]) -> Any:
-        with self._lock:
-            return next(rows, _END)
 
 
 class _Reader:
@@ -356,6 +344,7 @@ class _Reader:
     """
 
     def __init__(self, shared: SharedSource) -> None:
+        shared.readers.append(self)
         self._shared, self.epoch = shared, 0
         self.begun: set[int] = set()
         self.passes: dict[int, Iterator[Any]] = {}

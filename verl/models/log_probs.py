@@ -182,18 +182,14 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if ctx.needs_input_grad[2] else None
         options: _Options = ctx.options
         to_log_probs, to_entropies = (grad.contiguous() for grad in grads)
+        results = norms, entropies, to_log_probs, None if entropies is None else to_entropies
         cut, rows, to_targets = options.cut, targets, to_log_probs
         if cut is not None:
             is_here, rows = cut.find(targets)
             to_targets = torch.where(is_here, to_log_probs, 0.0)
         for part, product in _products(hidden, weight, bias, options.chunk):
             compiled = layer_kernels(product.dtype, product.device)
-            of_part = (
-                norms[part],
-                None if entropies is None else entropies[part],
-                to_log_probs[part],
-                None if entropies is None else to_entropies[part],
-            )
+            of_part: list[Any] = [None if of is None else of[part] for of in results]
             if compiled is not None and options.softcap is None and cut is None:
                 compiled.softmax_rows_backward(product, rows[part], *product.shape, options.factor, *of_part)
             else:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError
 from verl.models.heads import ValueModel
-from verl.models.lora import has_adapters, merged_shards, save_adapter
+from verl.models.lora import merged_shards, save_adapter
 from verl.models.probe import check_export
 from verl.models.rope import own_positions
 
@@ -53,10 +53,8 @@ def save_pretrained_dir(
                 save_adapter(model, path)
             elif isinstance(model, ValueModel):
                 _save_classifier(model, path)
-            elif has_adapters(model):
-                _save_merged(model, path)
             else:
-                model.save_pretrained(path)
+                _save_merged(model, path)
     except ValueError as error:  # settings of generation that contradict each other, in a model made in Python
         raise ModelError(f"transformers does not write {type(model).__name__} to {path}: {error}") from error
     if tokenizer is not None:

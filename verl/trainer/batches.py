@@ -99,7 +99,7 @@ def read_ahead(loader: Any, trainer: Loop) -> Any:
         if not (trainer.needs_previous_step or trainer.mixture.scheduler is not None or pooled(loader)):
             return Prefetch(loader, prepare, trainer.limits.deadline)
         for source in sources_of(loader).values():
-            source.read_ahead(trainer.limits.deadline)
+            source.walk.reads_ahead = trainer.limits.deadline
     return loader
 
 
