@@ -8,7 +8,7 @@ from verl.batch import Batch
 from verl.dataflow.scores import sample_metrics, score_metrics, without_baselines
 from verl.report.samples import kl_to_reference
 from verl.trainer.evaluation import Evaluation, together
-from verl.trainer.records import joined
+from verl.trainer.tasks import joined
 
 
 def scored(task: str, rewards: list[float | None], lengths: list[int], log_prob: float, tool: int = 0) -> Batch:

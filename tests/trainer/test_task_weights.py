@@ -16,7 +16,7 @@ import verl
 from tests.properties import examples
 from tests.trainer.test_tasks import loader, tasks, trainer_of
 from verl.errors import CheckpointError, ConfigError
-from verl.trainer.mixture import Mixture
+from verl.trainer.tasks import Mixture
 from verl.utils import DynamicTaskWeightScheduler
 
 NAMES = ("a", "b", "c")

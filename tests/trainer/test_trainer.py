@@ -19,7 +19,7 @@ from verl.data.buffers import DiskBuffer
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.report.samples import permuted
 from verl.roles.layouts import by_workers, lay_out
-from verl.trainer.records import check_learned
+from verl.trainer.loop import check_learned
 from verl.training.options import OptimConfig
 from verl.weights.shard import checksum
 

@@ -1,8 +1,7 @@
 """When things happen: a step and the loop of them, asynchronous and interleaved training, evaluation, the guard.
 
-Reading order: `step`, `trainer`, `task`, `tasks`, `runner`, `options`, `loop`, `pipeline`, `expression`, `mixture`,
-`evaluation`, `guard`, `asynchronous`, `interleaved`, `ppo_trainer`, `calls`, `batches`, `signals`,
-`records`.
+Reading order: `step`, `trainer`, `task`, `tasks`, `runner`, `options`, `loop`, `pipeline`, `expression`, `evaluation`,
+`guard`, `asynchronous`, `interleaved`, `ppo_trainer`, `calls`, `batches`, `signals`.
 """
 
 from verl._base.later import later

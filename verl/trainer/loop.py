@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -20,18 +21,17 @@ from verl.data.prefetch import Loader, Prefetch
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.nodes import log_prob_nodes
-from verl.errors import CheckpointError, ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.report.samples import kl_to_reference
 from verl.report.sinks import Logger, open_logger, run_directory, set_aside
 from verl.roles.actor import Actor
 from verl.trainer.batches import as_loader, next_batch, one_pass, read_ahead
 from verl.trainer.evaluation import Evaluation, HeldOut
-from verl.trainer.mixture import Mixture
 from verl.trainer.options import TrainerOptions
-from verl.trainer.records import check_learned
 from verl.trainer.runner import Run
 from verl.trainer.signals import StopSignal
 from verl.trainer.step import draw
+from verl.trainer.tasks import Mixture
 
 if TYPE_CHECKING:
     from verl.data.buffers import Buffer
@@ -381,3 +381,65 @@ class Loop:
                 f"{checkpoint.path} is of asynchronous training, with prompts and samples on their way that a "
                 "synchronous trainer would lose: go on with AsyncTrainer (trainer.max_staleness)"
             )
+
+
+def check_learned(trainer: Loop, record: Mapping[str, Any]) -> None:
+    """For the end of training, whose last record is given.
+
+    Raises:
+        RewardError, RolloutError: see `Trainer.check_failures`.
+        TrainingError: there were updates, and none has changed the policy. Of one alone whose samples have no gradient,
+            or are all rejected, a warning tells: it may be chance.
+    """
+    trainer.check_failures()
+    last = None if trainer.held_out is None else trainer.held_out.last
+    if last is not None and not trainer.steps and last["metrics"][last["headline"]] is None:
+        raise TrainingError("the evaluation found nothing: no held-out sample has a reward (the warnings say why)")
+    if not trainer.idle or trainer.updates:
+        return
+    sources = [task.sources["reward"] for task in trainer.tasks.values() if "reward" in task.sources]
+    names = ", ".join(f"'{reward.source.name}'" for reward in sources)
+    if math.isnan(record.get("reward", 0.0)):
+        cause = f"reward {names} gave no finite number for any sample of the last step"
+    elif record.get("grad_norm/actor") == 0 and "update/empty" not in record:
+        cause = "no token had a gradient other than 0"
+        cause += f": reward {names} gave the samples of a prompt one number" if names else ""
+    elif trainer.skipped:
+        cause = "the loss or its gradient was not finite: lower the learning rate, or train in float32"
+    else:
+        names = ", ".join(f"'{task.algorithm.name}'" for task in trainer.tasks.values())
+        cause = f"algorithm {names} found no sample to learn from"
+    # Samples of one update may score alike by chance.
+    if trainer.idle == 1 and not trainer.skipped and not math.isnan(record.get("reward", 0.0)):
+        logger.warning("the only update did not change the policy: %s", cause)
+        return
+    raise TrainingError(f"nothing was learned, none of {trainer.idle} updates changed the policy: {cause}")
+
+
+def check_finite(trainer: Loop, metrics: Mapping[str, Any]) -> None:
+    """Count updates that were not finite.
+
+    Raises:
+        TrainingError: too many in a row; the trainer is back at the last good checkpoint, if it has one.
+    """
+    trainer.skipped = trainer.skipped + 1 if skipped_roles(metrics) else 0
+    if trainer.skipped < trainer.limits.max_skipped_updates:
+        return
+    text = (
+        f"{trainer.skipped} updates in a row had a loss or gradient that is not finite (step {trainer.steps + 1}): "
+        "lower the learning rate, look at the rewards, or train in float32"
+    )
+    if trainer.checkpoints is not None and (step := trainer.checkpoints.last_good(trainer)) is not None:
+        trainer.rollback(step)
+        text += f". The weights and the newest checkpoint are those of step {step}"
+    raise TrainingError(text)
+
+
+def skipped_roles(metrics: Mapping[str, Any]) -> set[str]:
+    """Models of which no optimizer step was finite, such as "actor" or "task/math/critic"."""
+    roles = set()
+    for name, skipped in metrics.items():
+        before, part, role = name.partition("update/skipped/")
+        if part and skipped and skipped >= metrics.get(f"{before}update/steps/{role}", skipped):
+            roles.add(before + role)
+    return roles

@@ -41,14 +41,12 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
 from verl.tasks.file import check_permuted
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, together
-from verl.trainer.loop import Loop
-from verl.trainer.mixture import Mixture
+from verl.trainer.loop import Loop, check_finite, skipped_roles
 from verl.trainer.options import OTHERS, BufferOptions, CheckpointOptions, LimitOptions, LoggingOptions, TrainerOptions
-from verl.trainer.records import check_finite, joined, skipped_roles
 from verl.trainer.runner import Run
 from verl.trainer.step import learn
 from verl.trainer.task import Samples, Task
-from verl.trainer.tasks import critics_of, tasks_of
+from verl.trainer.tasks import Mixture, critics_of, joined, tasks_of
 from verl.weights.layout import Mesh
 
 if TYPE_CHECKING:
