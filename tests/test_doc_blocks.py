@@ -17,7 +17,7 @@ import verl
 from tests.test_docs import PAGES, ROOT
 from verl.algorithms import registry
 from verl.config import load_config
-from verl.dataflow import stages
+from verl.dataflow import nodes
 from verl.errors import ConfigError
 from verl.rewards import registry as rewards
 
@@ -144,7 +144,7 @@ def of_the_package(kind: Any) -> bool:
 @pytest.mark.parametrize("name", RUN)
 def test_a_block_runs_as_it_stands(name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for known, names in ((registry, "_ALGORITHMS"), (stages, "_REGISTERED"), (rewards, "REGISTERED")):
+    for known, names in ((registry, "_ALGORITHMS"), (nodes, "_REGISTERED"), (rewards, "REGISTERED")):
         kinds = {name: kind for name, kind in getattr(known, names).items() if of_the_package(kind)}
         monkeypatch.setattr(known, names, kinds)  # without what other tests and blocks register
     scope: dict[str, Any] = {"__name__": "block", "MODEL": str(tiny)}

@@ -30,8 +30,6 @@ class Timing:
     """When a node worked: spans (start, end) in seconds since the epoch."""
 
     role: str
-    calls: int = 0
-    rows: int = 0
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -93,13 +91,7 @@ class TimedCalls:
         self._closing: list[loop.Job] = []
 
     async def in_thread(
-        self,
-        name: str,
-        function: Callable[..., T],
-        *args: Any,
-        role: str = "",
-        limit: float | None = None,
-        rows: int = 0,
+        self, name: str, function: Callable[..., T], *args: Any, role: str = "", limit: float | None = None
     ) -> T:
         """Call a plain function in the compute thread; its deadline begins when the thread gets to it."""
         limit = limit or self.deadline
@@ -107,20 +99,20 @@ class TimedCalls:
         self._running.add(job)
         await asyncio.shield(asyncio.wrap_future(job.started))
         result = within(asyncio.shield(asyncio.wrap_future(job.result)), limit)
-        value: T = await self._timed(name, role, rows, limit, result, job)
+        value: T = await self._timed(name, role, limit, result, job)
         self._running.discard(job)
         return value
 
-    async def run(self, node: Node, batch: Batch, rows: int) -> Any:
-        """`node.run(batch)`; `rows` is the length of the batch, which may have no columns."""
+    async def run(self, node: Node, batch: Batch) -> Any:
+        """`node.run(batch)`."""
         if not is_async(node.run):
-            return await self.in_thread(node.name, node.run, batch, role=node.role, limit=node.deadline, rows=rows)
+            return await self.in_thread(node.name, node.run, batch, role=node.role, limit=node.deadline)
         limit = node.deadline or self.deadline
         if is_users(node.run):  # which may block its event loop: that must not be ours
             result = within(UserCode(f"node '{node.name}'").call(limit, node.run, batch), None)
         else:
             result = within(node.run(batch), limit)
-        return await self._timed(node.name, node.role, rows, limit, result)
+        return await self._timed(node.name, node.role, limit, result)
 
     async def stream(self, node: Node, prompts: Batch) -> AsyncGenerator[Any, None]:
         """Batches of a source, each wait bounded. However it ends, the source is closed and frees its engine."""
@@ -132,7 +124,7 @@ class TimedCalls:
             while True:
                 if isinstance(stream, AsyncIterator):
                     limit = node.deadline or self.deadline
-                    value = await self._timed(node.name, node.role, 0, limit, within(anext(stream, _END), limit))
+                    value = await self._timed(node.name, node.role, limit, within(anext(stream, _END), limit))
                 else:
                     value = await self.in_thread(node.name, next, stream, _END, **options)
                 if value is _END:
@@ -167,12 +159,10 @@ class TimedCalls:
         )
 
     async def _timed(
-        self, name: str, role: str, rows: int, limit: float, result: Awaitable[Any], job: loop.Job | None = None
+        self, name: str, role: str, limit: float, result: Awaitable[Any], job: loop.Job | None = None
     ) -> Any:
         """What is awaited, with its time noted, and with errors that name it."""
         timing = self.timings.setdefault(name, Timing(role or name))
-        timing.calls += 1
-        timing.rows += rows
         start = time.perf_counter()
         try:
             return await result

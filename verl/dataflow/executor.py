@@ -159,7 +159,7 @@ class GraphRun:
             if lacking := [c for c, is_needed in node.reads.items() if rows and is_needed and c not in columns]:
                 raise DataError(f"node '{node.name}' reads {lacking}, which the samples lack: {columns!r}")
             async with self._locks[node.slot].held_by((self, node.name)):
-                value = await self._calls.run(node, columns, rows)
+                value = await self._calls.run(node, columns)
             kept, new = _written(node, columns, self._accept(node, value, rows))
         elif node.kind == "batch":
             raise DataError(f"no row is left for node '{node.name}'")
@@ -230,7 +230,6 @@ class GraphRun:
                             raise DataError(f"samples of source '{node.name}' lack {lacking}: {samples!r}")
                     elif time.monotonic() - progress > limit:
                         raise self._calls.stalled(node.name, limit, "gave no sample")
-                    self._calls.timings[node.name].rows += len(samples)
                     # A sample is a row, or several of an episode, which come together.
                     names = samples["episode" if "episode" in samples else "id"] if len(samples) else []
                     keys = names if "episode" in samples else [*enumerate(names)]

@@ -15,6 +15,7 @@ from pydantic import Field
 from verl._base.checked import checked
 from verl._base.names import check_logged
 from verl._base.record import Count, Natural, Strings
+from verl.checkpoint.directory import AutomaticCheckpoints
 from verl.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -254,6 +255,15 @@ class _Metric:
 @checked
 def add_guard(trainer: Any, guard: SafetyGuard) -> None:
     """See `Trainer.add_guard`."""
-    store = trainer.save_automatically(max(1, guard.rollback_steps // _CHECKPOINTS)).store
+    if trainer.checkpoints is None:
+        if trainer.log_dir is None:
+            raise ConfigError(
+                "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
+                "checkpoint_dir= and save_every="
+            )
+        folder, every = trainer.log_dir / "checkpoints", max(1, guard.rollback_steps // _CHECKPOINTS)
+        trainer.checkpoints = AutomaticCheckpoints(folder, every, 2, background=False)
+        logger.info("a checkpoint is saved to %s every %d steps", folder, every)
+    store = trainer.checkpoints.store
     store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
     trainer.guards = [*trainer.guards, guard]

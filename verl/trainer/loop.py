@@ -340,22 +340,6 @@ class Loop:
         if skip_data:
             self._loader, self._position = loader, None
 
-    def save_automatically(self, every: int) -> AutomaticCheckpoints:
-        """The automatic checkpoints; without any, from now on one in `log_dir` every `every` steps.
-
-        Raises:
-            ConfigError: `log_dir=False` leaves no place for them.
-        """
-        if self.checkpoints is None:
-            if self.log_dir is None:
-                raise ConfigError(
-                    "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
-                    "checkpoint_dir= and save_every="
-                )
-            self.checkpoints = AutomaticCheckpoints(self.log_dir / "checkpoints", every, 2, background=False)
-            logger.info("a checkpoint is saved to %s every %d steps", self.log_dir / "checkpoints", every)
-        return self.checkpoints
-
     def _checkpoints(self) -> AutomaticCheckpoints:
         if self.checkpoints is None:
             raise ConfigError("this trainer has no automatic checkpoints: give it checkpoint_dir= and save_every=")

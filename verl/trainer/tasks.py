@@ -104,7 +104,8 @@ def tasks_of(
         **of_task: arguments of `Task`, which several tasks have themselves.
 
     Raises:
-        ConfigError: tasks are given twice, or together with an argument of tasks; an option that no algorithm has.
+        ConfigError: tasks are given twice, or together with an argument of tasks; an option that no algorithm has;
+            there is no task, two have one name or different heads, or an only one is weighed against others.
     """
     if config_path is not None:
         if tasks is not None:
@@ -119,13 +120,6 @@ def tasks_of(
             "tasks have their own reward, cost, episode, algorithm, n, sampling and nodes: give the trainer "
             f"none{others}"
         )
-    check_tasks(tasks)
-    return [*tasks]
-
-
-def check_tasks(tasks: Sequence[Task]) -> None:
-    """Raises ConfigError if there is no task, two have one name or different heads, or an only one is weighed against
-    others."""
     if not tasks:
         raise ConfigError("a trainer trains at least one task, and these are none")
     names = [task.name for task in tasks]
@@ -138,6 +132,7 @@ def check_tasks(tasks: Sequence[Task]) -> None:
         )
     if not sum(task.share for task in tasks):
         raise ConfigError(f"the shares of the tasks {', '.join(names)} are all 0: nothing would be trained")
+    return [*tasks]
 
 
 class Mixture:
@@ -158,18 +153,6 @@ class Mixture:
         self._loader: TaskLoader | None = None
         self.began: dict[str, float] = {}
 
-    def follow(self, scheduler: Any) -> None:
-        """Let a scheduler change the shares after each step.
-
-        Raises:
-            ConfigError: it names an unknown task, or there is only one.
-        """
-        if len(self.tasks) < 2:
-            raise ConfigError("a scheduler weighs several tasks against each other, and this trainer has one")
-        check_known("the scheduler weighs task", scheduler.weights, self.tasks)
-        self.scheduler = scheduler
-        self._share_out()
-
     def adopt(self, loader: Any) -> None:
         """Take the shares of a `TaskLoader` that is to be trained on, and change them from now on.
 
@@ -180,7 +163,7 @@ class Mixture:
             check_known("the loader has prompts of task", loader.sources, self.tasks)
             self._base = {name: loader.shares.get(name, 0.0) for name in self.tasks}
             self._loader = loader
-            self._share_out()
+            self.share_out()
 
     def split(self, prompts: Any) -> dict[str, Any]:
         """Prompts by task. A single task, which has no prefix in metrics, gets all."""
@@ -211,7 +194,7 @@ class Mixture:
                 if numbers := {key: float(value) for key, value in logged.items() if isinstance(value, int | float)}:
                     metrics[name] = numbers
             self.scheduler.update(step, metrics)
-            self._share_out()
+            self.share_out()
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scheduler is None else self.scheduler.state_dict()
@@ -219,9 +202,9 @@ class Mixture:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state)
-            self._share_out()
+            self.share_out()
 
-    def _share_out(self) -> None:
+    def share_out(self) -> None:
         """Set the shares. Those of a scheduler's tasks together stay as they were, and none is below its floor."""
         self.shares = self._base
         if self.scheduler is not None:

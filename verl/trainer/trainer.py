@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from verl._base.checked import checked, validated
-from verl._base.names import disjoint
+from verl._base.names import check_known, disjoint
 from verl._base.record import AtOnce, Natural, Portion
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
@@ -335,7 +335,11 @@ class Trainer(Loop):
         Raises:
             ConfigError: it names an unknown task, or there is only one.
         """
-        self.mixture.follow(scheduler)
+        if len(self.tasks) < 2:
+            raise ConfigError("a scheduler weighs several tasks against each other, and this trainer has one")
+        check_known("the scheduler weighs task", scheduler.weights, self.tasks)
+        self.mixture.scheduler = scheduler
+        self.mixture.share_out()
 
     def _begin(self) -> float:
         """What every step begins with; the time. The log is open before anything is sampled."""
