@@ -22,13 +22,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from pydantic import BaseModel, ConfigDict
-
 from verl._base.checked import checked, validated
 from verl._base.record import Count, Processes, Staleness
 from verl._host.user_calls import beside
 from verl.batch import Batch
 from verl.checkpoint.schema import Count as SavedCount
+from verl.checkpoint.schema import Saved
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
 from verl.dataflow.executor import Result
@@ -54,10 +53,8 @@ if TYPE_CHECKING:
 _SYNCHRONOUS: dict[str, Any] = {"update_freq": None, "buffer": "memory", "buffer_size": None, "buffer_dir": "buffer"}
 
 
-class ScheduleState(BaseModel):
+class ScheduleState(Saved):
     """`schedule.json`: the version of the weights, and at which version each group with samples was begun."""
-
-    model_config = ConfigDict(extra="forbid")
 
     version: SavedCount
     began: dict[str, SavedCount]

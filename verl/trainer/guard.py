@@ -236,13 +236,11 @@ class _Metric:
         """The step of the last value before the fall, which is where the values are divided best into two levels."""
         sums = list(accumulate(self.values, initial=0.0))
         total, sign = len(self.values), 1 if self._better is max else -1
-        gaps = {
-            split: (sums[split] / split - (sums[-1] - sums[split]) / (total - split))
-            * sign
-            * math.sqrt(split * (total - split))
-            for split in range(1, total)
-        }
-        return self.steps[max(gaps, key=gaps.__getitem__) - 1]
+        gaps = []
+        for split in range(1, total):
+            before, after = sums[split] / split, (sums[-1] - sums[split]) / (total - split)
+            gaps.append((before - after) * sign * math.sqrt(split * (total - split)))
+        return self.steps[gaps.index(max(gaps))]
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.values, self.steps = [float(v) for v in saved["values"]], [int(s) for s in saved["steps"]]

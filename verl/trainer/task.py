@@ -147,9 +147,7 @@ class Task:
         #: Role, or name of a further node -> where its numbers come from.
         self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in by_role.items()}
         #: What is done with samples before any model reads them.
-        self.nodes: list[Node] = [
-            RewardNode(r, column=role).as_node(role) for role, r in self.sources.items()
-        ] + further
+        self.nodes = [RewardNode(r, column=role).as_node(role) for role, r in self.sources.items()] + further
         for name, stage in stages.items():
             if isinstance(stage, RewardNode):
                 self.sources[stage.column if stage.column in ("reward", "cost") else name] = stage.reward

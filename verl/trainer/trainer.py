@@ -132,17 +132,8 @@ class Trainer(Loop):
         dataloader = of_tasks.pop("dataloader", None)
         permute_rewards = of_tasks.pop("permute_rewards", False)
         skip_zero_advantage_rows = of_tasks.pop("skip_zero_advantage_rows", True)
-        tasks = tasks_of(
-            rest,
-            **of_tasks,
-            reward=reward,
-            algorithm=algorithm or self.algorithm_name,
-            tasks=tasks,
-            n=n,
-            sampling=sampling,
-            nodes=nodes,
-            actor=actor,
-        )
+        of_tasks |= {"reward": reward, "n": n, "sampling": sampling, "nodes": nodes, "actor": actor}
+        tasks = tasks_of(rest, algorithm=algorithm or self.algorithm_name, tasks=tasks, **of_tasks)
         if permute_rewards:
             for task in tasks:
                 check_permuted(task.algorithm)
@@ -181,12 +172,9 @@ class Trainer(Loop):
                 "several tasks update in every step: leave buffer, buffer_size and update_freq out of the trainer"
             )
         critics = critics_of(tasks, critic)
-        lay_out(
-            [self.actor, *(critic for critic in critics.values() if critic is not None)],
-            (layout.placement, layout.device_map, by_workers(layout.num_rollout_workers, layout.num_update_workers)),
-            layout.strategy,
-            layout.use_amp,
-        )
+        models: list[Actor | Critic] = [self.actor, *(critic for critic in critics.values() if critic is not None)]
+        by_number = by_workers(layout.num_rollout_workers, layout.num_update_workers)
+        lay_out(models, (layout.placement, layout.device_map, by_number), layout.strategy, layout.use_amp)
         self.runner = Run(deadline=limits.deadline, timeline=options.logging.timeline)
         #: By name.
         self.tasks = {task.name: copy(task) for task in tasks}
