@@ -21,6 +21,7 @@ from verl.dataflow import loop
 from verl.dataflow.calls import DEADLINE
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import ANY, Graph, Node
+from verl.dataflow.loop import run_sync
 from verl.errors import ClusterError, DataError, RewardError, RolloutError, TrainingError
 from verl.trainer.runner import Run
 from verl.trainer.step import draw
@@ -31,7 +32,7 @@ PROMPTS = Batch.from_columns({"group": ["p0", "p1", "p2"], "answer": [10, 11, 12
 def run_graph(graph: Graph, batch: Batch, *, deadline: float = DEADLINE) -> Result:
     """Run all nodes of a graph, from synchronous code."""
     run = Run(deadline=deadline)
-    return run.wait(draw(graph, batch, run))
+    return run_sync(draw(graph, batch, run))
 
 
 def ids(prompts: Batch) -> list[list[str]]:

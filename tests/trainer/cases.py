@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import verl
+from verl.dataflow.loop import run_sync
 from verl.trainer.task import Samples
 
 PROMPTS = ["Once upon a time", "In the beginning"]
@@ -24,4 +25,4 @@ def make(path: Path, algorithm: str, lr: float = 1e-2, **options: Any) -> verl.T
 def collected(trainer: verl.Trainer, prompts: Any, key: str = "s0", task: str | None = None) -> Samples:
     """The scored samples of a step, without the update; `task` where there are several."""
     active = trainer.task if task is None else trainer.tasks[task]
-    return trainer.runner.wait(active.collect(active.rows(prompts, key), key))
+    return run_sync(active.collect(active.rows(prompts, key), key))

@@ -12,6 +12,7 @@ import pytest
 
 import verl
 from tests.trainer.timeline_file import gaps, read_timeline
+from verl.dataflow.loop import begin
 from verl.report.timeline import Span, TraceFile, busy_shares
 
 PAUSE = 0.6
@@ -65,7 +66,7 @@ def test_work_between_two_steps_counts_in_the_next_one_but_for_evaluations(tiny:
     samples = trainer.actor.generate_sequences(["one"], n=2)
     before = trainer.step(["one"])
     pauses[0] = PAUSE
-    trainer.runner.begin(trainer.task.score(samples)).result(timeout=30)  # as AsyncTrainer begins it
+    begin(trainer.task.score(samples)).result(timeout=30)  # as AsyncTrainer begins it
     pauses[0] = 0.0
     after = trainer.step(["one"])
     pauses[0] = PAUSE

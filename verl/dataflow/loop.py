@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl._host.user_calls import hear_signals, ordinary
+from verl.cluster.controller import start
 from verl.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
@@ -138,6 +139,7 @@ def abandon(job: Job) -> None:
 
 def begin(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Begin a coroutine on the shared loop, without waiting for it."""
+    start()
     with _threads.lock:
         if _threads.loop is None:
             _threads.loop = asyncio.new_event_loop()

@@ -31,6 +31,7 @@ from verl.checkpoint.schema import Saved
 from verl.checkpoint.store import Checkpoint
 from verl.cluster.ray.pool import check_range
 from verl.dataflow.executor import Result
+from verl.dataflow.loop import begin, run_sync
 from verl.dataflow.schedule import Schedule
 from verl.dataflow.scores import sample_metrics, written_tokens
 from verl.errors import ConfigError, TrainingError
@@ -159,9 +160,9 @@ class AsyncTrainer(Trainer):
         waited = time.perf_counter() - began
         groups = {samples["group"][0]: samples for samples in self.schedule.take()}
         for name in (name for name in groups if name not in self._scores):  # of a checkpoint
-            self._scores[name] = self.runner.begin(self.task.score(groups[name]))
+            self._scores[name] = begin(self.task.score(groups[name]))
         scored = [self._scores.pop(name) for name in groups]
-        samples = self.runner.wait(self.task.from_rollout_workers(scored, f"s{self.steps}"))
+        samples = run_sync(self.task.from_rollout_workers(scored, f"s{self.steps}"))
         metrics = {**self._rollout_record(samples.draws[0].batch), "time/wait": waited}
         with self._receiving():
             record = self._learn_from({self.task.name: samples}, metrics)
@@ -247,7 +248,7 @@ class AsyncTrainer(Trainer):
     def _receive(self, event: Finished | Lost, writer: tuple[int, str] | None = None) -> None:
         if isinstance(event, Finished):
             samples = self.actor.with_policy_version(event.samples, writer)
-            self._scores[event.group] = self.runner.begin(self.task.score(samples))
+            self._scores[event.group] = begin(self.task.score(samples))
             self.schedule.finish(event.group, samples)
             del self._prompts[event.group]
             self._tokens += written_tokens(samples)

@@ -19,6 +19,7 @@ from verl._base.checked import checked
 from verl._base.record import Staleness
 from verl.data.prefetch import Loader
 from verl.data.task_loader import TaskLoader
+from verl.dataflow.loop import begin
 from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -96,7 +97,7 @@ class InterleavedTrainer(Trainer):
         for name in prompts.sources:
             if name not in self._flights and prompts.shares[name]:
                 position = prompts.position_of(name)
-                future = self.runner.begin(self._collect_task(name, prompts.draw(name)))
+                future = begin(self._collect_task(name, prompts.draw(name)))
                 self._flights[name] = _Flight(future, self.actor.policy_version, position)
         version = self.actor.policy_version
         # What would be too old after this update is waited for; else one task is enough.

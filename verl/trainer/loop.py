@@ -20,6 +20,7 @@ from verl.cluster.controller import start
 from verl.data.prefetch import Loader, Prefetch
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
+from verl.dataflow.loop import run_sync
 from verl.dataflow.nodes import log_prob_nodes
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.report.samples import kl_to_reference
@@ -272,7 +273,7 @@ class Loop:
             evaluation = self.evaluate(rows.batch, held_out.metrics, **sampling)
             if held_out.kl:
                 graph = Graph([*log_prob_nodes(self.actor)], evaluation.samples.columns)
-                samples = self.runner.wait(draw(graph, evaluation.samples, self.runner, in_step=False)).batch
+                samples = run_sync(draw(graph, evaluation.samples, self.runner, in_step=False)).batch
                 measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=held_out.temperature == 0)
             result = held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured

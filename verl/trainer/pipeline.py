@@ -12,6 +12,7 @@ from verl.batch import Batch
 from verl.dataflow.calls import DEADLINE
 from verl.dataflow.executor import Result
 from verl.dataflow.graph import Graph, Node
+from verl.dataflow.loop import run_sync
 from verl.dataflow.nodes import RolloutNode, UpdateNode, check_none_updates, is_reward_function, make_stage, stage_nodes
 from verl.errors import ConfigError
 from verl.roles.actor import Actor
@@ -103,7 +104,7 @@ class RLDataPipeline:
                 raise ConfigError("no stage of the pipeline takes plain prompts: add an Actor, or run a Batch")
             prompts = encoder.prompts(prompts)
         run = Run(deadline=self.deadline)
-        return run.wait(self._step(self.graph, prompts, run))
+        return run_sync(self._step(self.graph, prompts, run))
 
     async def _step(self, graph: Graph, prompts: Batch, run: Run) -> Result:
         if not (updaters := self._updaters()):

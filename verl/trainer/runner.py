@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
-from verl.cluster.controller import start
-from verl.dataflow import loop
 from verl.dataflow.calls import DEADLINE, NodeLock, TimedCalls
 from verl.dataflow.graph import Graph
 from verl.report.timeline import Span, TraceFile
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Run:
@@ -54,16 +49,6 @@ class Run:
         timings = calls.timings.items()
         spans = [Span(name, of.role, start, end - start) for name, of in timings for start, end in of.spans]
         self.add(spans, in_step=in_step)
-
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work on the event loop."""
-        start()
-        return loop.run_sync(work)
-
-    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin work on the event loop, without waiting for it."""
-        start()
-        return loop.begin(work)
 
     def add(self, spans: Iterable[Span], *, in_step: bool = True) -> None:
         """Note what worked when; from any thread."""

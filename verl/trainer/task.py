@@ -20,9 +20,10 @@ from verl.batch import Batch
 from verl.config.tasks import TaskName
 from verl.data.forms import uncollated
 from verl.data.tokenize import KnownPrompts
-from verl.dataflow import loop, scores
+from verl.dataflow import scores
 from verl.dataflow.executor import Result, all_of, combined
 from verl.dataflow.graph import Graph, Node
+from verl.dataflow.loop import run_sync, submit
 from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode, check_none_updates, make_stages, stage_nodes
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.report.metrics import Metric, add_metrics
@@ -228,7 +229,7 @@ class Task:
         with ExitStack() as stack:
             for source in self.sources.values():
                 stack.enter_context(source.apart())
-            samples = self._run.wait(draw(graph, problems, self._run, in_step=False)).batch
+            samples = run_sync(draw(graph, problems, self._run, in_step=False)).batch
             return evaluation_of(samples, metrics, self._run.deadline)
 
     async def collect(self, rows: Batch, key: str) -> Samples:
@@ -349,7 +350,7 @@ class Task:
         if type(self.algorithm).keep is BaseAlgorithm.keep:
             return samples
         # In the compute thread: it may be a user's.
-        keep = await asyncio.wrap_future(loop.submit(self.algorithm.keep, samples).result)
+        keep = await asyncio.wrap_future(submit(self.algorithm.keep, samples).result)
         return samples if keep is None else samples.filter(keep)
 
 

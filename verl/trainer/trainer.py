@@ -24,6 +24,7 @@ from verl.data.loader import note_scores, pooled
 from verl.data.prompts import PromptDataset
 from verl.dataflow.executor import all_of
 from verl.dataflow.graph import Graph
+from verl.dataflow.loop import run_sync
 from verl.dataflow.nodes import UpdateNode
 from verl.dataflow.scores import without_baselines
 from verl.errors import ConfigError, RolloutError
@@ -259,7 +260,7 @@ class Trainer(Loop):
         began = self._begin()
         # Side by side: rollouts run one at a time, and the rewards of one task are waited for while another is sampled.
         work = {name: self._collect_task(name, part) for name, part in self.mixture.split(prompts).items()}
-        samples = dict(zip(work, self.runner.wait(all_of(work.values())), strict=True))
+        samples = dict(zip(work, run_sync(all_of(work.values())), strict=True))
         return self._finish_step(self._learn_from(samples), began)
 
     def _collect_task(self, name: str, prompts: Any) -> Coroutine[Any, Any, Samples]:
@@ -393,7 +394,7 @@ class Trainer(Loop):
         if self._permute:
             by_name = {name: permuted(batch, seed=self.steps) for name, batch in by_name.items()}
         drawn = [(self.tasks[name].updater, batch) for name, batch in by_name.items()]
-        prepared, metrics, seconds = self.runner.wait(learn(self.actor, drawn, self.runner))
+        prepared, metrics, seconds = run_sync(learn(self.actor, drawn, self.runner))
         self.latest = by_name, dict(zip(by_name, prepared, strict=True))
         if "update/empty" in metrics:
             return metrics
@@ -442,7 +443,7 @@ class Trainer(Loop):
         task = self.task
         state_before = task.algorithm.state_dict()
         try:
-            recorded = self.runner.wait(task.replay(task.rows(batch, "eval"), "eval", in_step=False))
+            recorded = run_sync(task.replay(task.rows(batch, "eval"), "eval", in_step=False))
             prepared, metrics = task.updater.prepare(recorded.batch)
         finally:
             task.algorithm.load_state_dict(state_before)
