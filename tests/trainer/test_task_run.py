@@ -73,7 +73,7 @@ def test_a_guard_and_a_scheduler_are_settings(tmp_path: Path, tiny: Path) -> Non
     taught = [row for row in rows(run_dir(tmp_path)) if "reward/mean" in row]
     assert {row["guard/unseen"] for row in taught} == {"truth"}
     assert all(row["task/chat/share"] > 0.6 for row in taught)
-    assert "the guard&#x27;s metrics that never came: truth" in (run_dir(tmp_path) / "report.html").read_text()
+    assert "the guard&#39;s metrics that never came: truth" in (run_dir(tmp_path) / "report.html").read_text()
     state = json.loads((run_dir(tmp_path) / "checkpoints" / "latest" / "trainer.json").read_text())
     assert len(state["guards"][0]["metrics"]["task/sum/reward/mean"]["values"]) > 0
     assert state["mixture"]["weights"].keys() == {"chat", "sum"}

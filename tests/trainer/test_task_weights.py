@@ -129,14 +129,15 @@ def test_shares_beside_tasks_that_are_not_named_keep_the_floor(
     total = sum(base.values())
     left = sum(base[name] for name in named) / total
     scheduler = DynamicTaskWeightScheduler(dict.fromkeys(named, 1.0), patience=4, min_weight=floor)
+    mixture.scheduler = scheduler
     if left < floor * len(named) * (1 - 1e-9):
         with pytest.raises(ConfigError, match=r"less than min_weight=.* for each"):
-            mixture.follow(scheduler)
+            mixture.share_out()
         return
-    mixture.follow(scheduler)
+    mixture.share_out()
     for step, reward in enumerate(rewards):
         scheduler.update(step, metrics(**{named[step % len(named)]: reward}))
-        mixture._share_out()
+        mixture.share_out()
         assert sum(mixture.shares.values()) == pytest.approx(1)
         assert all(mixture.shares[name] >= floor - 1e-9 for name in named)
         assert all(mixture.shares[name] == pytest.approx(base[name] / total) for name in base if name not in named)
