@@ -24,7 +24,7 @@ from tests.config.observed import (
     worker_samples,
 )
 from verl.training.options import OptimConfig
-from verl.workers.actor import engine_factory
+from verl.workers.actor import make_rollout_engine
 
 #: Inputs that are tried at most.
 TRIES = 200
@@ -451,6 +451,10 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
+def hf_engine(packed: Any, tokenizer: Any, ends: tuple[int, ...], options: Any) -> Any:
+    return make_rollout_engine(packed, tokenizer, ends, options.replace(name="hf"))
+
+
 def of_engines() -> dict[str, Shown]:
     """What only Python sets: of training engines, of workers that sample, of one sample."""
     tiny, wide = engine_updates("../tiny"), engine_updates("../wide")
@@ -468,7 +472,7 @@ def of_engines() -> dict[str, Shown]:
     }
     embedded, twice = {".name": "embedded"}, "../user.py:twice"
     sampling = {
-        "name": Shown(worker_samples, "embedded", engine_factory("hf"), count="rollout/hf.py:step"),
+        "name": Shown(worker_samples, "embedded", hf_engine, count="rollout/hf.py:step"),
         "episode": Shown(worker_samples, None, twice, embedded),
         "episodes": Shown(worker_samples, {"b": twice}, {"a": twice}, embedded),
         "seed": Shown(worker_samples, 0, 1, embedded),

@@ -27,7 +27,7 @@ from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.environments import as_episode
 from verl.rollout.episode import Episode, outcomes
 from verl.rollout.hf import HFEngine
-from verl.rollout.options import SamplerOptions
+from verl.rollout.options import ENGINES, SamplerOptions
 from verl.rollout.rows import episode_rows
 from verl.rollout.turns import sampled_columns
 from verl.training.engine import TrainEngine
@@ -49,46 +49,6 @@ logger = logging.getLogger(__name__)
 EngineFactory = Callable[["PackedModel", "PreTrainedTokenizerBase", tuple[int, ...], "SamplerOptions"], RolloutEngine]
 
 
-def _embedded(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
-) -> RolloutEngine:
-    return EmbeddedEngine(
-        packed,
-        eos_token_ids=eos,
-        seed=options.seed,
-        tokenizer=tokenizer,
-        max_batch=options.max_num_seqs,
-        kv_memory=options.kv_memory,
-        batch_invariant=options.batch_invariant,
-    )
-
-
-def _hf(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
-) -> RolloutEngine:
-    return HFEngine(packed.model, tokenizer, eos_token_ids=eos, seed=options.seed, max_batch=options.max_num_seqs)
-
-
-def _vllm(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...], options: SamplerOptions
-) -> RolloutEngine:
-    from verl.rollout.vllm.engine import VLLMEngine
-
-    return VLLMEngine(
-        packed.model,
-        tokenizer,
-        eos_token_ids=eos,
-        seed=options.seed,
-        max_num_seqs=options.max_num_seqs,
-        kv_memory=options.kv_memory,
-        tensor_parallel_size=options.tensor_model_parallel_size,
-        device=packed.device,
-    )
-
-
-ENGINES: dict[str, EngineFactory] = {"embedded": _embedded, "hf": _hf, "vllm": _vllm}
-
-
 def make_rollout_engine(
     packed: PackedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...], options: SamplerOptions
 ) -> RolloutEngine:
@@ -97,11 +57,22 @@ def make_rollout_engine(
     Raises:
         ConfigError: no engine has that name, or it cannot do what the options say.
     """
-    factory = engine_factory(options.name)
-    if factory is _embedded and not packed.supports_paged:
+    if (factory := engine_factory(options.name)) is not None:
+        return factory(packed, tokenizer, eos_token_ids, options)
+    common: Any = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "seed": options.seed}
+    sequences, memory = options.max_num_seqs, options.kv_memory
+    if options.name == "vllm":
+        from verl.rollout.vllm.engine import VLLMEngine
+
+        size = options.tensor_model_parallel_size
+        common |= {"max_num_seqs": sequences, "kv_memory": memory, "tensor_parallel_size": size}
+        return VLLMEngine(packed.model, device=packed.device, **common)
+    if options.name == "embedded" and packed.supports_paged:
+        invariant = options.batch_invariant
+        return EmbeddedEngine(packed, max_batch=sequences, kv_memory=memory, batch_invariant=invariant, **common)
+    if options.name == "embedded":
         check(options.asked() | {"no paged forward": type(packed.model).__name__})
-        factory = _hf
-    return factory(packed, tokenizer, eos_token_ids, options)
+    return HFEngine(packed.model, max_batch=sequences, **common)
 
 
 class ActorWorker(TrainedWorker):
@@ -144,7 +115,7 @@ class ActorWorker(TrainedWorker):
         #: The model without weights, where generation has another layout than training.
         self._meta_model: Any = empty_copy(live, "meta") if apart else None
         #: It computes with weights of its own, and takes those of another layout piece by piece.
-        self._takes_shards = apart and engine_factory(rollout.name) is _vllm and not has_adapters(live)
+        self._takes_shards = apart and rollout.name == "vllm" and not has_adapters(live)
         self._packed = PackedModel(live, fused_kernels=train.fused_kernels) if generates and not apart else None
         self.engine = train_engine(live, self.train, head, here, self._packed, weights)
         if self._packed is not None and self._packed.tensor_group is not None:
@@ -360,8 +331,8 @@ def _log_probs(engine: TrainEngine, batch: Batch, temperature: float, column: st
     return Batch.from_columns({column: (flat, batch.lengths("response_tokens"))})
 
 
-def engine_factory(name: str | EngineFactory) -> EngineFactory:
-    """The factory of that name, or in that file.
+def engine_factory(name: str | EngineFactory) -> EngineFactory | None:
+    """A factory of the user's, or the one in that file; None: the name is an engine of ours.
 
     Raises:
         ConfigError: the name is unknown, or the file has no such factory.
@@ -371,7 +342,7 @@ def engine_factory(name: str | EngineFactory) -> EngineFactory:
     if ".py:" in name:
         return load_function(name)
     check_known("no rollout engine is called", [name], ENGINES, hint="; or give FILE.py:CLASS")
-    return ENGINES[name]
+    return None
 
 
 def load_episode(episode: Episode | str | None) -> Episode | None:

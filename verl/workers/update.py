@@ -128,10 +128,8 @@ def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchP
     steps, rows_left_out, tokens_left_out, shared = [], 0, 0, 0
     for batches in mini_batches([part.rows for part in parts], plan, round_):
         present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]
-        losses = [_loss(part, rows) for part, rows in present]
-        losses = [loss for (part, _), loss in zip(present, losses, strict=True) if _counts(part, loss)]
-        if plan.skip_zero_advantage_rows:
-            losses = [_without_zeros(loss, engine) for loss in losses]
+        terms = [(part, _loss(engine, part, rows, plan.skip_zero_advantage_rows)) for part, rows in present]
+        losses = [loss for part, loss in terms if not part.objective.by_token or bool(loss.weights.any())]
         if losses:
             steps.append(engine.update(losses))
         rows_left_out += sum(len(loss.skipped) for loss in losses)
@@ -155,24 +153,16 @@ def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchP
 
 def compute_loss(engine: TrainEngine, part: TaskLoss, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
     """`loss` and metrics of a whole batch under the weights as they are."""
-    loss = _loss(part, part.rows)
-    return engine.loss([_without_zeros(loss, engine) if skip_zero_advantage_rows else loss])
+    return engine.loss([_loss(engine, part, part.rows, skip_zero_advantage_rows)])
 
 
-def _counts(part: TaskLoss, loss: LossTerm) -> bool:
-    return not part.objective.by_token or bool(loss.weights.any())
-
-
-def _loss(part: TaskLoss, rows: Batch) -> LossTerm:
+def _loss(engine: TrainEngine, part: TaskLoss, rows: Batch, skip_zero_advantage_rows: bool) -> LossTerm:
     objective = part.objective
-    needs = replace(objective.loss_needs, temperature=part.temperature)
-    compute = partial(_weighted, part) if part.name else objective.compute_loss
-    return LossTerm(rows, compute, objective.token_weights(rows), needs)
-
-
-def _without_zeros(loss: LossTerm, engine: TrainEngine) -> LossTerm:
-    rows = zero_gradient_rows(loss.rows, loss.weights, loss.needs, auxiliary_loss=engine.has_auxiliary_loss)
-    return replace(loss, skipped=rows)
+    needs, weights = replace(objective.loss_needs, temperature=part.temperature), objective.token_weights(rows)
+    skipped: Sequence[int] = ()
+    if skip_zero_advantage_rows:
+        skipped = zero_gradient_rows(rows, weights, needs, auxiliary_loss=engine.has_auxiliary_loss)
+    return LossTerm(rows, partial(_weighted, part) if part.name else objective.compute_loss, weights, needs, skipped)
 
 
 def _weighted(part: TaskLoss, x: LossInput) -> Loss:
