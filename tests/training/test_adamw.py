@@ -15,7 +15,7 @@ from verl._host import device
 from verl.kernels import inductor
 from verl.training import adamw
 from verl.training.gradients import Weight
-from verl.training.optimizer import MasterOptimizer, MixedPrecisionOptimizer
+from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
 
 in_all_codes = pytest.mark.parametrize(
@@ -30,7 +30,8 @@ def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if chosen in ("torch", "fused"):
         monkeypatch.setattr(adamw, "kernels", lambda dtype, device: None)
     if chosen == "fused":  # as on an accelerator, by inductor's back end for CPU
-        monkeypatch.setattr(adamw, "_code", lambda device: (adamw._fused(), adamw._LARGEST))
+        fused = torch.compile(adamw._update, dynamic=True, fullgraph=True)
+        monkeypatch.setattr(adamw, "_code", lambda kind: (fused, adamw._LARGEST))
     elif chosen == "compiled":
         assert adamw.kernels(torch.bfloat16, torch.device("cpu")) is not None, (
             "the kernels must build where the tests run"
@@ -175,9 +176,13 @@ def _mixed_in_int64(x: Tensor) -> Tensor:
 def test_random_bits_in_int32_are_those_of_unsigned_numbers(start: int, seed: int) -> None:
     index = torch.arange(1000)
     want = _mixed_in_int64(((index + start) & 0xFFFFFFFF) ^ seed)
-    got = adamw._mixed((index.int() + adamw._index_of(start, index.device)) ^ adamw._signed(seed))
+    got = adamw._mixed((index.int() + _number(start)) ^ adamw._signed(seed))
     assert got.dtype == torch.int32
     assert torch.equal(got.long() & 0xFFFFFFFF, want)
+
+
+def _number(start: int) -> Tensor:
+    return torch.full((), adamw._signed(start), dtype=torch.int32)
 
 
 def _parts(count: int, moments: torch.dtype) -> list[Tensor]:
@@ -200,12 +205,12 @@ def test_the_fused_kernel_is_compiled_once_for_all_sizes_and_steps(moments: torc
     fused = torch.compile(adamw._update, dynamic=True, fullgraph=True)
     for step, count in enumerate([64, 7, 5000, 33, 4096, 12345, 2], start=1):
         config = OptimConfig(betas=(0.8, 0.95), weight_decay=0.1)
-        formula = adamw._Formula.of(config, 1e-3 / step, 0.5 / step, step, adamw._signed(77777 * step * 99991), 0.1)
+        formula = adamw._formula(config, 1e-3 / step, 0.5 / step, step, adamw._signed(77777 * step * 99991), 0.1)
         one, other = _parts(count, moments), _parts(count, moments)
-        start = adamw._index_of(2**31 - 100, torch.device("cpu"))
+        start = _number(2**31 - 100)
         with torch.no_grad():
-            adamw._update(*one, formula.numbers(), start)
-            fused(*other, formula.numbers(), start)
+            adamw._update(*one, adamw._numbers(formula), start)
+            fused(*other, adamw._numbers(formula), start)
         # A product and a sum may be rounded at once, in the divisor and in the master: each a unit in the last place of
         # the change of the master (at most |before| + |after|).
         before, want, got = (adamw._master(*parts[:2]) for parts in (_parts(count, moments), one, other))
@@ -224,9 +229,9 @@ def test_the_fused_kernel_is_one() -> None:
     torch._dynamo.reset()
     metrics.reset()
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        formula = adamw._Formula.of(OptimConfig(), 1e-3, 1.0, 1, 5, 0.0)
+        formula = adamw._formula(OptimConfig(), 1e-3, 1.0, 1, 5, 0.0)
         fused = torch.compile(adamw._update, dynamic=True, fullgraph=True)
-        fused(*_parts(4096, torch.bfloat16), formula.numbers(), adamw._index_of(0, torch.device("cpu")))
+        fused(*_parts(4096, torch.bfloat16), adamw._numbers(formula), _number(0))
     assert metrics.generated_kernel_count == 1
 
 
@@ -235,23 +240,26 @@ def test_without_a_compiler_an_accelerator_takes_the_torch_code_in_blocks_of_its
 ) -> None:
     monkeypatch.setattr(device, "_accelerators", lambda: Fake("cuda"))
     monkeypatch.setattr(inductor, "find_spec", lambda name: None)
-    adamw._say_once.cache_clear()
+    code = adamw._code.__wrapped__
+    adamw._code.cache_clear()
     with caplog.at_level(logging.WARNING):
-        found = [adamw._code(torch.device("cuda", index)) for index in (0, 1)]
+        found = [adamw._code("cuda") for _ in (0, 1)]
     assert found == [(adamw._update, (80 << 30) // 4000)] * 2
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "torch.compile needs triton here: pip install triton"
     ]
+    adamw._code.cache_clear()
     monkeypatch.setattr(inductor, "find_spec", lambda name: name)
-    assert adamw._code(torch.device("cuda")) == (adamw._fused(), adamw._LARGEST)
+    assert code("cuda")[1] == adamw._LARGEST and code("cuda")[0] is not adamw._update
 
 
 def test_fp32_weights_are_stepped_by_torchs_fused_kernel_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(theirs, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     live = torch.nn.Parameter(torch.empty(8, 8, device="meta"))
-    optimizer = MasterOptimizer([weight := Weight("w", live, live)], OptimConfig())
+    optimizer = MixedPrecisionOptimizer({"w": live}, OptimConfig())
+    (weight,) = optimizer.gradients.weights
     weight.gradient, weight.has_gradient = torch.empty(8, 8, device="meta"), True
-    optimizer.step(1e-3, 1.0)
+    optimizer.step(1.0)
     assert optimizer._optimizer.param_groups[0]["fused"] is True
-    assert {value.device.type for _, _, value in optimizer.state()} == {"meta"}
+    assert {value.device.type for _, value in optimizer.tensors()} == {"meta"}

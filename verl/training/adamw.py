@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import chain
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -28,7 +29,7 @@ from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
 from verl.weights.forks import no_forks
 from verl.weights.shard import Shard, blocks_of
-from verl.weights.shards import LocalShard, overlap
+from verl.weights.shards import fill_blocks, overlap
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +39,6 @@ _BLOCK = 1 << 20
 _TEMPORARIES = 40
 # Elements that the fused kernel is given at a time: their index is an int32.
 _LARGEST = 1 << 30
-
-
-@dataclass(eq=False)
-class _State:
-    remainder: Tensor
-    """int16, in the shape of the weight: bits of the master less those of the live weight."""
-    first: Tensor
-    second: Tensor
-    steps: int = field(default=0, kw_only=True)
 
 
 def decay_of(weight: Weight, config: OptimConfig) -> float:
@@ -61,14 +53,15 @@ class SplitAdamW:
     """
 
     def __init__(self, weights: list[Weight], config: OptimConfig) -> None:
-        self.weights = weights
-        self._config = config
+        self.weights, self._config = weights, config
         dtype = torch.float32 if config.moments == "float32" else torch.bfloat16
         lives = [weight.live.detach() for weight in weights]
-        parts = (zeros_like(lives, kind) for kind in (torch.int16, dtype, dtype))
-        states = (_State(*tensors) for tensors in zip(*parts, strict=True))
-        self._states = dict(zip(weights, states, strict=True))
-        no_forks(self, lambda rule: (t for s in rule._states.values() for t in (s.remainder, s.first, s.second)))
+        #: In the shape of the weight. The remainder is int16: bits of the master less those of the live weight.
+        kinds = {"remainder": torch.int16, "exp_avg": dtype, "exp_avg_sq": dtype}
+        tensors = zip(*(zeros_like(lives, kind) for kind in kinds.values()), strict=True)
+        self._states = {weight: dict(zip(kinds, of, strict=True)) for weight, of in zip(weights, tensors, strict=True)}
+        self._steps = dict.fromkeys(weights, 0)
+        no_forks(self, lambda rule: chain(*(state.values() for state in rule._states.values())))
 
     @torch.no_grad()
     def step(self, lr: float, gradient_scale: float) -> None:
@@ -76,139 +69,115 @@ class SplitAdamW:
         for weight, state in self._states.items():
             if not weight.has_gradient or weight.gradient is None:
                 continue
-            state.steps += 1
-            name = torch.tensor(_signed(crc32(weight.drawn_as.encode())), dtype=torch.int32)
-            seed = int(_mixed(_mixed(name) ^ state.steps))
-            formula = _Formula.of(self._config, lr, gradient_scale, state.steps, seed, decay_of(weight, self._config))
-            _step(weight.live, weight.gradient, state, formula)
+            self._steps[weight] += 1
+            # Copies of a weight on several ranks may have names of their own there: the random bits hang on one name,
+            # so that they stay equal.
+            drawn_as = getattr(weight.source, "tied_to", weight.name)
+            name = torch.tensor(_signed(crc32(drawn_as.encode())), dtype=torch.int32)
+            seed = int(_mixed(_mixed(name) ^ self._steps[weight]))
+            decay = decay_of(weight, self._config)
+            formula = _formula(self._config, lr, gradient_scale, self._steps[weight], seed, decay)
+            _step([weight.live.detach(), *state.values(), weight.gradient], formula)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(weight, name, tensor) of all there is to save: masters are put together for it."""
         for weight, state in self._states.items():
-            yield weight.name, "master", _master(weight.live.detach(), state.remainder)
-            if state.steps:
-                yield weight.name, "exp_avg", state.first
-                yield weight.name, "exp_avg_sq", state.second
-                yield weight.name, "step", torch.tensor(float(state.steps))
+            yield weight.name, "master", _master(weight.live.detach(), state["remainder"])
+            if steps := self._steps[weight]:
+                yield weight.name, "exp_avg", state["exp_avg"]
+                yield weight.name, "exp_avg_sq", state["exp_avg_sq"]
+                yield weight.name, "step", torch.tensor(float(steps))
 
     def begin_load(self) -> None:
         """Forget the moments: those that come are filled in."""
+        self._steps = dict.fromkeys(self.weights, 0)
         for state in self._states.values():
-            state.steps = 0
-            state.first.zero_()
-            state.second.zero_()
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
 
     def fill(self, weight: Weight, name: str, shard: Shard) -> int:
         """Copy the elements of a shard that belong to this rank; returns how many. A master is split at once."""
         state, like = self._states[weight], weight.source.detach()
+        if name == "step":
+            self._steps[weight] = int(shard.tensor)
+            return weight.live.numel()
         if name != "master":
-            return LocalShard(like, {"exp_avg": state.first, "exp_avg_sq": state.second}[name]).fill(shard)
-        count, remainders = 0, blocks_of(like, state.remainder)
+            return fill_blocks(blocks_of(like, state[name]), shard)
+        count, remainders = 0, blocks_of(like, state["remainder"])
         for (offset, live), (_, remainder) in zip(blocks_of(like, weight.live.detach()), remainders, strict=True):
             live, master = overlap(offset, live, shard)
             _split(master, live, overlap(offset, remainder, shard)[0])
             count += master.numel()
         return count
 
-    def put(self, weight: Weight, name: str, value: Tensor) -> None:
-        """Take over a state that is one value for the whole weight."""
-        if name == "step":
-            self._states[weight].steps = int(value)
-
     def refresh(self) -> None:
         """Reset the masters to the live weights, which were replaced from outside."""
         for state in self._states.values():
-            state.remainder.zero_()
+            state["remainder"].zero_()
 
     def move(self, to_host: bool) -> None:
         """Everything but the live weights to host memory, or back to where these are."""
         for weight, state in self._states.items():
             device = torch.device("cpu") if to_host else weight.live.device
-            state.remainder, state.first, state.second = (
-                t.to(device) for t in (state.remainder, state.first, state.second)
-            )
+            state.update({name: tensor.to(device) for name, tensor in state.items()})
 
 
-@dataclass(frozen=True)
-class _Formula:
-    """The numbers of a step; `seed` as an int32."""
-
-    seed: int
-    gradient_scale: float
-    beta1: float
-    beta2: float
-    step_size: float
-    second_scale: float
-    eps: float
-    decay: float
-
-    @classmethod
-    def of(
-        cls, config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int, weight_decay: float
-    ) -> _Formula:
-        beta1, beta2 = config.betas
-        step_size, second_scale = lr / (1 - beta1**steps), 1 / math.sqrt(1 - beta2**steps)
-        decay = 1 - lr * weight_decay
-        return cls(seed, gradient_scale, beta1, beta2, step_size, second_scale, config.adam_eps, decay)
-
-    def numbers(self) -> Tensor:
-        """int32 `[10]`, as `_update` takes it: the bits of nine fp32 numbers, and the seed. Differences are taken in
-        fp64, before they are rounded."""
-        rates = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
-        floats = (self.gradient_scale, *rates, self.step_size, self.second_scale, self.eps, self.decay)
-        bits = torch.tensor(floats, dtype=torch.float32).view(torch.int32)
-        return torch.cat([bits, torch.tensor([self.seed], dtype=torch.int32)])
+def _formula(
+    config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int, weight_decay: float
+) -> dict[str, Any]:
+    """The numbers of a step, as the compiled kernel takes them; `seed` is an int32."""
+    beta1, beta2 = config.betas
+    return {
+        "seed": seed,
+        "gradient_scale": gradient_scale,
+        "beta1": beta1,
+        "beta2": beta2,
+        "step_size": lr / (1 - beta1**steps),
+        "second_scale": 1 / math.sqrt(1 - beta2**steps),
+        "eps": config.adam_eps,
+        "decay": 1 - lr * weight_decay,
+    }
 
 
-def _step(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:
-    tensors = (live, state.remainder, state.first, state.second, gradient)
+def _numbers(formula: Mapping[str, Any]) -> Tensor:
+    """The same, int32 `[10]`, as `_update` takes it: the seed, and the bits of nine fp32 numbers. Differences are taken
+    in fp64, before they are rounded."""
+    seed, scale, beta1, beta2, *rest = formula.values()
+    floats = torch.tensor((scale, beta1, 1 - beta1, beta2, 1 - beta2, *rest), dtype=torch.float32)
+    return torch.cat([torch.tensor([seed], dtype=torch.int32), floats.view(torch.int32)])
+
+
+def _step(tensors: list[Tensor], formula: Mapping[str, Any]) -> None:
+    """One step of a weight; `tensors` as of `_update`."""
+    live = tensors[0]
     suits = live.numel() % VECTOR == 0 and all(t.is_contiguous() for t in tensors)
-    compiled = kernels(live.dtype, live.device) if suits else None
-    if compiled is None:
-        _step_in_torch(live, gradient, state, formula)
-    else:
-        is_bf16 = state.first.dtype == torch.bfloat16
-        compiled.adamw(*tensors, live.numel(), *vars(formula).values(), is_bf16)
-
-
-def _step_in_torch(live: Tensor, gradient: Tensor, state: _State, formula: _Formula) -> None:
+    if suits and (compiled := kernels(live.dtype, live.device)) is not None:
+        compiled.adamw(*tensors, live.numel(), *formula.values(), tensors[2].dtype == torch.bfloat16)
+        return
     # A view where the memory allows it; otherwise the results are copied back.
-    flat = [t.reshape(-1) for t in (live.detach(), state.remainder, state.first, state.second, gradient)]
-    update, block = _code(live.device)
-    numbers = formula.numbers().to(live.device, non_blocking=True)
+    flat = [t.reshape(-1) for t in tensors]
+    update, block = _code(live.device.type)
+    numbers = _numbers(formula).to(live.device, non_blocking=True)
     for start in range(0, live.numel(), block):
-        update(*(t[start : start + block] for t in flat), numbers, _index_of(start, live.device))
-    for tensor, values in zip((live.detach(), state.remainder, state.first, state.second), flat, strict=False):
+        # Of an element's number the lowest 32 bits count.
+        first = torch.full((), _signed(start), dtype=torch.int32, device=live.device)
+        update(*(t[start : start + block] for t in flat), numbers, first)
+    for tensor, values in zip(tensors[:-1], flat, strict=False):
         if tensor.data_ptr() != values.data_ptr():
             tensor.copy_(values.view(tensor.shape))
 
 
-def _index_of(start: int, device: torch.device) -> Tensor:
-    """int32 of no dimension: an element's number, of which the lowest 32 bits count."""
-    return torch.full((), _signed(start), dtype=torch.int32, device=device)
-
-
-def _code(device: torch.device) -> tuple[Callable[..., None], int]:
-    """The function that updates a part of a weight, and its most elements: on an accelerator one kernel for all."""
-    if not is_accelerator(str(device)):
-        return _update, _BLOCK
-    if (lack := lacking(device.type)) is None:
-        return _fused(), _LARGEST
-    _say_once(device.type, lack)
-    return _update, min(_LARGEST, total_memory(device) // (100 * _TEMPORARIES))
-
-
 @cache
-def _say_once(kind: str, lack: str) -> None:
+def _code(kind: str) -> tuple[Callable[..., None], int]:
+    """The function that updates a part of a weight, and its most elements: on an accelerator one kernel for all."""
+    if not is_accelerator(kind):
+        return _update, _BLOCK
+    if (lack := lacking(kind)) is None:  # one kernel for weights of any size
+        return torch.compile(_update, dynamic=True, fullgraph=True), _LARGEST
     logger.warning(
         "AdamW runs on '%s' by single torch operations, which is slower than one fused kernel: %s", kind, lack
     )
-
-
-@cache
-def _fused() -> Callable[..., None]:
-    """`_update` as one kernel for weights of any size."""
-    return torch.compile(_update, dynamic=True, fullgraph=True)
+    return _update, min(_LARGEST, total_memory(kind) // (100 * _TEMPORARIES))
 
 
 def _update(
@@ -216,14 +185,14 @@ def _update(
 ) -> None:
     """One step of `[N]` elements from number `start`, in place. All that changes from step to step comes in tensors:
     torch would compile a Python number into the kernel."""
-    scale, beta1, rest1, beta2, rest2, step_size, second_scale, eps, decay = numbers[:9].view(torch.float32).unbind()
+    scale, beta1, rest1, beta2, rest2, step_size, second_scale, eps, decay = numbers[1:].view(torch.float32).unbind()
     g = gradient * scale
     m = first.float() * beta1 + g * rest1
     v = second.float() * beta2 + g * g * rest2
     master = _master(live, remainder) * decay
     master -= step_size * m / (v.sqrt() * second_scale + eps)
     index = torch.arange(live.numel(), dtype=torch.int32, device=live.device)
-    noise = _mixed((index + start) ^ numbers[9])
+    noise = _mixed((index + start) ^ numbers[0])
     _store_moment(first, m, noise & 0xFFFF)
     _store_moment(second, v, (noise >> 16) & 0xFFFF)
     _split(master, live, remainder)

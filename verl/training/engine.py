@@ -274,7 +274,7 @@ class TrainEngine(ABC):
             self.ranks.all_reduce([square], dist.ReduceOp.SUM, *dims)
             grad_norm = float(square.sqrt())
         depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
-        if not gradients.any() or not depends:
+        if not depends or not any(weight.has_gradient for weight in gradients.weights):
             raise TrainingError(NO_GRADIENT)
         # Loss and norm are those of all ranks, equal on each. So either all of them step or none does; a rank that
         # judged by its own gradient would leave the others with other weights.

@@ -38,12 +38,6 @@ class Weight:
     has_gradient: bool = False
     loss_scale: float = 1.0
 
-    @property
-    def drawn_as(self) -> str:
-        """The name that randomness hangs on: copies of a weight on several ranks, which may have names of their own
-        there (`tied_to`), stay equal."""
-        return getattr(self.source, "tied_to", self.name)
-
     def add(self, gradient: Tensor, start: int = 0) -> None:
         """Add the gradient of a scaled loss, of all rows or of some from row `start`."""
         # Sums are not zeroed between steps: without `has_gradient` what they hold is old, and the first gradient
@@ -102,9 +96,6 @@ class Gradients:
         #: Factor of a loss before its backward pass; 1 without fp16 gradients.
         self.loss_scale = _FP16_SCALE if self._is_scaled else 1.0
         self._steps_at_scale = 0
-
-    def any(self) -> bool:
-        return any(weight.has_gradient for weight in self.weights)
 
     def fill_zeros(self) -> None:
         """A gradient of 0 for every weight."""

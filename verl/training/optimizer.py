@@ -1,12 +1,13 @@
 """Optimizer steps under low-precision live weights: fp32 masters, fp32 gradient sums, clipping, a schedule.
 
-`SplitAdamW` steps bf16 weights; `MasterOptimizer` all others, and every weight under a caller's own optimizer.
+`SplitAdamW` steps bf16 weights; a torch optimizer the masters of all others, and of every weight if it is a caller's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -17,8 +18,8 @@ from verl.training.adamw import SplitAdamW, decay_of
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import OptimConfig
 from verl.weights.forks import no_forks
-from verl.weights.shard import Shard
-from verl.weights.shards import LocalShard
+from verl.weights.shard import Shard, blocks_of
+from verl.weights.shards import fill_blocks
 
 #: A torch optimizer over a model's parameters, or a function that makes one of a list of parameters.
 OwnOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -33,6 +34,9 @@ class MixedPrecisionOptimizer:
 
     Gradients arrive by backward passes alone; `step` or `clear` ends their accumulation. A weight that got no
     gradient since then is left as it is, weight decay included, as in torch.
+
+    An fp32 or fp64 weight is its own master. A caller's optimizer is changed in place: its groups and states refer to
+    the masters afterwards. Its learning rate is not touched.
 
     Args:
         weights: the model's parameters by name, tied ones once; frozen ones are ignored.
@@ -63,58 +67,91 @@ class MixedPrecisionOptimizer:
             trained = {name: live for name, live in held(weights, optimizer).items() if live.requires_grad}
         if not trained:
             raise ConfigError("no weight of the model requires a gradient: there is nothing to train")
-        self.config = config
-        self.completed_steps = 0
+        self.config, self.name, self.completed_steps = config, optimizer_name(optimizer), 0
         self.gradients = Gradients(
             [Weight(name, (pieces or trained)[name], source) for name, source in trained.items()],
             watched.values(),
             is_scaled=is_scaled,
         )
         split = [w for w in self.gradients.weights if optimizer is None and w.live.dtype == torch.bfloat16]
-        rest = [w for w in self.gradients.weights if w not in split]
         if config.moments == "bfloat16" and not split:
             raise ConfigError("optim.moments=bfloat16 is of weights in bfloat16, and here is none: leave it out")
-        self._masters = MasterOptimizer(rest, config, optimizer, scheduler) if rest else None
-        rules = (SplitAdamW(split, config) if split else None, self._masters)
-        self._rules = [rule for rule in rules if rule is not None]
-        self._has_own_lr = optimizer is None
-        self.name = optimizer_name(optimizer)
+        self._split = SplitAdamW(split, config)
+        self._masters = {weight: _master(weight.live) for weight in self.gradients.weights if weight not in split}
+        self._is_own = optimizer is not None
+        #: torch's, of the masters.
+        self._optimizer: Any = optimizer
+        if optimizer is None:
+            self._optimizer = _adamw(self._masters, config) if self._masters else None
+        elif not isinstance(optimizer, torch.optim.Optimizer):
+            self._optimizer = optimizer([*self._masters.values()])
+        else:
+            _take_over(optimizer, {weight.live: master for weight, master in self._masters.items()})
+        self._scheduler = scheduler if scheduler is None or hasattr(scheduler, "step") else scheduler(self._optimizer)
+        no_forks(self, lambda own: (value for *_, value in own._of_masters() if isinstance(value, Tensor)))
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step (a caller's optimizer: of its first parameter group)."""
-        if self._masters is not None and not self._has_own_lr:
-            return self._masters.lr
+        if self._is_own:
+            return float(self._optimizer.param_groups[0]["lr"])
         return self.config.lr * lr_factor(self.config, self.completed_steps)
 
+    @torch.no_grad()
     def step(self, grad_norm: float) -> None:
         """One optimizer step from the accumulated gradient, whose norm `grad_norm` is finite; clips first."""
-        limit = self.config.max_grad_norm
+        limit, lr = self.config.max_grad_norm, self.lr
         scale = limit / (grad_norm + 1e-6) if limit is not None and grad_norm + 1e-6 > limit else 1.0
-        for rule in self._rules:
-            rule.step(self.lr, scale)
+        self._split.step(lr, scale)
+        for group in self._optimizer.param_groups if self._masters and not self._is_own else ():
+            group["lr"] = lr
+        for weight, master in self._masters.items():
+            master.grad = weight.gradient if weight.has_gradient else None
+            if master.grad is not None and scale != 1.0:
+                master.grad.mul_(scale)
+        if self._masters:
+            self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        for weight, master in self._masters.items():
+            if master is not weight.live and master.grad is not None:
+                weight.live.copy_(master)
+            master.grad = None
         self.completed_steps += 1
         self.gradients.accepted()
 
+    @torch.no_grad()
     def refresh_masters(self) -> None:
         """Reset the masters to the live weights, which were replaced from outside."""
-        for rule in self._rules:
-            rule.refresh()
+        self._split.refresh()
+        for weight, master in self._masters.items():
+            if master is not weight.live:
+                master.copy_(weight.live)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors for a bit-equal continuation, besides the live weights and `meta`: "<weight>.<state>"
         ("exp_avg", "exp_avg_sq", "step", ...) and "<weight>.master" (fp32, of weights in less). Some are the live
         state, not copies: write them before the next step."""
-        for rule in self._rules:
-            for weight, name, value in rule.state():
-                if isinstance(value, Tensor):
-                    yield f"{weight}.{name}", value
-                del value  # a master that was made for the caller, before the next one is
+        for weight, name, value in chain(self._split.state(), self._of_masters()):
+            if isinstance(value, Tensor):
+                yield f"{weight}.{name}", value
+            del value  # a master that was made for the caller, before the next one is
 
     def meta(self) -> dict[str, Any]:
-        """The rest of that state, for JSON."""
-        more = {"values": {}} if self._masters is None else self._masters.meta()
-        return {"completed_steps": self.completed_steps, "optimizer": self.name, **self.gradients.state(), **more}
+        """The rest of that state, for JSON: values by weight; for a caller's optimizer also its settings (AdamW's come
+        from the configuration) and its schedule's state, as far as JSON can hold it."""
+        values: dict[str, dict[str, Any]] = {}
+        for weight, name, value in self._of_masters():
+            if not isinstance(value, Tensor):
+                values.setdefault(weight, {})[name] = value
+        meta = {"completed_steps": self.completed_steps, "optimizer": self.name, "values": values}
+        meta |= self.gradients.state()
+        if self._is_own:
+            meta["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        if self._scheduler is not None:
+            kinds = (int, float, str, list, dict, type(None))
+            meta["schedule"] = {k: v for k, v in self._scheduler.state_dict().items() if isinstance(v, kinds)}
+        return meta
 
     @torch.no_grad()
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
@@ -126,159 +163,27 @@ class MixedPrecisionOptimizer:
                 master; a tensor did not come whole.
         """
         check_optimizer(self.name, meta)
-        for rule in self._rules:
-            rule.begin_load()
-        self._fill(shards)
-        if self._masters is not None:
-            self._masters.end_load(meta)
+        weights = {weight.name: weight for weight in self.gradients.weights}
+        coming: dict[Weight, dict[str, Any]] = {weight: {} for weight in self._masters}
+        self._split.begin_load()
+
+        def fill(name: str, key: str, shard: Shard) -> int:
+            weight = weights[name]
+            if weight not in coming:
+                return self._split.fill(weight, key, shard)
+            return self._fill(coming[weight], weight, key, shard)
+
+        sizes = {name: (weight.source.shape, weight.live.numel()) for name, weight in weights.items()}
+        came = fill_state(shards, sizes, fill)
+        check_masters({name: weight.live for name, weight in weights.items()}, came)
+        if self._masters:
+            self._end_load(coming, meta)
         self.completed_steps = int(meta["completed_steps"])
         self.gradients.load(meta)
 
     def move(self, to_host: bool) -> None:
         """Masters and moments to host memory, or back to where the weights are; live weights stay."""
-        for rule in self._rules:
-            rule.move(to_host)
-
-    def _fill(self, shards: Iterable[Shard]) -> None:
-        rules = {weight.name: (weight, rule) for rule in self._rules for weight in rule.weights}
-
-        def fill(name: str, key: str, shard: Shard) -> int:
-            weight, rule = rules[name]
-            if key == "step" or shard.global_shape != weight.source.shape:
-                rule.put(weight, key, shard.tensor)
-                return weight.live.numel()
-            return rule.fill(weight, key, shard)
-
-        weights = {name: (weight.source.shape, weight.live.numel()) for name, (weight, _) in rules.items()}
-        came = fill_state(shards, weights, fill)
-        check_masters({name: weight.live for name, (weight, _) in rules.items()}, came)
-
-
-class MasterOptimizer:
-    """`optimizer`, or the one that it makes, or AdamW, over the masters of `weights`.
-
-    An fp32 or fp64 weight is its own master. A caller's optimizer is changed in place: its groups and states refer to
-    the masters afterwards. Its learning rate is not touched.
-    """
-
-    def __init__(
-        self,
-        weights: list[Weight],
-        config: OptimConfig,
-        optimizer: OwnOptimizer | None = None,
-        scheduler: Any = None,
-    ) -> None:
-        self.weights = weights
-        no_forks(self, lambda rule: (value for *_, value in rule.state()))
-        self._masters = {weight: _master(weight.live) for weight in weights}
-        self._has_own_lr = optimizer is None
-        self._coming: dict[str, dict[str, Any]] = {}
-        if optimizer is None:
-            self._optimizer = _adamw(self._masters, config)
-        elif not isinstance(optimizer, torch.optim.Optimizer):
-            self._optimizer = optimizer([*self._masters.values()])
-        else:
-            self._optimizer = optimizer
-            self._take_over()
-        #: torch's schedule of a caller's optimizer.
-        self._scheduler = scheduler if scheduler is None or hasattr(scheduler, "step") else scheduler(self._optimizer)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the optimizer's first group."""
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    @torch.no_grad()
-    def step(self, lr: float, gradient_scale: float) -> None:
-        """One step with the gradient sums, multiplied by `gradient_scale`."""
-        if self._has_own_lr:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-        for weight, master in self._masters.items():
-            present = weight.has_gradient and weight.gradient is not None
-            master.grad = weight.gradient if present else None
-            if present and gradient_scale != 1.0:
-                weight.gradient.mul_(gradient_scale)  # type: ignore[union-attr]
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        for weight, master in self._masters.items():
-            if master is not weight.live and master.grad is not None:
-                weight.live.copy_(master)
-            master.grad = None
-
-    def state(self) -> Iterator[tuple[str, str, Any]]:
-        """(weight, name, value) of all there is to save; tensors are references to the live state."""
-        for weight, master in self._masters.items():
-            if master is not weight.live:
-                yield weight.name, "master", master.detach()
-            for name, value in self._optimizer.state.get(master, {}).items():
-                if value is not None:
-                    yield weight.name, name, value
-
-    def meta(self) -> dict[str, Any]:
-        """The state that is not in tensors, for JSON: values by weight; for a caller's optimizer also its settings
-        (AdamW's come from the configuration) and its schedule's state, as far as JSON can hold it."""
-        values: dict[str, dict[str, Any]] = {}
-        for weight, name, value in self.state():
-            if not isinstance(value, Tensor):
-                values.setdefault(weight, {})[name] = value
-        meta: dict[str, Any] = {"values": values}
-        if not self._has_own_lr:
-            meta["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
-        if self._scheduler is not None:
-            kinds = (int, float, str, list, dict, type(None))
-            meta["schedule"] = {k: v for k, v in self._scheduler.state_dict().items() if isinstance(v, kinds)}
-        return meta
-
-    def begin_load(self) -> None:
-        """States come from now on; `end_load` gives them to the optimizer."""
-        self._coming = {weight.name: {} for weight in self.weights}
-
-    def fill(self, weight: Weight, name: str, shard: Shard) -> int:
-        """Copy the elements of a shard that belong to this rank; returns how many. An fp32 weight takes over the saved
-        master of a bf16 one: kept apart, it would be saved again and be stale."""
-        master, coming = self._masters[weight], self._coming[weight.name]
-        if name != "master" and name not in coming:
-            # As torch's `load_state_dict` wants it, which would copy it otherwise.
-            dtype = master.dtype if shard.tensor.is_floating_point() else shard.tensor.dtype
-            before = self._optimizer.state.get(master, {}).get(name)
-            fits = isinstance(before, Tensor) and (before.shape, before.dtype) == (master.shape, dtype)
-            coming[name] = before if fits else torch.empty_like(master, dtype=dtype, requires_grad=False)
-        return LocalShard(weight.source, master if name == "master" else coming[name]).fill(shard)
-
-    def put(self, weight: Weight, name: str, value: Any) -> None:
-        """Take over a state that is one value for the whole weight."""
-        self._coming[weight.name][name] = value.clone() if isinstance(value, Tensor) else value
-
-    @torch.no_grad()
-    def end_load(self, meta: Mapping[str, Any]) -> None:
-        """Go on with the states that have come, and with what `meta` gave; live weights become the masters, rounded
-        where they have less."""
-        for weight in self.weights:
-            self._coming[weight.name] |= meta.get("values", {}).get(weight.name, {})
-        param_groups = self._optimizer.state_dict()["param_groups"]
-        for group, before in zip(param_groups, meta.get("groups", ()), strict=False):
-            group.update(before)
-        index = {id(p): i for i, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])}
-        for weight, master in self._masters.items():
-            if master is not weight.live:
-                weight.live.copy_(master)
-        numbered = {index[id(m)]: values for w, m in self._masters.items() if (values := self._coming[w.name])}
-        self._optimizer.load_state_dict({"state": numbered, "param_groups": param_groups})
-        self._coming = {}
-        if self._scheduler is not None and meta.get("schedule"):
-            self._scheduler.load_state_dict(dict(meta["schedule"]))
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Reset the masters to the live weights, which were replaced from outside."""
-        for weight, master in self._masters.items():
-            if master is not weight.live:
-                master.copy_(weight.live)
-
-    def move(self, to_host: bool) -> None:
-        """Masters and state to host memory, or back to where the weights are."""
+        self._split.move(to_host)
         for weight, master in self._masters.items():
             device = torch.device("cpu") if to_host else weight.live.device
             if master is not weight.live:
@@ -289,15 +194,59 @@ class MasterOptimizer:
                 if isinstance(value, Tensor) and value.dim() > 0:
                     state[key] = value.to(device)
 
-    @torch.no_grad()
-    def _take_over(self) -> None:
-        masters = {weight.live: master for weight, master in self._masters.items()}
-        for group in self._optimizer.param_groups:
-            group["params"] = [masters[p] for p in group["params"] if p in masters]  # without frozen ones
-        for live, master in masters.items():
-            if master is not live and live in self._optimizer.state:
-                state = self._optimizer.state.pop(live)
-                self._optimizer.state[master] = {key: _widened(value) for key, value in state.items()}
+    def _of_masters(self) -> Iterator[tuple[str, str, Any]]:
+        """(weight, name, value) of all there is to save of the masters; tensors are references to the live state."""
+        for weight, master in self._masters.items():
+            if master is not weight.live:
+                yield weight.name, "master", master.detach()
+            for name, value in self._optimizer.state.get(master, {}).items():
+                if value is not None:
+                    yield weight.name, name, value
+
+    def _fill(self, coming: dict[str, Any], weight: Weight, key: str, shard: Shard) -> int:
+        """Copy the elements of a shard that belong to this rank; returns how many. An fp32 weight takes over the saved
+        master of a bf16 one: kept apart, it would be saved again and be stale."""
+        master = self._masters[weight]
+        if key == "step" or shard.global_shape != weight.source.shape:  # one value for the whole weight
+            coming[key] = shard.tensor.clone()
+            return weight.live.numel()
+        if key != "master" and key not in coming:
+            # As torch's `load_state_dict` wants it, which would copy it otherwise.
+            dtype = master.dtype if shard.tensor.is_floating_point() else shard.tensor.dtype
+            before = self._optimizer.state.get(master, {}).get(key)
+            fits = isinstance(before, Tensor) and (before.shape, before.dtype) == (master.shape, dtype)
+            coming[key] = before if fits else torch.empty_like(master, dtype=dtype, requires_grad=False)
+        return fill_blocks(blocks_of(weight.source, master if key == "master" else coming[key]), shard)
+
+    def _end_load(self, coming: Mapping[Weight, dict[str, Any]], meta: Mapping[str, Any]) -> None:
+        """Go on with the states that have come, and with what `meta` gave; live weights become the masters, rounded
+        where they have less."""
+        param_groups = self._optimizer.state_dict()["param_groups"]
+        for group, before in zip(param_groups, meta.get("groups", ()), strict=False):
+            group.update(before)
+        index = {id(p): i for i, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])}
+        numbered = {}
+        for weight, master in self._masters.items():
+            if master is not weight.live:
+                weight.live.copy_(master)
+            if values := coming[weight] | meta.get("values", {}).get(weight.name, {}):
+                numbered[index[id(master)]] = values
+        self._optimizer.load_state_dict({"state": numbered, "param_groups": param_groups})
+        if self._scheduler is not None and meta.get("schedule"):
+            self._scheduler.load_state_dict(dict(meta["schedule"]))
+
+
+@torch.no_grad()
+def _take_over(optimizer: torch.optim.Optimizer, masters: Mapping[torch.nn.Parameter, Tensor]) -> None:
+    """Have a caller's optimizer step the masters of live weights, and of these only."""
+    for group in optimizer.param_groups:
+        group["params"] = [masters[p] for p in group["params"] if p in masters]  # without frozen ones
+    for live, master in masters.items():
+        if master is not live and live in optimizer.state:
+            optimizer.state[master] = {
+                key: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+                for key, value in optimizer.state.pop(live).items()
+            }
 
 
 def held(weights: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
@@ -307,8 +256,7 @@ def held(weights: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optim
         ConfigError: it holds a tensor that is not a weight of the model.
     """
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    foreign = ours - {id(live) for live in weights.values()}
-    if foreign:
+    if foreign := ours - {id(live) for live in weights.values()}:
         raise ConfigError(
             f"the optimizer holds {len(foreign)} tensors that are no parameters of this model: "
             "make it from model.parameters() of the model that is trained"
@@ -338,10 +286,6 @@ def _adamw(masters: Mapping[Weight, Tensor], config: OptimConfig) -> torch.optim
 def adamw_options(config: OptimConfig) -> dict[str, Any]:
     """The settings under torch's names."""
     return {"lr": config.lr, "betas": config.betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def lr_factor(config: OptimConfig, step: int) -> float:

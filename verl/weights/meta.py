@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from verl.errors import ModelError
 from verl.weights.shard import Shard
-from verl.weights.shards import LocalShard, named_weights, tied_names
+from verl.weights.shards import named_weights, tied_names
 
 #: More distinct layers than this are no sample of a model.
 _MOST_LAYERS = 8
@@ -52,15 +52,14 @@ def give_memory(model: nn.Module, device: torch.device | str) -> None:
 def take_weights(model: nn.Module, shards: Iterable[Shard]) -> None:
     """Give a model, which may have none, the weights of a stream that has all of them: the very tensors, where they are
     whole and in the model's dtype (they may be mapped files); others are put together. Tied ones stay tied."""
-    weights, parts, state = dict(named_weights(model)), dict[str, LocalShard](), dict[str, Tensor]()
+    weights, state = dict(named_weights(model)), dict[str, Tensor]()
     for shard in shards:
         weight = weights[shard.name]
         if shard.is_whole:
             state[shard.name] = shard.tensor.to(weight.dtype)
         else:
-            part = parts.setdefault(shard.name, LocalShard(torch.empty_like(weight, device="cpu")))
-            part.fill(shard)
-            state[shard.name] = part.tensor
+            whole = state.setdefault(shard.name, torch.empty_like(weight, device="cpu"))
+            shard.slice.of(whole).copy_(shard.tensor)
     tied = tied_names(model)
     state |= {other: state[first] for first, others in tied.items() for other in others}
     model.load_state_dict(state, assign=True)

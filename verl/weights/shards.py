@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import CheckpointError, nearest
-from verl.weights.shard import Shard, Slice, blocks_of, local_part
+from verl.weights.shard import Shard, Slice, blocks_of
 
 
 def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
@@ -43,29 +43,6 @@ def model_shards(model: nn.Module) -> Iterator[Shard]:
             yield Shard(name, tuple(tensor.shape), offset, block)
 
 
-class LocalShard:
-    """What this rank holds of a tensor, to be filled from shards that may be cut otherwise.
-
-    Args:
-        like: the tensor.
-        local: a tensor that is cut like it, as this rank has it; None: its own part.
-
-    Attributes:
-        missing: elements that have not come yet.
-    """
-
-    def __init__(self, like: Tensor, local: Tensor | None = None) -> None:
-        self.tensor = local_part(like) if local is None else local
-        self.missing = self.tensor.numel()
-        self._blocks = [*blocks_of(like, self.tensor)]
-
-    def fill(self, shard: Shard) -> int:
-        """Copy what a shard of the same tensor has of this one, and return how many elements that are."""
-        count = sum(fill_block(offset, block, shard) for offset, block in self._blocks)
-        self.missing -= count
-        return count
-
-
 def whole_weights(shards: Iterable[Shard]) -> Iterator[Shard]:
     """Each weight whole, of shards of which those of one weight follow each other."""
     for name, parts in groupby(shards, lambda part: part.name):
@@ -73,10 +50,16 @@ def whole_weights(shards: Iterable[Shard]) -> Iterator[Shard]:
         if first.is_whole:
             yield first
             continue
-        whole = LocalShard(first.tensor.new_empty(first.global_shape))
+        whole = first.tensor.new_empty(first.global_shape)
         for part in chain([first], parts):
-            whole.fill(part)
-        yield Shard.whole(name, whole.tensor)
+            part.slice.of(whole).copy_(part.tensor)
+        yield Shard.whole(name, whole)
+
+
+def fill_blocks(blocks: Iterable[tuple[tuple[int, ...], Tensor]], shard: Shard) -> int:
+    """Copy what a shard has of blocks of its tensor (where each begins, and its elements), and return how many elements
+    that are."""
+    return sum(fill_block(offset, block, shard) for offset, block in blocks)
 
 
 def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool = True) -> int:

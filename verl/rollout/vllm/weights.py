@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from verl.weights.shard import Shard
-from verl.weights.shards import LocalShard, fill_block
+from verl.weights.shards import fill_block
 
 _HEAD = "lm_head.weight"
 #: Methods that compute with a layer's weights as they were loaded, on CPU with a packed copy.
@@ -72,7 +72,7 @@ class WeightSink:
             _put_back(module, self._config)
         self._routes: dict[str, _Route] = {}
         self._left: dict[str, int] = {}
-        self._parts: dict[str, LocalShard] = {}
+        self._parts: dict[str, Tensor] = {}
         self._loaded: set[str] = set()
         self._head: Tensor | None = None
 
@@ -89,11 +89,11 @@ class WeightSink:
             self._loaded |= route.loads or set()
             return
         if not shard.is_whole:
-            part = self._parts.setdefault(name, LocalShard(tensor.new_empty(shard.global_shape)))
-            part.fill(shard)
-            if part.missing:
+            part = self._parts.setdefault(name, tensor.new_empty(shard.global_shape))
+            shard.slice.of(part).copy_(tensor)
+            if self._left[name]:
                 return
-            tensor = self._parts.pop(name).tensor
+            tensor = self._parts.pop(name)
         with _Copies(tensor, self._tensors) as copies:
             model: Any = self._model
             loads = model.load_weights([(name, tensor)])
