@@ -29,7 +29,7 @@ if __name__ == "__main__":
         ranks = Ranks(context.meshes["train"], context.groups["train"], context.parts)
         for dim in ("shard", "sp", "replicate"):
             total = torch.tensor(float(world.rank))
-            ranks.all_reduce([total], dist.ReduceOp.SUM, dim)
+            ranks.all_reduce([total], dist.ReduceOp.SUM, [dim])
             found[f"{role.role} {dim}"] = float(total)
     if world.rank == 3:
         sys.stdout.write(json.dumps(found) + "\n")

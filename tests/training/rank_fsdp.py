@@ -96,7 +96,7 @@ def lines(group: Any) -> Iterator[dict[str, Any]]:
         "case": "mixed precision",
         "loss": abs(mixed["metrics"][0]["loss"] / one["metrics"][0]["loss"] - 1),
         "gathered": str(gathered_as[-1]),
-        "held": sorted({str(spec.dtype) for spec in engine.specs().values()}),
+        "held": sorted({str(spec.dtype) for spec in engine.weights.specs.values()}),
     }
     try:
         found(tiny_model(), group, {"wrap_policy": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayr"}})

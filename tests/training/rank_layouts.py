@@ -177,7 +177,7 @@ def compare(case: Case, group: Any) -> Iterator[tuple[str, Any]]:
     again.load_state(gathered(state, group), meta)
     resumed = [case.update(engine) for engine in (cut, again)]
     yield "resumed", max(abs(resumed[0][key] - resumed[1][key]) for key in SUMS if key in resumed[0])
-    yield "cuts", sorted({dim for spec in cut.specs().values() for dim, *_ in spec.sharded_dims}, key=DIMS.index)
+    yield "cuts", sorted({dim for spec in cut.weights.specs.values() for dim, *_ in spec.sharded_dims}, key=DIMS.index)
     if one is not None:
         metrics = [case.update(one) for _ in found]
         expected = {shard.name: shard.tensor for shard in one.shards()}
@@ -186,7 +186,10 @@ def compare(case: Case, group: Any) -> Iterator[tuple[str, Any]]:
         yield "gradient", min(step["grad_norm"] for step in metrics)
         yield "metrics", apart(case, metrics, found, same)
         yield "weights", max(float((shard.tensor - expected[shard.name]).abs().max()) for shard in weights)
-        yield "names", [*expected] == [*cut.specs()] and sorted(expected) == sorted(shard.name for shard in weights)
+        yield (
+            "names",
+            [*expected] == [*cut.weights.specs] and sorted(expected) == sorted(shard.name for shard in weights),
+        )
         yield "predicted", float((predicted - case.predict(one, mine)).abs().max())
         yield "held", sum(shard.tensor.numel() for shard in cut.shards()) / total
 

@@ -146,7 +146,7 @@ def compare(case: Case, groups: Groups, folder: Path) -> dict[str, Any]:
     resumed = [case.update(engine) for engine in (megatron, *(other for _, other in others))]
     same = [key for key in metrics[0][0] if case.task.endswith(("actor", "critic")) or key in SUMS]
     total = sum(tensor.numel() for tensor in expected.values())
-    specs = megatron.specs()
+    specs = megatron.weights.specs
     return {
         "gradient": min(step["grad_norm"] for step in metrics[0]),
         "metrics": apart(case, *metrics, same),  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def compare(case: Case, groups: Groups, folder: Path) -> dict[str, Any]:
         "resumed": max(abs(a[key] - resumed[0][key]) for a in resumed for key in SUMS if key in a),
         "others": len(others),
         "carried": max(carried),
-        "names": [*specs] == [*one.specs()] and sorted(found) == sorted(expected),
+        "names": [*specs] == [*one.weights.specs] and sorted(found) == sorted(expected),
         "cuts": sorted({dim for spec in specs.values() for dim, *_ in spec.sharded_dims}, key=DIMS.index),
         "held": sum(shard.tensor.numel() for shard in megatron.shards()) * layout.pp * layout.tp / total,
     }

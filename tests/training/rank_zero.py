@@ -129,7 +129,8 @@ def compare(case: Case, group: Any) -> dict[str, Any]:
         "changed": max(farthest(*pair) for pair in zip(before, after, strict=True)),
         "resumed": max(abs(a[key] - resumed[0][key]) for a in resumed for key in ("loss", "grad_norm")),
         "after": farthest(whole(zero.shards(), group), whole(back.shards(), group)),
-        "specs": {name: spec.shape for name, spec in zero.specs().items()} == {n: t.shape for n, t in expected.items()},
+        "specs": {name: spec.shape for name, spec in zero.weights.specs.items()}
+        == {n: t.shape for n, t in expected.items()},
         "held": sum(shard.tensor.numel() for shard in zero.shards()) / sum(t.numel() for t in expected.values()),
         "state": sum(shard.tensor.numel() for shard in zero.state()[0]) / sum(t.numel() for t in before[1].values()),
     }

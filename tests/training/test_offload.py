@@ -68,7 +68,7 @@ def test_messages_lie_where_the_other_side_receives_them(monkeypatch: pytest.Mon
         return []
 
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
-    specs = engine.specs()
+    specs = engine.weights.specs
     plan = transition(engine.mesh, Mesh((0, 1), Layout(replicate=2)), specs, None, 1 << 12)
     buffers = {
         name: torch.empty(plan.local_shape(0, name), dtype=specs[name].dtype, device=DEVICE) for name in plan.names(0)

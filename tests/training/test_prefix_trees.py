@@ -210,7 +210,7 @@ def test_models_with_state_stay_flat(tokens: list[int]) -> None:
     engine = make_engine(AutoModelForCausalLM.from_config(config, dtype=torch.float64), optim=OPTIM)
     assert not engine.shares_prefixes
     batch = forked_batch()
-    dealt, _ = partition(batch, range(len(batch)), 1, engine._limits()._replace(max_tokens=60))
+    dealt, _ = partition(batch, range(len(batch)), 1, engine.limits._replace(max_tokens=60))
     for rows in dealt[0]:
         prompts = {tuple(batch["prompt_tokens"][row]) for row in rows}
         assert sum(map(len, prompts)) + sum(len(batch["response_tokens"][row]) - 1 for row in rows) <= 60

@@ -37,7 +37,8 @@ from verl.algorithms.loss_terms import Loss, LossInput
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.heads import ValueModel
-from verl.training.options import EngineOptions, OptimConfig
+from verl.training.micro_batch import Limits
+from verl.training.options import OptimConfig
 from verl.training.torch_engine import TorchEngine
 from verl.weights.shard import Shard
 
@@ -85,9 +86,7 @@ def shared_engine(
 ) -> TorchEngine:
     """An engine for tests that do not step, with these caps."""
     engine = _engine(kind, dtype, share)
-    engine.options = EngineOptions(
-        optim=OPTIM, max_tokens_per_micro_batch=max_tokens, micro_batch_size=max_rows, share_prompts=share
-    )
+    engine.limits = Limits(max_tokens, max_rows, share)
     return engine
 
 

@@ -134,12 +134,12 @@ def shared(x: Tensor, group: Any) -> Tensor:
 def joined(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The last dimension of all ranks' `x` as one, `sizes` of it from each. Every rank uses it alike, so each takes its
     own part of the gradient."""
-    return _Join.apply(x, sizes, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Columns.apply(x, sizes, group, True)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def split(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """This rank's part of the last dimension of `x`, which is equal on all ranks."""
-    return _Split.apply(x, sizes, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Columns.apply(x, sizes, group, False)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def exchange(x: Tensor, group: Any, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -161,26 +161,20 @@ class _Reduce(torch.autograd.Function):
         return grads[0] if ctx.in_forward else _all_reduced(grads[0], ctx.group), None, None
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _gathered(x, sizes, group)
+class _Columns(torch.autograd.Function):
+    """The last dimension of all ranks' tensors as one in the forward pass, and its own part for each rank in the
+    backward pass (`joins`); or the other way round."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].split(ctx.sizes, -1)[dist.get_rank(ctx.group)], None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return x.split(sizes, -1)[dist.get_rank(group)].contiguous()  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Any, joins: bool) -> Tensor:
+        ctx.sizes, ctx.group, ctx.joins = sizes, group, joins
+        return _gathered(x, sizes, group) if joins else x.split(sizes, -1)[dist.get_rank(group)].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grads[0], ctx.sizes, ctx.group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.joins:
+            return grads[0].split(ctx.sizes, -1)[dist.get_rank(ctx.group)], None, None, None
+        return _gathered(grads[0], ctx.sizes, ctx.group), None, None, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -23,7 +23,8 @@ from verl._host.device import return_free_memory
 from verl.algorithms.loss_terms import Loss, LossTerm, combine_metrics
 from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
-from verl.errors import DataError, TrainingError
+from verl.errors import ConfigError, DataError, TrainingError
+from verl.kernels.inductor import lacking
 from verl.models.lora import adapters_off, reference_weights, shape_of
 from verl.models.packed import PackedModel
 from verl.training.checkpointing import enable_checkpointing, recomputing
@@ -34,7 +35,7 @@ from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, Head, check_training
 from verl.training.ranks import Parallel, Ranks, gather_json
 from verl.weights.layout import DATA_DIMS, Mesh
-from verl.weights.shard import Shard, Stream, WeightSpec
+from verl.weights.shard import Shard, Stream
 
 Metrics: TypeAlias = dict[str, float]
 #: The weights of a model that is laid out, for one that was made without.
@@ -54,16 +55,16 @@ class MicroBatch(NamedTuple):
     """Rows of one forward.
 
     Attributes:
+        tree: the prefixes that they share.
         want: the predictions to make of them.
         finish: turns the predictions into the result of the micro-batch: a `Loss`, or anything.
-        tree: the prefixes that they share.
     """
 
     batch: Batch
+    tree: PrefixTree | None
     want: tuple[str, ...]
     temperature: float
     finish: Callable[[dict[str, Tensor]], Any]
-    tree: PrefixTree | None = None
 
 
 class Schedule(Protocol):
@@ -120,6 +121,8 @@ class TrainEngine(ABC):
         model: as it is laid out.
         forward: the model as a function of a micro-batch.
         schedule: the order in which micro-batches go forward and backward.
+        limits: bounds on a micro-batch.
+        shares_prefixes: prefixes that rows share are computed once.
         weights: this rank's part of the weights.
         optimizer: None: the model is only read.
         has_auxiliary_loss: the model adds a loss of its own to gradients, such as one that balances experts. None of
@@ -154,13 +157,19 @@ class TrainEngine(ABC):
         self.ranks = Ranks(self.mesh, group, parts)
         model.eval()
         if options.use_torch_compile:
-            forward.compile_layers()
+            if (lack := lacking(forward.packed.device.type)) is not None:
+                raise ConfigError(f"use_torch_compile: {lack}")
+            forward.packed.compile_layers()
         if options.gradient_checkpointing:
             enable_checkpointing(forward.packed.model)
         #: The dtype of losses and predictions.
         self.precision = torch.float64 if forward.packed.dtype == torch.float64 else torch.float32
         self.assemble(weights)
         self.schedule: Schedule = self.parallel.schedule or OneStage(forward)
+        # Padded rows (as for stateful models) share no prefixes.
+        self.shares_prefixes, is_packed = options.share_prompts and not forward.is_padded, not forward.is_padded
+        most = options.max_tokens_per_micro_batch, options.micro_batch_size
+        self.limits = Limits(*most, options.share_prompts, is_packed)
         #: What the reference of adapters reads beside the base.
         self._first = reference_weights(self.model) if options.trains and head == "lm" else {}
 
@@ -168,11 +177,6 @@ class TrainEngine(ABC):
     def assemble(self, source: WeightSource | None) -> None:
         """Lay the model out over the ranks, load its weights from `source` if given, and set `parallel`, `weights` and,
         if the model is trained, `optimizer`."""
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether prefixes that rows share are computed once. Padded rows (as for stateful models) share none."""
-        return self.options.share_prompts and not self.forward.is_padded
 
     @torch.no_grad()
     def predict(
@@ -197,30 +201,36 @@ class TrainEngine(ABC):
         """
         self.weights.check_present()
         names = tuple(want)
-        self.forward.check_wanted(names)
+        if unknown := sorted({*names} - {*self.forward.predicts}):
+            raise TrainingError(
+                f"this engine has a head of kind '{self.forward.head}', which predicts "
+                f"{' and '.join(self.forward.predicts)}, not {', '.join(unknown)}"
+            )
         self.forward.check_batch(batch)
         lengths = [1] * len(batch) if self.forward.head == "score" else batch.lengths("response_tokens")
         batch = batch.drop(["response_mask"])  # all tokens are predicted
-        (split,), tree = partition(batch, range(len(batch)), 1, self._limits())
+        (split,), tree = partition(batch, range(len(batch)), 1, self.limits)
         if self.parallel.lockstep:
             most = torch.tensor(len(split))  # forwards of the rank with the most
-            self.ranks.all_reduce([most], dist.ReduceOp.MAX, *DATA_DIMS)
+            self.ranks.all_reduce([most], dist.ReduceOp.MAX, DATA_DIMS)
             split += [[]] * (int(most) - len(split))
         micro_batches = (
-            MicroBatch(_rows(batch, rows), names, temperature, _on_host, tree.take(rows) if rows else None)
-            for rows in split
+            MicroBatch(*_taken(batch, tree, rows), names, temperature, lambda outputs: outputs) for rows in split
         )
         predicted = {name: torch.empty(sum(lengths), dtype=self.precision) for name in names}
         by_row = {name: values.split(lengths) for name, values in predicted.items()}
         with nullcontext() if adapters else adapters_off(self.model, self._first):
-            # Not strict: a pipeline stage without the head runs every micro-batch and yields nothing; `take_last` gives
-            # it the predictions of the last stage. Empty micro-batches have no rows to fill.
+            # Not strict: a pipeline stage without the head runs every micro-batch and yields nothing; it gets the
+            # predictions of the last stage below. Empty micro-batches have no rows to fill.
             for outputs, rows in zip(self.schedule.forward(micro_batches), split, strict=False):
                 for name in names if rows else ():
-                    values = outputs[name].split([lengths[row] for row in rows])
+                    values = outputs[name].cpu().split([lengths[row] for row in rows])
                     for row, of_row in zip(rows, values, strict=True):
                         by_row[name][row].copy_(of_row)
-        self.ranks.take_last([*predicted.values()], "pp")
+        if (stages := self.ranks.group("pp")) is not None:
+            last = self.mesh.group(self.ranks.rank, "pp")[-1]
+            for values in predicted.values():
+                dist.broadcast(values, last, group=stages)
         return predicted
 
     def update(self, parts: Sequence[LossTerm]) -> Metrics:
@@ -271,7 +281,7 @@ class TrainEngine(ABC):
         grad_norm = gradients.norm(self.parallel.replication)
         if dims := self.parallel.cut_dims:  # each element counts once
             square = torch.tensor(grad_norm**2, dtype=torch.float64)
-            self.ranks.all_reduce([square], dist.ReduceOp.SUM, *dims)
+            self.ranks.all_reduce([square], dist.ReduceOp.SUM, dims)
             grad_norm = float(square.sqrt())
         depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
         if not depends or not any(weight.has_gradient for weight in gradients.weights):
@@ -315,12 +325,12 @@ class TrainEngine(ABC):
             # communication, and no rank can be given another one's rows.
             coupled, lockstep = part.needs.coupled, self.parallel.lockstep
             index, size = self.mesh.rows(self.ranks.rank) or (0, 1)
-            split, tree = partition(part.rows, part.computed, size, self._limits(), coupled=coupled, lockstep=lockstep)
+            split, tree = partition(part.rows, part.computed, size, self.limits, coupled=coupled, lockstep=lockstep)
             for rows in split[index]:
-                batch = _rows(part.rows, rows)
+                batch, taken = _taken(part.rows, tree, rows)
                 finish = partial(mini_batch.loss, rows, batch) if rows else no_loss
                 finish = partial(self._with_depends, finish) if rows and trains else finish
-                yield MicroBatch(batch, want, part.needs.temperature, finish, tree.take(rows) if rows else None)
+                yield MicroBatch(batch, taken, want, part.needs.temperature, finish)
 
     def _with_depends(self, finish: Callable[[dict[str, Tensor]], Loss], outputs: dict[str, Tensor]) -> Loss:
         """The loss, whose metrics say whether it depends on the predictions. In lockstep it has a backward pass in any
@@ -329,14 +339,6 @@ class TrainEngine(ABC):
         depends = loss.total.requires_grad
         total = loss.total if depends or not self.parallel.lockstep else loss.total + no_loss(outputs).total
         return Loss(total=total, metrics={**loss.metrics, DEPENDS: float(depends)})
-
-    def _limits(self) -> Limits:
-        options, packed = self.options, not self.forward.is_padded
-        return Limits(options.max_tokens_per_micro_batch, options.micro_batch_size, options.share_prompts, packed)
-
-    def specs(self) -> dict[str, WeightSpec]:
-        """Every weight of the model, by checkpoint name; equal on all ranks."""
-        return dict(self.weights.specs)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's shards of the weights: the live tensors, unless these are wider than `specs`. No collectives."""
@@ -358,23 +360,6 @@ class TrainEngine(ABC):
         self.weights.load(shards)
         if self.optimizer is not None:
             self.optimizer.refresh_masters()
-
-    def release_weight(self, name: str) -> int:
-        """Free the memory of this rank's shard of a weight, whose values the caller holds from now on; until
-        `restore_weights`, whatever needs the weights raises `TrainingError`.
-
-        Returns:
-            Bytes freed; 0 where it keeps the shard: the live one is wider than `specs`, or shares its memory.
-        """
-        return self.weights.release(name)
-
-    def restore_weights(self, name: str, shards: Iterable[Shard]) -> None:
-        """Put a released weight, all shards of it, back to where it was.
-
-        Raises:
-            CheckpointError: a shard did not come whole.
-        """
-        self.weights.restore(name, shards)
 
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
         """Optimizer state: this rank's shards of the tensors "<weight name>.<state>", and JSON values. Each shard is
@@ -416,9 +401,6 @@ def no_loss(outputs: dict[str, Tensor]) -> Loss:
     return Loss(total=torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0)
 
 
-def _on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values.cpu() for name, values in outputs.items()}
-
-
-def _rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    return batch.take(rows) if rows else IDLE
+def _taken(batch: Batch, tree: PrefixTree, rows: Sequence[int]) -> tuple[Batch, PrefixTree | None]:
+    """The rows of a micro-batch, and the prefixes that they share."""
+    return (batch.take(rows), tree.take(rows)) if rows else (IDLE, None)

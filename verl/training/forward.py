@@ -18,8 +18,7 @@ from verl.algorithms.loss_terms import LossNeeds
 from verl.attention.prefix_tree import PrefixTree
 from verl.attention.segments import Packed, pack_rows
 from verl.batch import Batch
-from verl.errors import ConfigError, DataError, TrainingError
-from verl.kernels.inductor import lacking
+from verl.errors import DataError
 from verl.models.packed import PackedModel
 from verl.training.options import EngineOptions, Head
 
@@ -48,7 +47,8 @@ class Forward(nn.Module):
         self, model: Any, head: Head, packed: PackedModel | None, options: EngineOptions, device: Any = None
     ) -> None:
         super().__init__()
-        self.model, self.head, self.share_prompts = model, head, options.share_prompts
+        self.model, self.head, self.predicts = model, head, _PREDICTS[head]
+        self.share_prompts = options.share_prompts
         backbone = model if head == "lm" else model.backbone
         self.packed = packed or PackedModel(backbone, fused_kernels=options.fused_kernels, device=device)
         #: Whether micro-batches are computed as padded rows.
@@ -66,27 +66,10 @@ class Forward(nn.Module):
         kind = f"{type(self.packed.model).__name__} cannot be called so"
         return {"padded rows": "use_remove_padding is false" if self.packed.supports_packed else kind}
 
-    def compile_layers(self) -> None:
-        """Compile each layer of the model by torch.compile, in place.
-
-        Raises:
-            ConfigError: torch.compile lacks something here.
-        """
-        if (lack := lacking(self.packed.device.type)) is not None:
-            raise ConfigError(f"use_torch_compile: {lack}")
-        self.packed.compile_layers()
-
     def wanted(self, needs: LossNeeds) -> tuple[str, ...]:
         """The predictions that a loss reads, and "statistics" if they are asked for."""
         more = ("statistics",) * (needs.statistics and self.head == "lm")
-        return (*_PREDICTS[self.head][: 1 + needs.entropy], *more)
-
-    def check_wanted(self, want: Any) -> None:
-        if unknown := sorted(set(want) - set(_PREDICTS[self.head])):
-            raise TrainingError(
-                f"this engine has a head of kind '{self.head}', which predicts {' and '.join(_PREDICTS[self.head])}, "
-                f"not {', '.join(unknown)}"
-            )
+        return (*self.predicts[: 1 + needs.entropy], *more)
 
     def precision(self) -> Any:
         """The context of forward and backward: the head computes its logits again in the backward pass."""

@@ -56,11 +56,20 @@ class LocalWeights(ABC):
 
     # A back end whose weights share memory with what its library has flattened releases none.
     def release(self, name: str) -> int:
-        """See `TrainEngine.release_weight`."""
+        """Free the memory of this rank's shard of a weight, whose values the caller holds from now on; until it is
+        restored, whatever needs the weights raises `TrainingError`.
+
+        Returns:
+            Bytes freed; 0 where it keeps the shard: the live one is wider than `specs`, or shares its memory.
+        """
         return 0
 
     def restore(self, name: str, shards: Iterable[Shard]) -> None:
-        """See `TrainEngine.restore_weights`."""
+        """Put a released weight, all shards of it, back to where it was.
+
+        Raises:
+            CheckpointError: a shard did not come whole.
+        """
         raise TrainingError(f"'{name}' is not released")
 
     def check_present(self) -> None:

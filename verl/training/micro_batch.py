@@ -10,8 +10,7 @@ last token of a response does not count, because nothing is predicted from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, NamedTuple
 
@@ -82,20 +81,17 @@ def partition(
             Then the micro-batches of a rank with fewer than the busiest, or without any rows, end with empty ones: it
             runs a forward and backward there whose loss is 0.
     """
-    if len(computed) < len(batch):
-        split, tree = partition(
-            batch.take(computed), range(len(computed)), ranks, limits, coupled=coupled, lockstep=lockstep
-        )
-        paths: list[tuple[int, ...]] = [()] * len(batch)
-        for row, path in zip(computed, tree.paths, strict=True):
-            paths[row] = path
-        numbered = [[[computed[row] for row in rows] for rows in micro_batches] for micro_batches in split]
-        return Partition(numbered, PrefixTree(tree.lengths, paths))
-    costs = _Costs(batch, limits, coupled)
-    by_rank = _over_ranks(costs, ranks) if ranks > 1 else [list(computed)]
+    costs = _Costs(batch.take(computed) if len(computed) < len(batch) else batch, limits, coupled)
+    by_rank = _over_ranks(costs, ranks) if ranks > 1 else [list(range(len(computed)))]
     micro_batches = [_split(costs, rows, limits) for rows in by_rank]
     most = max(map(len, micro_batches)) if lockstep else 0
-    return Partition([parts + [[]] * (most - len(parts)) for parts in micro_batches], costs.tree)
+    numbered = [
+        [[computed[row] for row in rows] for rows in parts] + [[]] * (most - len(parts)) for parts in micro_batches
+    ]
+    paths: list[tuple[int, ...]] = [()] * len(batch)
+    for row, path in zip(computed, costs.tree.paths, strict=True):
+        paths[row] = path
+    return Partition(numbered, PrefixTree(costs.tree.lengths, paths))
 
 
 def zero_gradient_rows(rows: Batch, weights: Tensor, needs: LossNeeds, *, auxiliary_loss: bool = False) -> list[int]:
@@ -137,12 +133,12 @@ def _split(costs: _Costs, rows: Sequence[int], limits: Limits) -> list[list[int]
     length go together (their attention wastes least), and micro-batches cost about the same: no other cut of the sorted
     units into as few parts has a smaller largest part.
     """
-    trees, fits = costs.tree.trees, partial(costs.fits, limits=limits)
+    trees = costs.tree.trees
     if costs.groups is not None:
         here = set(rows)
         together = [list(chain(*trees(group))) for group in costs.groups if group[0] in here]
     else:
-        together = [part for tree in trees(rows) for part in costs.fair_cut(tree, fits)]
+        together = [part for tree in trees(rows) for part in costs.fair_cut(tree, limits)]
     units = [_Unit(part, costs.tokens(part)) for part in together]
     units.sort(key=lambda unit: (-unit.tokens / len(unit.rows), unit.rows[0]))
     micro_batches = [[row for unit in part for row in unit.rows] for part in _pack(units, limits)]
@@ -156,35 +152,27 @@ def _over_ranks(costs: _Costs, parts: int) -> list[list[int]]:
     groups always do. Neighbours stay neighbours where that is fair enough, since a run of rows need not be copied; else
     the dearest unit goes to the rank with the least so far (longest processing time first: at most 4/3 of the best).
     """
-    count = len(costs.prompts)
-    trees = costs.tree.trees(range(count)) if costs.groups is None else costs.groups
-    units = _numbered(trees, count)
-    tokens = costs.by_unit(units)
+    units = costs.tree.trees(range(len(costs.prompts))) if costs.groups is None else costs.groups
+    tokens = [costs.tokens(unit) for unit in units]
     # Ranks that share a prompt, or another beginning, read it once each.
-    fair = -(-int(tokens.sum()) // parts) + costs.longest_shared()
-    if costs.groups is None and tokens.max(initial=0) > fair:
-        units = _numbered(
-            [part for tree in trees for part in costs.fair_cut(tree, lambda r: costs.tokens(r) <= fair)], count
-        )
-        tokens = costs.by_unit(units)
-    total = int(tokens.sum())
-    middle = 2 * tokens.cumsum() - tokens
+    forks = {path[:-1] for path in costs.tree.paths if len(path) > 1}
+    shared = max([*costs.prompts, *(sum(costs.tree.lengths[node] for node in path) for path in forks)], default=0)
+    fair = -(-sum(tokens) // parts) + shared
+    if costs.groups is None and max(tokens, default=0) > fair:
+        units = [part for tree in units for part in costs.fair_cut(tree, Limits(fair))]
+        tokens = [costs.tokens(unit) for unit in units]
+    loads, total = np.array(tokens, np.int64), sum(tokens)
+    middle = 2 * loads.cumsum() - loads
     split = np.minimum(parts * middle // max(2 * total, 1), parts - 1)
-    if np.bincount(split, tokens, parts).max() > _FAIR * total / parts:
-        loads = [0] * parts
-        for unit in np.argsort(-tokens, kind="stable").tolist():
-            split[unit] = loads.index(min(loads))
-            loads[split[unit]] += int(tokens[unit])
-    ranks = split[units]
-    return [np.flatnonzero(ranks == rank).tolist() for rank in range(parts)]
-
-
-def _numbered(units: Sequence[Sequence[int]], rows: int) -> Numbers:
-    """The number of each row's unit."""
-    numbers = np.empty(rows, np.int64)
-    for unit, members in enumerate(units):
-        numbers[members] = unit
-    return numbers
+    if np.bincount(split, loads, parts).max() > _FAIR * total / parts:
+        taken = [0] * parts
+        for unit in np.argsort(-loads, kind="stable").tolist():
+            split[unit] = taken.index(min(taken))
+            taken[split[unit]] += tokens[unit]
+    ranks: list[list[int]] = [[] for _ in range(parts)]
+    for unit, rank in zip(units, split.tolist(), strict=True):
+        ranks[rank] += unit
+    return [sorted(rows) for rows in ranks]
 
 
 def _ragged(batch: Batch, name: str) -> list[Numbers]:
@@ -215,42 +203,31 @@ class _Costs:
     def tokens(self, rows: Sequence[int]) -> int:
         return self.tree.tokens(rows) + sum([self.predicted[row] for row in rows])
 
-    def longest_shared(self) -> int:
-        """The longest prompt, or path to a fork."""
-        forks = {path[:-1] for path in self.tree.paths if len(path) > 1}
-        return max([*self.prompts, *(sum(self.tree.lengths[node] for node in path) for path in forks)], default=0)
-
-    def by_unit(self, units: Numbers) -> Numbers:
-        """Tokens of each unit; `units` has the number of each row's."""
-        rows = np.repeat(units, [len(path) for path in self.tree.paths])
-        nodes, count = np.fromiter(chain(*self.tree.paths), np.int64), max(len(self.tree.lengths), 1)
-        once = np.unique(rows * count + nodes)  # each node of a unit
-        shared = np.bincount(once // count, np.array(self.tree.lengths, np.int64)[once % count])
-        return (shared + np.bincount(units, self.predicted)).astype(np.int64)
-
     def fits(self, rows: Sequence[int], limits: Limits) -> bool:
         max_tokens, max_rows, *_ = limits
         return (max_rows is None or len(rows) <= max_rows) and (max_tokens is None or self.tokens(rows) <= max_tokens)
 
-    def fair_cut(self, rows: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
+    def fair_cut(self, rows: list[int], limits: Limits) -> list[list[int]]:
         """The rows of a tree in as few even runs of branches as fit. A branch that does not fit alone is cut at its
         next fork; a row that does not is a run of its own."""
-        branches = self._branches(rows, fits, 1)
+        branches = self._branches(rows, limits, 1)
         for count in range(1, len(branches)):
             bounds = [len(branches) * i // count for i in range(count + 1)]
             runs = [list(chain(*branches[start:end])) for start, end in pairwise(bounds)]
-            if all(end - start == 1 or fits(run) for run, (start, end) in zip(runs, pairwise(bounds), strict=True)):
+            if all(
+                end - start == 1 or self.fits(run, limits)
+                for run, (start, end) in zip(runs, pairwise(bounds), strict=True)
+            ):
                 return runs
         return branches
 
-    def _branches(self, rows: list[int], fits: Callable[[list[int]], bool], depth: int) -> list[list[int]]:
+    def _branches(self, rows: list[int], limits: Limits, depth: int) -> list[list[int]]:
         """The largest branches that fit, or single rows."""
-        parts = self.tree.branches(rows, depth)
-        whole = [len(part) == 1 or fits(part) for part in parts]
-        deeper = [
-            [part] if fit else self._branches(part, fits, depth + 1) for part, fit in zip(parts, whole, strict=True)
-        ]
-        return list(chain(*deeper))
+        parts = []
+        for part in self.tree.branches(rows, depth):
+            whole = len(part) == 1 or self.fits(part, limits)
+            parts += [part] if whole else self._branches(part, limits, depth + 1)
+        return parts
 
 
 def _pack(units: list[_Unit], limits: Limits) -> list[list[_Unit]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from verl.training.engine import Schedule
 
 _BUCKET_BYTES = 64 << 20
-#: Combines tensors over ranks in place, by a `torch.distributed.ReduceOp`.
-AllReduce: TypeAlias = Callable[[Sequence[Tensor], Any], None]
 
 
 class Ranks:
@@ -52,8 +51,8 @@ class Ranks:
             self._groups[members] = dist.new_group(list(members), timeout, use_local_synchronization=True)
         return self._groups[members]
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: Any, *dims: str) -> None:
-        """Combine tensors of one shape on every rank, in place."""
+    def all_reduce(self, tensors: Sequence[Tensor], op: Any, dims: Sequence[str]) -> None:
+        """Combine tensors of one shape on every rank along some dimensions, in place."""
         group = self.group(*dims)
         if group is None:
             return
@@ -63,16 +62,6 @@ class Ranks:
                 dist.all_reduce(flat, op, group=group)
                 for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(piece.view_as(tensor))
-
-    def along(self, *dims: str) -> AllReduce:
-        """`all_reduce` over these dimensions."""
-        return lambda tensors, op: self.all_reduce(tensors, op, *dims)
-
-    def take_last(self, tensors: Sequence[Tensor], *dims: str) -> None:
-        """Give every rank the tensors of the last one, in place."""
-        group = self.group(*dims)
-        for tensor in tensors if group is not None else ():
-            dist.broadcast(tensor, self.mesh.group(self.rank, *dims)[-1], group=group)
 
     def device_mesh(self, device: torch.device, *dims: str) -> DeviceMesh:
         """Dimensions of several ranks as torch has them, outermost first. All are slices of one mesh, so that torch can
@@ -116,14 +105,15 @@ class Parallel:
     shard_counts: dict[str, int] = field(default_factory=dict)
     lockstep: bool = False
 
-    def sum_over(self, ranks: Ranks, dim: str, names: Collection[str]) -> None:
-        """Add the gradients of these weights, of which each rank along `dim` has a summand, up over them."""
-        if names:
-            self.reductions.append(
-                lambda gradients: gradients.sum_over_ranks(
-                    ranks.along(dim), [weight for weight in gradients.weights if weight.name in names]
-                )
-            )
+    def sum_over(self, ranks: Ranks, dims: Callable[[Weight], tuple[str, ...]]) -> None:
+        """Add gradients up over ranks along `dims` of each weight, of which these have a summand each."""
+
+        def reduce(gradients: Gradients) -> None:
+            for over in sorted({dims(weight) for weight in gradients.weights} - {()}):
+                weights = [weight for weight in gradients.weights if dims(weight) == over]
+                gradients.sum_over_ranks(partial(ranks.all_reduce, dims=over), weights)
+
+        self.reductions.append(reduce)
 
     def replication(self, weight: Weight) -> int:
         """How many ranks along `cut_dims` hold the same piece of a weight, this one included."""

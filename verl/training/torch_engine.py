@@ -107,7 +107,7 @@ def rehearse(
         return
     from verl.training.parallel.expert import fused_experts
     from verl.training.parallel.pipeline import stages
-    from verl.training.parallel.tensor import check_tensor
+    from verl.training.parallel.tensor import cut_backbone
 
     try:
         tried = EngineOptions(fused_kernels=False, remove_padding=getattr(options, "remove_padding", True))
@@ -128,4 +128,4 @@ def rehearse(
     if layout.shard > 1 and options.back_end == "fsdp":
         units(forward.packed, options.fsdp_config)
     for size in {layout.tp, splits} - {1}:
-        check_tensor(forward.packed, size)
+        cut_backbone(forward.packed, size)

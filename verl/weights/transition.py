@@ -65,7 +65,7 @@ class HybridWeights:
     ) -> None:
         self.engine, self.group = engine, group
         self.rank = dist.get_rank()
-        specs = engine.specs()
+        specs = engine.weights.specs
         if targets is not None:
             check_known("transition: the generation model has no weight", specs, targets)
         sharded_dims = None if targets is None else {name: sharded_dims_of(targets[name]) for name in specs}
@@ -155,7 +155,7 @@ class HybridWeights:
             self._thread = None
         for name, buffer in self.buffers.items():
             if name in self._released:
-                self.engine.restore_weights(name, self._shards_of(name, buffer))
+                self.engine.weights.restore(name, self._shards_of(name, buffer))
                 self._released.discard(name)
             self._resize(name, 0)
         self._arrived = None
@@ -194,7 +194,7 @@ class HybridWeights:
         # if all of it lies in this rank's buffer: what lies elsewhere could not be given back from here (`release`).
         for item in self.plan.buckets[number]:
             is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._released
-            if is_due and self.engine.release_weight(item.name):
+            if is_due and self.engine.weights.release(item.name):
                 self._released.add(item.name)
         if self._arrived is not None:
             self._arrived[number].set_result(None)

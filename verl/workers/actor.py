@@ -160,7 +160,7 @@ class ActorWorker(TrainedWorker):
     def exact_rollout(self) -> bool:
         """Whether the rollout engine's log-probs are the trainer's own numbers (`RolloutEngine.exact`)."""
         # Weights in another layout are the same bit for bit, unless a layer of a bf16 model is kept in fp32.
-        is_same = self._meta_model is None or len({spec.dtype for spec in self.engine.specs().values()}) == 1
+        is_same = self._meta_model is None or len({spec.dtype for spec in self.engine.weights.specs.values()}) == 1
         return is_same and bool(getattr(self.rollout_engine, "exact", False))
 
     @dispatch("rollout")

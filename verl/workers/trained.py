@@ -89,7 +89,7 @@ def train_engine(
 
 def summary(engine: TrainEngine, options: EngineOptions, context: RankContext) -> str:
     """A model's parameters, strategy and sharding, and this rank's share by device, for the log."""
-    specs, layout = [*engine.specs().values()], engine.mesh.layout
+    specs, layout = [*engine.weights.specs.values()], engine.mesh.layout
     here = Counter[str]()
     for shard in engine.shards():
         here[str(shard.tensor.device)] += shard.tensor.numel()

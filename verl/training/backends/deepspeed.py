@@ -79,19 +79,19 @@ class DeepSpeedEngine(TrainEngine):
     def update(self, parts: Sequence[LossTerm]) -> Metrics:
         adam, losses = self.optimizer, list[Loss]()
         if nothing_to_compute(parts):  # DeepSpeed has no other way to a gradient of zeros
-            idle = MicroBatch(IDLE, self.forward.wanted(LossNeeds()), 1.0, no_loss)
+            idle = MicroBatch(IDLE, None, self.forward.wanted(LossNeeds()), 1.0, no_loss)
             [*self.schedule.forward_backward(iter([idle]), 1.0)]
         else:  # DeepSpeed takes the mean over ranks, of what adds up
             losses = self.backward(parts, self.mesh.size)
-        metrics, lr = self.metrics(losses), adam.next_lr
+        metrics, before = self.metrics(losses), adam.completed_steps
         depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
-        before = adam.completed_steps
         adam.may_step, adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
+        adam.lr = adam.config.lr * lr_factor(adam.config, before)
         self._zero.step()
         if not depends:
             raise TrainingError(NO_GRADIENT)
         skipped = float(adam.completed_steps == before)
-        return {**metrics, "grad_norm": adam.grad_norm, "lr": lr, "update/skipped": skipped}
+        return {**metrics, "grad_norm": adam.grad_norm, "lr": adam.lr, "update/skipped": skipped}
 
     def state(self) -> tuple[Iterable[Shard], dict[str, Any]]:
         meta = {"completed_steps": self.optimizer.completed_steps, "values": {}, "optimizer": "AdamW"}
@@ -117,7 +117,7 @@ class ZeroWeights(LocalWeights):
 
     def shards(self) -> Iterator[Shard]:
         for name, weight in named_weights(self.model):
-            for offset, block in _held(weight):
+            for offset, block in run_blocks(_shape(weight), *held_run(weight)):
                 yield Shard(name, _shape(weight), offset, block)
 
     def merged(self) -> Iterator[Shard]:
@@ -125,7 +125,7 @@ class ZeroWeights(LocalWeights):
 
     @torch.no_grad()
     def load(self, shards: Iterable[Shard]) -> None:
-        blocks = {name: [*_held(weight)] for name, weight in named_weights(self.model)}
+        blocks = {name: [*run_blocks(_shape(w), *held_run(w))] for name, w in named_weights(self.model)}
         shapes = {name: _shape(weight) for name, weight in self.model.state_dict(keep_vars=True).items()}
         fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
 
@@ -181,17 +181,17 @@ class ZeroAdamW(torch.optim.AdamW):
 
     Attributes:
         completed_steps: optimizer steps so far.
-        may_step: whether the loss was finite. The caller sets it before each step.
+        may_step: whether the loss was finite. The caller sets it before each step, and `lr`.
         grad_norm: of the last step's gradient, before clipping; NaN where DeepSpeed itself found it not to be finite.
     """
 
     def __init__(self, forward: Forward, config: OptimConfig, ranks: Ranks) -> None:
         trained = [weight for weight in forward.parameters() if weight.requires_grad]
         super().__init__(trained, **adamw_options(config), fused=True)
-        self._model, self._config, self._ranks = forward.model, config, ranks
+        self._model, self.config, self._ranks = forward.model, config, ranks
         self.slices: list[MasterSlice] = []
         self._flats: list[Tensor] = []
-        self.completed_steps, self.may_step, self.grad_norm = 0, True, math.nan
+        self.completed_steps, self.may_step, self.grad_norm, self.lr = 0, True, math.nan, config.lr
 
     def begin(self, slices: list[MasterSlice], flats: list[Tensor]) -> None:
         """Take over the pieces that DeepSpeed has made: until then its calls of `step` do nothing."""
@@ -200,10 +200,6 @@ class ZeroAdamW(torch.optim.AdamW):
             step = torch.zeros((), dtype=torch.float32, device=flat.device)
             self.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
 
-    @property
-    def next_lr(self) -> float:
-        return self._config.lr * lr_factor(self._config, self.completed_steps)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if not self._flats:
@@ -211,13 +207,13 @@ class ZeroAdamW(torch.optim.AdamW):
         self.grad_norm = self._norm()
         if not (self.may_step and math.isfinite(self.grad_norm)):
             return
-        limit = self._config.max_grad_norm
+        limit = self.config.max_grad_norm
         if limit is not None and self.grad_norm + 1e-6 > limit:
             for flat in self._flats:
                 if flat.grad is not None:
                     flat.grad.mul_(limit / (self.grad_norm + 1e-6))
         for group in self.param_groups:
-            group["lr"] = self.next_lr
+            group["lr"] = self.lr
         super().step()
         self.completed_steps += 1
 
@@ -229,17 +225,16 @@ class ZeroAdamW(torch.optim.AdamW):
             if part.flat.grad is not None
         ]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        self._ranks.all_reduce([total], dist.ReduceOp.SUM, "replicate", "shard")
+        self._ranks.all_reduce([total], dist.ReduceOp.SUM, ["replicate", "shard"])
         return float(total.sqrt())
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Reset the masters to the live weights, which were replaced from outside."""
-        live = {name: flat_part(weight) for name, weight in self._model.named_parameters()}
+        live = dict(self._model.named_parameters())
         for part in self.slices:
-            weight = live[part.name]
-            whole = weight.numel() == math.prod(part.shape)
-            part.of(part.flat.detach()).copy_(weight[part.start :][: part.size] if whole else weight[: part.size])
+            start, run = held_run(live[part.name])
+            part.of(part.flat.detach()).copy_(run[part.start - start :][: part.size])
 
     def shards(self) -> Iterator[Shard]:
         """This rank's shards of the state."""
@@ -352,17 +347,12 @@ def _data_parallel(group: Any) -> Namespace:
     )
 
 
-def flat_part(weight: Any) -> Tensor:
-    """The live elements of a weight that this rank holds, in one dimension."""
+def held_run(weight: Any) -> tuple[int, Tensor]:
+    """The run of a weight's elements that this rank holds: where it begins, and the live elements."""
     if not hasattr(weight, "ds_tensor"):
-        return weight.detach().reshape(-1)  # type: ignore[no-any-return]
-    return weight.ds_tensor.detach()[: held_run(weight)[1]]  # type: ignore[no-any-return]
-
-
-def held_run(weight: Any) -> tuple[int, int]:
-    """Where the run of a cut weight begins that this rank holds (`ds_tensor`, padded at its end), and its size."""
+        return 0, weight.detach().view(-1)
     start = weight.ds_tensor.ds_numel * dist.get_rank(weight.ds_process_group)
-    return start, max(0, min(weight.ds_tensor.ds_numel, weight.ds_numel - start))
+    return start, weight.ds_tensor.detach()[: max(0, weight.ds_numel - start)]  # padded at its end
 
 
 def _master_slices(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Iterator[MasterSlice]:
@@ -372,7 +362,8 @@ def _master_slices(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Ite
             continue
         if hasattr(cut, "ds_tensor"):
             master, shape = deepspeed.utils.safe_get_local_fp32_param(cut), tuple(cut.ds_shape)
-            start, size = held_run(cut)
+            start, run = held_run(cut)
+            size = len(run)
         elif cut._hp_mapping is not None:
             address, shape = cut._hp_mapping.lp_fragment_address, tuple(cut.shape)
             master, start, size = cut._hp_mapping.get_hp_fragment(), address.start, address.numel
@@ -386,10 +377,3 @@ def _master_slices(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Ite
 
 def _shape(weight: Any) -> tuple[int, ...]:
     return tuple(getattr(weight, "ds_shape", weight.shape))
-
-
-def _held(weight: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The blocks of a weight that this rank holds: where each begins, and its live elements."""
-    if hasattr(weight, "ds_tensor"):
-        return run_blocks(_shape(weight), held_run(weight)[0], flat_part(weight))
-    return iter([((0,) * weight.dim(), weight.detach())])

@@ -73,19 +73,22 @@ def _parallel(forward: Forward, model: MegatronModel, whole: WholeModel, ranks: 
     """How the ranks share the model, for its optimizer steps."""
     layout = ranks.mesh.layout
     parallel = Parallel(ranks.mesh, cut_dims=tuple(dim for dim in ("pp", "tp") if getattr(layout, dim) > 1))
-    names = [name for name, _ in model.named_parameters()]
-    parallel.shard_counts = {name: layout.tp for name in names if model.cut(name) is not None}
+    # Without blocks all rows of this rank are padding of a vocabulary that is cut.
+    parallel.shard_counts = {
+        name: layout.tp for name, blocks in model.blocks.items() if not blocks or blocks[0].cut is not None
+    }
     if stage is not None:
         if "lm_head.weight" in whole.shapes and "lm_head.weight" not in whole.dtypes:
             parallel.tied = frozenset((_EMBEDDING, "gpt.output_layer.weight"))
             for name, weight in model.named_parameters():
                 if name in parallel.tied:
                     weight.tied_to = _EMBEDDING  # type: ignore[attr-defined]
-        schedule = Pipeline(forward, stage, ranks)
-        parallel.schedule = schedule
-        parallel.reductions.append(lambda gradients: schedule.agree(gradients, parallel.tied))
+        parallel.schedule = schedule = Pipeline(forward, stage, ranks, parallel.tied)
+        parallel.reductions.append(schedule.agree)
     # A norm of heads is whole, and each rank uses it for its own heads.
-    parallel.sum_over(ranks, "tp", {name for name in names if "q_layernorm" in name or "k_layernorm" in name})
+    parallel.sum_over(
+        ranks, lambda weight: ("tp",) if "q_layernorm" in weight.name or "k_layernorm" in weight.name else ()
+    )
     if layout.replicate > 1:
         replicate(ranks, parallel, "replicate")
     return parallel
@@ -111,8 +114,11 @@ class MegatronWeights(LocalWeights):
 
     def shards(self) -> Iterator[Shard]:
         for name, weight in self._model.named_parameters():
-            for block in self._model.blocks[name]:
-                yield Shard(block.name, block.shape, block.offset, block.of(weight.detach()))
+            yield from self._shards_of(name, weight.detach())
+
+    def _shards_of(self, name: str, tensor: Tensor, state: str = "") -> Iterator[Shard]:
+        for block in self._model.blocks[name]:
+            yield Shard(block.name + state, block.shape, block.offset, block.of(tensor))
 
     def load(self, shards: Iterable[Shard]) -> None:
         weights = {name: weight.detach() for name, weight in self._model.named_parameters()}
@@ -127,8 +133,7 @@ class MegatronWeights(LocalWeights):
         for full_name, tensor in tensors:
             name, _, key = full_name.rpartition(".")
             if tensor.shape == weights[name].shape:
-                for block in self._model.blocks[name]:
-                    yield Shard(f"{block.name}.{key}", block.shape, block.offset, block.of(tensor))
+                yield from self._shards_of(name, tensor, f".{key}")
             else:
                 for weight in dict.fromkeys(block.name for block in self._model.blocks[name]):
                     yield Shard.whole(f"{weight}.{key}", tensor)
@@ -148,8 +153,10 @@ class MegatronWeights(LocalWeights):
                     continue
                 shape = tuple(weight.shape)
                 part = overlap(block.offset, block.of(weight), shard)[1]
-                yield Shard(full_name, shape, block.local_offset(shard.offset), part)
-                if (end := block.padding(shape)) is not None and full_name not in padded:
+                low, end = block.rows or (0, shape[0])
+                starts = [max(0, there - here) for here, there in zip(block.offset, shard.offset, strict=True)]
+                yield Shard(full_name, shape, (low + starts[0], *starts[1:]), part)
+                if block.pads and end < shape[0] and full_name not in padded:
                     padded.add(full_name)
                     zeros = shard.tensor.new_zeros(shape[0] - end, *shape[1:])
                     yield Shard(full_name, shape, (end, *(0,) * (len(shape) - 1)), zeros)
@@ -177,7 +184,7 @@ class Block:
         name, shape: of the whole weight.
         offset: where the part begins in it.
         rows: of the parameter, the first and the one after the last; None: all.
-        pads: rows of the parameter after these are padding.
+        pads: rows of the parameter after these are padding, there to make the vocabulary's parts equal.
         cut: the dimension along which tensor-parallel ranks have other parts; None: all have this one.
     """
 
@@ -191,15 +198,6 @@ class Block:
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor that is laid out like the parameter, on the same memory."""
         return tensor if self.rows is None else tensor[slice(*self.rows)]
-
-    def local_offset(self, offset: tuple[int, ...]) -> tuple[int, ...]:
-        """The offset in the parameter of a slice that begins at `offset` of the whole weight, clipped to this part."""
-        starts = [max(0, there - here) for here, there in zip(self.offset, offset, strict=True)]
-        return (starts[0] + (0 if self.rows is None else self.rows[0]), *starts[1:])
-
-    def padding(self, shape: tuple[int, ...]) -> int | None:
-        """The first row of a parameter of this shape that is there to make the vocabulary's parts equal, if any is."""
-        return self.rows[1] if self.pads and self.rows is not None and self.rows[1] < shape[0] else None
 
 
 class MegatronModel(nn.Module):
@@ -277,32 +275,24 @@ class MegatronModel(nn.Module):
 
     def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         """`token_log_probs` of `targets` `[N]` from hidden states `[N, E]`; takes the same options."""
-        return token_log_probs(hidden, self._head(), targets, **options)
+        weight: Tensor = self.gpt.shared_embedding_or_output_weight() if self._is_tied else self.gpt.output_layer.weight
+        if self._size > 1:  # without padding: each rank has rows of it
+            start, stop = self._rows(self.vocab_size)
+            weight = DTensor.from_local(
+                weight[: stop - start],
+                self._ranks.device_mesh(self.device, "tp"),
+                [ShardedAlong(0)],
+                run_check=False,
+                shape=torch.Size((self.vocab_size, weight.shape[1])),
+                stride=(weight.shape[1], 1),
+            )
+        return token_log_probs(hidden, weight, targets, **options)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """Values or scores `[N]` for hidden states `[N, E]`."""
         assert self.score is not None
         values: Tensor = self.score(hidden)
         return values
-
-    def cut(self, name: str) -> int | None:
-        """The dimension along which ranks have other parts of a parameter."""
-        return self.blocks[name][0].cut if self.blocks[name] else 0  # all rows of a rank may be padding
-
-    def _head(self) -> Tensor:
-        """The output weight without its padding: a DTensor where ranks have rows of it."""
-        weight: Tensor = self.gpt.shared_embedding_or_output_weight() if self._is_tied else self.gpt.output_layer.weight
-        if self._size == 1:
-            return weight
-        start, stop = self._rows(self.vocab_size)
-        return DTensor.from_local(
-            weight[: stop - start],
-            self._ranks.device_mesh(self.device, "tp"),
-            [ShardedAlong(0)],
-            run_check=False,
-            shape=torch.Size((self.vocab_size, weight.shape[1])),
-            stride=(weight.shape[1], 1),
-        )
 
     def _rows(self, size: int) -> tuple[int, int]:
         """This rank's part of a dimension, which is padded to equal parts: where it begins and ends."""

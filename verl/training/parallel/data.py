@@ -24,7 +24,6 @@ from verl._host.user_functions import load_function
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel
 from verl.training.forward import Forward
-from verl.training.gradients import Gradients, Weight
 from verl.training.options import FSDPConfig
 from verl.training.ranks import Parallel, Ranks
 from verl.weights.shard import sharded_dims_of
@@ -33,17 +32,10 @@ from verl.weights.shard import sharded_dims_of
 def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
     """Equal weights on ranks with other rows or tokens: gradients are added up over `dims`, but for those along which
     a weight is cut."""
-
-    def summed(weight: Weight) -> tuple[str, ...]:
-        cut = {cut.dim for cut in sharded_dims_of(weight.source)}
-        return tuple(dim for dim in dims if dim not in cut)
-
-    def reduce(gradients: Gradients) -> None:
-        for over in sorted({summed(weight) for weight in gradients.weights}):
-            weights = [weight for weight in gradients.weights if summed(weight) == over]
-            gradients.sum_over_ranks(ranks.along(*over), weights)
-
-    parallel.reductions.append(reduce)
+    parallel.sum_over(
+        ranks,
+        lambda weight: tuple(dim for dim in dims if dim not in {cut.dim for cut in sharded_dims_of(weight.source)}),
+    )
 
 
 def shard(forward: Forward, ranks: Ranks, parallel: Parallel, config: FSDPConfig, *, trains: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
             block.register_parameter(weight, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         block.num_experts //= size
         # Around the block's own forward, not in place of the block: weights keep their names, readers its attributes.
-        block.forward = _Dispatch(block, ranks.group("ep"), size)
+        block.forward = partial(_dispatch, block=block, own=block.forward, group=ranks.group("ep"))
     parallel.cut_dims += ("ep",)
     parallel.lockstep = True
 
@@ -62,39 +63,38 @@ def _has_fused_experts(module: nn.Module) -> bool:
     weights = [*module.parameters(recurse=False)]
     count = getattr(module, "num_experts", None)
     arguments = list(inspect.signature(module.forward).parameters)
-    return bool(weights) and arguments == _ARGUMENTS and all(weight.shape[0] == count for weight in weights)
+    takes_routing = arguments == ["hidden_states", "top_k_index", "top_k_weights"]
+    return bool(weights) and takes_routing and all(weight.shape[0] == count for weight in weights)
 
 
-_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-
-
-class _Dispatch:
-    """The forward of a module of experts of which this rank has some."""
-
-    def __init__(self, block: Any, group: Any, size: int) -> None:
-        self._block, self._group, self._size = block, group, size
-        self._forward: Callable[..., Tensor] = block.forward
-
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[T, D]`, of tokens `[T, D]` routed to experts `[T, K]` with weights `[T, K]`."""
-        local, chosen = self._block.num_experts, top_k_index.shape[1]
-        experts = top_k_index.flatten()
-        order = experts.argsort(stable=True)  # by expert, so by rank
-        counts = experts.bincount(minlength=self._size * local).view(self._size, local)
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._group)
-        to, of = counts.sum(1).tolist(), received.sum(1).tolist()
-        tokens = exchange(hidden_states[order // chosen], self._group, to, of)
-        index = torch.arange(local, device=order.device).repeat(self._size).repeat_interleave(received.flatten())
-        results = exchange(self._own(tokens, index), self._group, of, to)
-        by_token_TKD = results[order.argsort()].unflatten(0, (-1, chosen))
-        weighted_TKD: Tensor = by_token_TKD * top_k_weights[..., None]
-        return weighted_TKD.sum(1).to(hidden_states.dtype)
-
-    def _own(self, tokens: Tensor, index: Tensor) -> Tensor:
-        """Results of this rank's experts. Where no token has come, one of zeros is computed and left out, so that the
-        backward pass has the same collectives and weights on all ranks."""
-        if not len(tokens):
-            return self._own(tokens.sum(0, keepdim=True), index.new_zeros(1))[:0]
-        with local_weights(self._block):
-            return self._forward(tokens, index[:, None], torch.ones_like(tokens[:, :1]))
+def _dispatch(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    block: Any,
+    own: Callable[..., Tensor],
+    group: Any,
+) -> Tensor:
+    """The forward of a module of experts of which this rank has some, whose own is `own`: `[T, D]`, of tokens `[T, D]`
+    routed to experts `[T, K]` with weights `[T, K]`."""
+    local, chosen, size = block.num_experts, top_k_index.shape[1], dist.get_world_size(group)
+    experts = top_k_index.flatten()
+    order = experts.argsort(stable=True)  # by expert, so by rank
+    counts = experts.bincount(minlength=size * local).view(size, local)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    to, of = counts.sum(1).tolist(), received.sum(1).tolist()
+    tokens = exchange(hidden_states[order // chosen], group, to, of)
+    index = torch.arange(local, device=order.device).repeat(size).repeat_interleave(received.flatten())
+    # Where no token has come, one of zeros is computed and left out, so that the backward pass has the same collectives
+    # and weights on all ranks.
+    count = len(tokens)
+    if not count:
+        tokens, index = tokens.sum(0, keepdim=True), index.new_zeros(1)
+    with local_weights(block):
+        results = own(tokens, index[:, None], torch.ones_like(tokens[:, :1]))[:count]
+    results = exchange(results, group, of, to)
+    by_token_TKD = results[order.argsort()].unflatten(0, (-1, chosen))
+    weighted_TKD: Tensor = by_token_TKD * top_k_weights[..., None]
+    return weighted_TKD.sum(1).to(hidden_states.dtype)

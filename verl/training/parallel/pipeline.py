@@ -11,7 +11,8 @@ Shapes: B padded rows (1 of flat tokens), T their tokens, E hidden size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +50,10 @@ def pipeline(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool
     cut = stages(forward, count, trains=trains)
     tied = cut.parameters(0) & cut.parameters(count - 1)
     parallel.tied = frozenset(name for name, weight in forward.model.named_parameters() if weight in tied)
-    schedule = Pipeline(forward, cut.keep(ranks.mesh.coordinate(ranks.rank)["pp"]), ranks)
-    parallel.schedule = schedule
+    stage, _ = cut.install(ranks.mesh.coordinate(ranks.rank)["pp"])
+    parallel.schedule = schedule = Pipeline(forward, stage, ranks, parallel.tied)
     parallel.cut_dims += ("pp",)
-    parallel.reductions.append(lambda gradients: schedule.agree(gradients, parallel.tied))
+    parallel.reductions.append(schedule.agree)
 
 
 class _Pass(NamedTuple):
@@ -72,11 +73,15 @@ class _Pass(NamedTuple):
 
 
 class Pipeline:
-    """The `Schedule` of one stage."""
+    """The `Schedule` of one stage.
 
-    def __init__(self, forward: Forward, stage: Stage, ranks: Ranks) -> None:
+    Args:
+        tied: weights that the first and the last stage share.
+    """
+
+    def __init__(self, forward: Forward, stage: Stage, ranks: Ranks, tied: Collection[str]) -> None:
         forward.stage = stage
-        self._forward, self._stage = forward, stage
+        self._forward, self._stage, self._tied = forward, stage, tied
         self._ranks, self._group = ranks, ranks.group("pp")
         members = dict(enumerate(ranks.mesh.group(ranks.rank, "pp")))
         self._before, self._after = members.get(stage.number - 1), members.get(stage.number + 1)
@@ -120,15 +125,15 @@ class Pipeline:
             if ended is not None and ended.loss is not None:
                 yield ended.loss
 
-    def agree(self, gradients: Gradients, tied: Collection[str]) -> None:
+    def agree(self, gradients: Gradients) -> None:
         """Sum the gradients of weights that the first and the last stage share; drop all gradients if the loss had
         none, since the last stage then sent zeros to the others."""
         depends = torch.tensor(float(self._depends))
-        self._ranks.all_reduce([depends], dist.ReduceOp.MAX, "pp")
+        self._ranks.all_reduce([depends], dist.ReduceOp.MAX, ["pp"])
         if not depends:
             gradients.clear()
-        if tied and self._other_end is not None:
-            gradients.sum_over_ranks(self._reduce_over_ends, [w for w in gradients.weights if w.name in tied])
+        if self._tied and self._other_end is not None:
+            gradients.sum_over_ranks(self._reduce_over_ends, [w for w in gradients.weights if w.name in self._tied])
 
     def _begin(self, one: MicroBatch, flat: Packed, incoming_BTE: Tensor | None, loss_scale: float) -> _Pass:
         if incoming_BTE is not None:
@@ -176,9 +181,6 @@ class Pipeline:
                 tensor.copy_(torch.maximum(tensor, other) if op == dist.ReduceOp.MAX else tensor + other)
 
 
-_FIRST, _LAST = "first", "last"
-
-
 class Stage:
     """The part of a model on one rank: what enters its first layer, and what leaves its last.
 
@@ -191,31 +193,18 @@ class Stage:
 
     def __init__(self, number: int, count: int, width: int, dtype: torch.dtype) -> None:
         self.number, self.count, self.width, self.dtype = number, count, width, dtype
+        self.is_last = number == count - 1
         self.incoming: Tensor | None = None
         self.outgoing: Tensor | None = None
 
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.count - 1
-
-    def enter(self, _: Tensor) -> Tensor:
-        """Return the hidden states received from the previous stage."""
-        assert self.incoming is not None
-        return self.incoming
-
-    def leave(self, hidden_BTE: Tensor) -> Tensor:
-        """Keep the hidden states of the last layer here, for the next stage."""
-        self.outgoing = hidden_BTE
-        return hidden_BTE
-
 
 class _Around(NamedTuple):
-    """A module outside the stack of layers, and the end of the pipeline it belongs to."""
+    """A module outside the stack of layers, and whether it belongs to the end of the pipeline, or to its beginning."""
 
     parent: nn.Module
     name: str
     module: nn.Module
-    end: str
+    at_end: bool
 
 
 class StageSplit:
@@ -238,7 +227,8 @@ class StageSplit:
             raise self._refused("it has no list of layers")
         self._stack: Any = model.get_submodule(path)
         self._gives_tuple, self._width = False, 0
-        self._tokens = pack_rows([[5, 17, 3], [23, 2]], [[19, 7, 31], [4, 11]], self._packed.device, keep_last=True)
+        flat = pack_rows([[5, 17, 3], [23, 2]], [[19, 7, 31], [4, 11]], packed.device, keep_last=True)
+        self._hidden = partial(packed.hidden, flat.tokens % packed.vocab_size, flat.positions, flat.context)
         if not is_on_meta(model):
             self._around, expected = self._trial(model, path)
             self._check(expected)
@@ -246,14 +236,8 @@ class StageSplit:
         small = sample(packed.model, packed.device, layers=2)
         tried = StageSplit(small, PackedModel(small, fused_kernels=False), 2)
         self._gives_tuple, self._width = tried._gives_tuple, tried._width
-        ends = {one.name: one.end for one in tried._around}
-        self._around = [_Around(*one, ends.get(one[1], _LAST)) for one in self._beside(model, path)]
-
-    def keep(self, number: int) -> Stage:
-        """Drop what is not of this stage from the model, for good."""
-        stage = Stage(number, self.count, self._width, self._packed.dtype)
-        self._install(stage)
-        return stage
+        at_end = {one.name: one.at_end for one in tried._around}
+        self._around = [_Around(*one, at_end.get(one[1], True)) for one in self._beside(model, path)]
 
     def parameters(self, number: int) -> set[nn.Parameter]:
         """The parameters of a stage; tied ones may be on the first stage and on the last."""
@@ -261,6 +245,7 @@ class StageSplit:
         kept = [one.module for one in self._around if self._keeps(number, one)]
         return {weight for module in (*layers, *kept) for weight in module.parameters()}
 
+    @torch.no_grad()
     def _trial(self, model: nn.Module, path: str) -> tuple[list[_Around], Tensor]:
         """The modules around the stack, by when a forward calls them, and the hidden states of that forward."""
         layers, calls, called = len(self._stack), list[int](), dict[nn.Module, int]()
@@ -286,8 +271,7 @@ class StageSplit:
         if calls != list(range(layers)) or any(0 < before < layers for before in called.values()):
             raise self._refused("its layers do not simply follow one another")
         inside = set(self._packed.backbone.modules())
-        ends = [_LAST if called.get(m, 0) or m not in inside else _FIRST for *_, m in beside]
-        return [_Around(*one, end) for one, end in zip(beside, ends, strict=True)], hidden
+        return [_Around(*one, called.get(one[2], 0) > 0 or one[2] not in inside) for one in beside], hidden
 
     def _beside(self, model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         """(parent, name, module) of each sibling with weights, of the stack and of the modules that contain it."""
@@ -300,13 +284,13 @@ class StageSplit:
                     yield parent, name, child
             parent = parent.get_submodule(part)
 
+    @torch.no_grad()
     def _check(self, expected: Tensor) -> None:
         hidden = expected
         incoming_BTE: Tensor | None = None
         for number in range(self.count):
-            stage = Stage(number, self.count, self._width, self._packed.dtype)
+            stage, replaced = self.install(number)
             stage.incoming = incoming_BTE
-            replaced = self._install(stage)
             try:
                 hidden = self._hidden()
             except (RuntimeError, TypeError, AttributeError, IndexError) as error:
@@ -318,33 +302,30 @@ class StageSplit:
         if not is_close(hidden, expected):
             raise self._refused("its stages compute something else than the whole")
 
-    @torch.no_grad()
-    def _hidden(self) -> Tensor:
-        flat = self._tokens
-        return self._packed.hidden(flat.tokens % self._packed.vocab_size, flat.positions, flat.context)
-
-    def _install(self, stage: Stage) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Replace the modules of other stages; returns parent, name and module of each."""
-        low, high = self._bounds[stage.number : stage.number + 2]
-        absent: list[tuple[nn.Module, str, nn.Module]] = []
-        for index, layer in enumerate(self._stack):
-            if not low <= index < high:
-                edge = {low - 1: stage.enter, high: stage.leave}.get(index)
-                absent.append((self._stack, str(index), _Absent(layer, stage, edge, self._gives_tuple)))
-        for one in self._around:
-            if not self._keeps(stage.number, one):
-                absent.append((one.parent, one.name, _Absent(one.module, stage)))
-        replaced = [(parent, name, parent.get_submodule(name)) for parent, name, _ in absent]
-        for parent, name, module in absent:
+    def install(self, number: int) -> tuple[Stage, list[tuple[nn.Module, str, nn.Module]]]:
+        """Replace the modules of other stages; returns the stage that is left, and parent, name and module of each."""
+        stage = Stage(number, self.count, self._width, self._packed.dtype)
+        low, high = self._bounds[number : number + 2]
+        others = [(self._stack, str(index), layer) for index, layer in enumerate(self._stack)]
+        replaced = others[:low] + others[high:]
+        absent = [_Absent(layer, stage, self._gives_tuple) for *_, layer in replaced]
+        if low:
+            absent[low - 1].enters = True
+        if high < len(others):
+            absent[low].leaves = True
+        for parent, name, module, _ in (one for one in self._around if not self._keeps(number, one)):
+            replaced.append((parent, name, module))
+            absent.append(_Absent(module, stage))
+        for (parent, name, _), module in zip(replaced, absent, strict=True):
             parent._modules[name] = module
-        return replaced
+        return stage, replaced
 
     def _keeps(self, number: int, one: _Around) -> bool:
         """A weight of the first stage that is tied to one of the last stays there, too, under its name."""
         if number == self.count - 1:
-            last = {weight for other in self._around if other.end == _LAST for weight in other.module.parameters()}
-            return one.end == _LAST or any(weight in last for weight in one.module.parameters())
-        return number == 0 and one.end == _FIRST
+            last = {weight for other in self._around if other.at_end for weight in other.module.parameters()}
+            return one.at_end or any(weight in last for weight in one.module.parameters())
+        return number == 0 and not one.at_end
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(f"layout: {self._kind} cannot be cut into pp={self.count} stages: {why}. Use pp=1")
@@ -354,21 +335,26 @@ class _Absent(nn.Module):
     """Stands in for a module of another stage: passes hidden states on, and turns ids into zeros.
 
     It has the module's plain attributes, which some models read of their layers.
+
+    Attributes:
+        enters: it is the layer before the stage, and gives what has come from the stage before.
+        leaves: it is the layer after the stage, and keeps what it is given for the stage after.
     """
 
-    def __init__(
-        self, module: nn.Module, stage: Stage, edge: Callable[[Tensor], Tensor] | None = None, gives_tuple: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, stage: Stage, gives_tuple: bool = False) -> None:
         super().__init__()
         for name, value in vars(module).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool):
                 setattr(self, name, value)
-        self._width, self._dtype = stage.width, stage.dtype
-        self._edge, self._gives_tuple = edge, gives_tuple
+        self._stage, self._gives_tuple, self.enters, self.leaves = stage, gives_tuple, False, False
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
+        stage = self._stage
         if not x.is_floating_point():
-            x = torch.zeros(*x.shape, self._width, dtype=self._dtype, device=x.device)
-        if self._edge is not None:
-            x = self._edge(x)
+            x = torch.zeros(*x.shape, stage.width, dtype=stage.dtype, device=x.device)
+        if self.enters:
+            assert stage.incoming is not None
+            x = stage.incoming
+        if self.leaves:
+            stage.outgoing = x
         return (x,) if self._gives_tuple else x

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,56 +30,46 @@ from verl.training.ranks import Ranks
 
 def sequence(forward: Forward, ranks: Ranks) -> None:
     """Let each rank along `sp` compute a slice of the tokens."""
-    forward.slicing = SequenceSlices(ranks.group("sp"), per_row=forward.head == "score").cut
+    forward.slicing = partial(sliced, group=ranks.group("sp"), per_row=forward.head == "score")
 
 
-class SequenceSlices:
-    """Cuts the flat tokens of micro-batches, all known to all ranks of `group`, into one slice a rank.
+def sliced(flat: Packed, group: Any, per_row: bool) -> Packed:
+    """This rank's slice of the flat tokens of a micro-batch, all known to all ranks of `group`.
+
+    Slices are padded to one size, with at least one token at the micro-batch's last position, so that rotary
+    embeddings that depend on the sequence length do not change. No prediction is read from a padding token.
 
     Args:
         per_row: predictions are read at the last token of a row (`Packed.last`); else at `Packed.predict`.
     """
+    ranks, index = dist.get_world_size(group), dist.get_rank(group)
+    size = -(-len(flat.tokens) // ranks)
+    here = slice(index * size, (index + 1) * size)
+    tokens, positions = flat.tokens[here], flat.positions[here]
+    spare = size + 1 - len(tokens)
+    read = flat.last if per_row else flat.predict
+    owner = read // size
+    counted = (owner[:, None] == torch.arange(ranks, device=owner.device)).cumsum(0)
+    most = int(counted.amax()) if len(read) else 1
+    position = owner * most + counted.gather(1, owner[:, None])[:, 0] - 1
+    mine = (owner == index).nonzero()[:, 0]
 
-    def __init__(self, group: Any, per_row: bool) -> None:
-        self._group, self._size, self._index = group, dist.get_world_size(group), dist.get_rank(group)
-        self._per_row = per_row
+    def whole(values: Tensor) -> Tensor:
+        padded = pad(values, (0, most - len(values)))
+        return flat.gather(joined(padded, [most] * ranks, group).index_select(0, position))
 
-    def cut(self, flat: Packed) -> Packed:
-        """This rank's slice of a micro-batch.
-
-        Slices are padded to one size, with at least one token at the micro-batch's last position, so that rotary
-        embeddings that depend on the sequence length do not change. No prediction is read from a padding token.
-        """
-        size = -(-len(flat.tokens) // self._size)
-        here = slice(self._index * size, (self._index + 1) * size)
-
-        def sliced(values: Tensor, fill: Tensor) -> Tensor:
-            part = values[here]
-            return torch.cat([part, fill.expand(size + 1 - len(part))])
-
-        read = flat.last if self._per_row else flat.predict
-        owner = read // size
-        counted = (owner[:, None] == torch.arange(self._size, device=owner.device)).cumsum(0)
-        most = int(counted.amax()) if len(read) else 1
-        position = owner * most + counted.gather(1, owner[:, None])[:, 0] - 1
-        mine = (owner == self._index).nonzero()[:, 0]
-
-        def whole(values: Tensor) -> Tensor:
-            padded = pad(values, (0, most - len(values)))
-            return flat.gather(joined(padded, [most] * self._size, self._group).index_select(0, position))
-
-        return replace(
-            flat,
-            tokens=sliced(flat.tokens, flat.tokens[:1]),
-            positions=sliced(flat.positions, flat.positions.max()),
-            context=_HeadExchange(  # type: ignore[arg-type]  # for models with a packed forward: `attend` is all they call
-                flat.context, len(flat.tokens), size, self._group, self._size
-            ),
-            predict=flat.predict if self._per_row else read[mine] - here.start,
-            targets=flat.targets if self._per_row else flat.targets[mine],
-            last=read[mine] - here.start if self._per_row else flat.last,
-            gather=whole,
-        )
+    return replace(
+        flat,
+        tokens=torch.cat([tokens, flat.tokens[:1].expand(spare)]),
+        positions=torch.cat([positions, flat.positions.max().expand(spare)]),
+        context=_HeadExchange(  # type: ignore[arg-type]  # for models with a packed forward: `attend` is all they call
+            flat.context, len(flat.tokens), size, group, ranks
+        ),
+        predict=flat.predict if per_row else read[mine] - here.start,
+        targets=flat.targets if per_row else flat.targets[mine],
+        last=read[mine] - here.start if per_row else flat.last,
+        gather=whole,
+    )
 
 
 class _HeadExchange:
@@ -86,7 +77,9 @@ class _HeadExchange:
 
     def __init__(self, context: AttentionContext, tokens: int, size: int, group: Any, ranks: int) -> None:
         self._context, self._tokens, self._size = context, tokens, size
-        self._group, self._ranks = group, ranks
+        self._ranks = ranks
+        #: Sends `x[i]` to rank i; the result has one part from each rank, in the same shape.
+        self._exchange = partial(exchange, group=group, sent=[1] * ranks, received=[1] * ranks)
 
     def attend(
         self, layer: int, q_CHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, scale: float, window: int | None
@@ -105,7 +98,3 @@ class _HeadExchange:
         out_THD = pad(out_THD, (0, 0, 0, 0, 0, self._ranks * self._size - self._tokens))
         out_CHD = self._exchange(out_THD.unflatten(0, (self._ranks, -1))).transpose(0, 1).flatten(1, 2)
         return pad(out_CHD, (0, 0, 0, 0, 0, spare))
-
-    def _exchange(self, x_PCHD: Tensor) -> Tensor:
-        """Send `x[i]` to rank i; the result has one part from each rank, in the same shape."""
-        return exchange(x_PCHD, self._group, [1] * self._ranks, [1] * self._ranks)

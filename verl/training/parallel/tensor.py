@@ -41,45 +41,43 @@ def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     """
     packed = forward.packed
     backbone: Any = packed.backbone
-    cutter = _Cutter(packed, ranks.mesh.layout.tp)
-    cutter.mesh, cutter.group = ranks.device_mesh(packed.device, "tp"), ranks.group("tp")
-    cutter.cut_backbone(backbone)
+    cutter = cut_backbone(packed, ranks.mesh.layout.tp, ranks.device_mesh(packed.device, "tp"), ranks.group("tp"))
     output = packed.model.get_output_embeddings() if forward.head == "lm" else None
     cutter.cut_vocabulary(backbone.get_input_embeddings(), output)
     packed.fused = None  # modules are cut: they compute something else than their class says
     packed.tensor_group = cutter.group
     partial_sums = {id(weight) for weight in cutter.partial_sums}
     names = {name for name, weight in forward.model.named_parameters() if id(weight) in partial_sums}
-    parallel.sum_over(ranks, "tp", names)
+    parallel.sum_over(ranks, lambda weight: ("tp",) if weight.name in names else ())
     parallel.cut_dims += ("tp",)
 
 
-def check_tensor(packed: PackedModel, size: int) -> None:
-    """Raise what `tensor` would of a model, which may be without memory and is of no use afterwards."""
-    _Cutter(packed, size).cut_backbone(packed.backbone)
+def cut_backbone(packed: PackedModel, size: int, mesh: Any = None, group: Any = None) -> _Cutter:
+    """Cut the modules of a model's backbone over `size` ranks.
+
+    Args:
+        mesh, group: of the ranks; without them modules are looked at, and nothing is cut. The model may be without
+            memory then, and is of no use afterwards.
+    """
+    cutter = _Cutter(packed, size, mesh, group)
+    for name, module in [*packed.backbone.named_modules()]:
+        if style := cutter.plan.get(_generic(name)):
+            _STYLES[style](cutter, name, module)
+    return cutter
 
 
 class _Cutter:
     """Cuts modules of one model.
 
     Attributes:
-        mesh, group: of the ranks; without them modules are looked at, and nothing is cut.
         partial_sums: whole weights that each rank uses for its heads alone: their gradients add up over ranks.
     """
 
-    mesh: Any = None
-    group: Any = None
-
-    def __init__(self, packed: PackedModel, size: int) -> None:
+    def __init__(self, packed: PackedModel, size: int, mesh: Any, group: Any) -> None:
         self.plan = tensor_plan(packed.config.model_type, packed.config.base_model_tp_plan)
-        self.size = size
+        self.size, self.mesh, self.group = size, mesh, group
         self.partial_sums: list[nn.Parameter] = []
         self._entered: tuple[Tensor, Tensor] | None = None
-
-    def cut_backbone(self, backbone: nn.Module) -> None:
-        for name, module in [*backbone.named_modules()]:
-            if style := self.plan.get(_generic(name)):
-                _STYLES[style](self, name, module)
 
     def cut_vocabulary(self, embedding: Any, head: Any) -> None:
         """Cut embedding and head by rows where they are on this stage and of the plain kinds; tied ones stay tied."""
@@ -222,11 +220,6 @@ def _experts(cutter: _Cutter, name: str, module: nn.Module) -> None:
     cutter.run_locally(module, before=cutter.enter, after=cutter.sum)
 
 
-def _norm_of_heads(cutter: _Cutter, name: str, module: nn.Module) -> None:
-    """A norm that is applied to each head."""
-    cutter.partial_sums += module.parameters()
-
-
 def _gpt2_attention(cutter: _Cutter, name: str, module: Any) -> None:
     """GPT-2's attention splits the fused result by a size that it stores."""
     module.split_size //= cutter.size
@@ -240,7 +233,8 @@ _STYLES: dict[str, Style] = {
     "rowwise_split_input": partial(_rows, whole_input=True),
     "packed_colwise": partial(_columns, fused=2),
     "moe_tp_experts": _experts,
-    "replicated_with_grad_allreduce": _norm_of_heads,
+    # A norm that is applied to each head.
+    "replicated_with_grad_allreduce": lambda cutter, _, norm: cutter.partial_sums.extend(norm.parameters()),
     "gpt2_attention": _gpt2_attention,
 }
 
