@@ -26,7 +26,7 @@ from verl.cluster.group import RankGroup
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.rank_context import ALONE, RankContext, RoleMeshes, dispatch
 from verl.cluster.ray.transport import RayTransport
-from verl.weights.layout import Mesh
+from verl.weights.layout import Layout, Mesh
 
 #: Milliseconds a step; the move's share of the speed of a copy.
 STEP_BOUND, MOVE_BOUND = 50.0, 0.5
@@ -86,7 +86,9 @@ def main() -> None:
     job = RayTransport(DeviceMesh(f"cpu:0-{args.workers - 1}"), timeout=120)
     ranks = tuple(range(args.workers))
     group = RankGroup(
-        RoleMeshes("idle", {"train": Mesh.data_parallel(ranks)}), partial(Idle, args.samples, args.tokens), job
+        RoleMeshes("idle", {"train": Mesh(tuple(ranks), Layout(replicate=len(ranks)))}),
+        partial(Idle, args.samples, args.tokens),
+        job,
     )
     batch = experience(args.samples, args.tokens)
     computed = {name: batch.arrow("rollout_log_probs") for name in ("advantages", "returns")}

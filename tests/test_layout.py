@@ -83,9 +83,7 @@ def test_tensor_ranks_are_neighbours_and_stages_are_furthest_apart() -> None:
 
 
 def test_data_parallel_meshes() -> None:
-    assert Mesh.data_parallel([3, 1]).layout == Layout(replicate=2)
-    assert Mesh.data_parallel([3, 1], sharded=True).layout == Layout(shard=2)
-    assert Mesh.data_parallel([3, 1]).rows(1) == (1, 2)
+    assert Mesh((3, 1), Layout(replicate=2)).rows(1) == (1, 2)
     assert set(DATA_DIMS) < set(DIMS)
 
 

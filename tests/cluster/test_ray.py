@@ -26,11 +26,11 @@ from verl.cluster.group import RankGroup
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.rank_context import ALONE, RankContext, RoleMeshes, dispatch
 from verl.errors import ClusterError, ConfigError
-from verl.weights.layout import Mesh
+from verl.weights.layout import Layout, Mesh
 from verl.weights.shard import Shard
 
 ray = pytest.importorskip("ray")
-BOTH = RoleMeshes("probe", {"train": Mesh.data_parallel((0, 1))})
+BOTH = RoleMeshes("probe", {"train": Mesh((0, 1), Layout(replicate=2))})
 
 
 class Probe:

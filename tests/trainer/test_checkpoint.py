@@ -67,7 +67,7 @@ def name(shard: Shard) -> str:
 def store_with(path: Path, *steps: int, keep: int = 9) -> CheckpointStore:
     store = CheckpointStore(path, keep=keep)
     for step in steps:
-        assert store.save(step, contents(step), IDENTITY)
+        assert store.begin(step, contents(step), IDENTITY).wait()
     return store
 
 
@@ -119,7 +119,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "latest") == "step-000004"
     # A newer damaged one counts, but never drives out the one just written.
     single = CheckpointStore(tmp_path, keep=1)
-    assert single.save(2, contents(2))
+    assert single.begin(2, contents(2)).wait()
     assert 2 in single.steps()
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     # A run's own checkpoint that has lost its manifest gives way, so that the run can go on.
     store = store_with(tmp_path / "store", 1)
     (store.path(1) / "manifest.json").unlink()
-    assert store.save(1, contents(1), IDENTITY)
+    assert store.begin(1, contents(1), IDENTITY).wait()
 
 
 def files_of(path: Path) -> list[Path]:
@@ -313,11 +313,11 @@ def test_file_size_limit_during_a_save(tmp_path: Path, caplog: pytest.LogCapture
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
     try:
-        result = store.save(2, {**contents(2), "critic/weights": {"w": torch.zeros(100_000)}}, IDENTITY)
+        result = store.begin(2, {**contents(2), "critic/weights": {"w": torch.zeros(100_000)}}, IDENTITY).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_unharmed(store, result, "larger than this process may write", caplog)
-    assert store.save(3, contents(3), IDENTITY)
+    assert store.begin(3, contents(3), IDENTITY).wait()
 
 
 @pytest.fixture
@@ -337,25 +337,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_during_a_save(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = store_with(small_disk, 1)
     for big in ({"critic/weights": {"w": torch.zeros(400_000)}}, {"huge.json": "x" * 2_000_000}):
-        assert_unharmed(store, store.save(2, {**contents(2), **big}, IDENTITY), "the disk is full", caplog)
+        assert_unharmed(store, store.begin(2, {**contents(2), **big}, IDENTITY).wait(), "the disk is full", caplog)
     table = Batch.from_columns({"id": np.random.default_rng(0).bytes(1_500_000).hex().split("0")})
-    result = store.save(2, {"buffer.parquet": table})
+    result = store.begin(2, {"buffer.parquet": table}).wait()
     assert not result
     assert_holds(store.load(), 1)
-    assert store.save(2, contents(2), IDENTITY)
+    assert store.begin(2, contents(2), IDENTITY).wait()
 
 
 def test_read_only_disk_during_a_save(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = store_with(small_disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert_unharmed(store, store.save(2, contents(2), IDENTITY), "read-only", caplog)
+    assert_unharmed(store, store.begin(2, contents(2), IDENTITY).wait(), "read-only", caplog)
     assert_holds(CheckpointStore(small_disk).load(), 1)
 
 
 def test_directory_without_permission(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Root may write anywhere; a file in the directory's place stops everybody.
     (tmp_path / "file").write_text("")
-    result = CheckpointStore(tmp_path / "file" / "checkpoints").save(1, contents(1))
+    result = CheckpointStore(tmp_path / "file" / "checkpoints").begin(1, contents(1)).wait()
     assert not result
     assert "training goes on" in caplog.text
 
@@ -380,7 +380,7 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: f
     bad = torch.zeros(64, 3)
     bad[50, 1] = value
     with pytest.raises(CheckpointError, match=r"step-000002 was not saved: actor/weights: 'layer\.w' has values"):
-        store.save(2, {"trainer.json": {}, "actor/weights": {"a": torch.ones(2), "layer.w": bad.to(dtype)}})
+        store.begin(2, {"trainer.json": {}, "actor/weights": {"a": torch.ones(2), "layer.w": bad.to(dtype)}}).wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000001"]
     assert_holds(store.load(), 1)
 

@@ -49,7 +49,7 @@ SAVER = """
             value += 1
             tensors = {f"w{i}": torch.full((50_000,), float(value)) for i in range(4)}
             files = {"actor/weights": tensors, "trainer.json": {"value": value}}
-            assert store.save(value % 7 + 1, files, {"model": "tiny"})
+            assert store.begin(value % 7 + 1, files, {"model": "tiny"}).wait()
 """
 
 
@@ -88,7 +88,7 @@ CRASHER = """
     def save(step, value):
         tensors = {f"w{i}": torch.full((50_000,), float(value)) for i in range(4)}
         files = {"actor/weights": tensors, "trainer.json": {"value": value}}
-        assert CheckpointStore(sys.argv[1], keep=1).save(step, files, {"model": "tiny"})
+        assert CheckpointStore(sys.argv[1], keep=1).begin(step, files, {"model": "tiny"}).wait()
     save(1, 1)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -153,7 +153,8 @@ ROLLER = """
         store = CheckpointStore(sys.argv[1], keep=9)
         for step in range(1, 5):
             tensors = {f"w{i}": torch.full((50_000,), float(step)) for i in range(4)}
-            assert store.save(step, {"actor/weights": tensors, "trainer.json": {"value": step}}, {"model": "tiny"})
+            files = {"actor/weights": tensors, "trainer.json": {"value": step}}
+            assert store.begin(step, files, {"model": "tiny"}).wait()
         def crash(event, arguments):
             if event in EVENTS and sys.argv[1] in str(arguments):
                 left[0] -= 1
@@ -204,7 +205,7 @@ def test_staging_is_deleted_only_when_its_process_has_ended_on_this_host(tmp_pat
         }
         for name in names.values():
             (tmp_path / name).mkdir()
-        CheckpointStore(tmp_path).save(1, {"trainer.json": {}})
+        CheckpointStore(tmp_path).begin(1, {"trainer.json": {}}).wait()
         left = {kind for kind, name in names.items() if (tmp_path / name).exists()}
         assert left == {"living", "another host"}
         other.stdin.write("\n")

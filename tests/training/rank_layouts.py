@@ -206,7 +206,7 @@ def apart(case: Case, one: list[Metrics], other: list[Metrics], names: list[str]
 
 
 def run(case: Case, group: Any) -> None:
-    sizes = {dim: size for dim, size in zip(DIMS, case.layout.sizes, strict=True) if size > 1}
+    sizes = {dim: size for dim, size in case.layout.sizes.items() if size > 1}
     line = {"case": f"{case.kind} {case.task} {case.dtype} {sizes} -> {case.then}", "sizes": sizes}
     line |= dict(compare(case, group))
     if dist.get_rank() == 0:

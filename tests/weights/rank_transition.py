@@ -21,7 +21,7 @@ from tests.training.cases import OPTIM, ROWS, log_probs, part, ragged_batch
 from verl.errors import TrainingError
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
-from verl.weights.layout import DIMS, Layout, Mesh, generation_mesh
+from verl.weights.layout import Layout, Mesh, generation_mesh
 from verl.weights.plan import transition
 from verl.weights.shard import Shard
 from verl.weights.shards import named_weights
@@ -50,7 +50,7 @@ class Case:
     layers: int = 4
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{dim}={size}" for dim, size in zip(DIMS, self.layout.sizes, strict=True) if size > 1)
+        sizes = " ".join(f"{dim}={size}" for dim, size in self.layout.sizes.items() if size > 1)
         uneven = " uneven" if self.vocabulary % self.layout.tp else ""
         return f"{self.kind}{uneven} {sizes} -> pp={self.pg} tp={self.tg}"
 

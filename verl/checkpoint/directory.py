@@ -62,14 +62,6 @@ class CheckpointStore:
         named = ((_STEP.fullmatch(entry.name), entry) for entry in self.directory.glob("step-*"))
         return sorted(int(match[1]) for match, entry in named if match and entry.is_dir())
 
-    def save(self, step: int, files: Mapping[str, Any], identity: Mapping[str, str] | None = None) -> SaveResult:
-        """`save_checkpoint` under the step's name; older checkpoints go once this one is safe.
-
-        Raises:
-            CheckpointError: a name or a content that a checkpoint cannot hold; nothing has changed then.
-        """
-        return self.begin(step, files, identity).wait()
-
     def begin(
         self,
         step: int,
@@ -77,7 +69,11 @@ class CheckpointStore:
         identity: Mapping[str, str] | None = None,
         writers: Sequence[Writer] = (),
     ) -> Saving:
-        """Begin `save`."""
+        """Begin to save a checkpoint under the step's name; older checkpoints go once this one is safe.
+
+        Raises:
+            CheckpointError: a name or a content that a checkpoint cannot hold; nothing has changed then.
+        """
 
         def end(result: SaveResult) -> None:
             if not result:

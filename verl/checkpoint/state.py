@@ -149,25 +149,21 @@ class RoleWriter:
     def __init__(self, role: str, handle: Actor | Critic, background: bool) -> None:
         self.role, self._handle, self._background = role, handle, background
         self.meta: dict[str, Any] = {}
-        self._files: dict[str, Any] | None = None
 
     def begin(self, folder: Path) -> None:
         (folder / self.role).mkdir(exist_ok=True)
         self.meta = self._handle.save(str(folder / self.role), self._background)
 
-    def end(self, wait: bool) -> dict[str, Any] | None:
-        if self._files is None:
-            reports = self._handle.group.call(TrainedWorker.saved, wait)
-            if reports is None:
-                return None
-            for rank in reports:
-                if "errno" in rank:
-                    raise OSError(rank["errno"], rank["error"], rank["file"])
-                if "error" in rank:
-                    raise CheckpointError(rank["error"])
-            files = {name: entry for rank in reports for name, entry in rank["files"].items()}
-            self._files = {f"{self.role}/{name}": entry for name, entry in files.items()}
-        return self._files
+    def end(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+        reports = self._handle.group.call(TrainedWorker.saved, wait)
+        for rank in reports or ():
+            if "errno" in rank:
+                raise OSError(rank["errno"], rank["error"], rank["file"])
+            if "error" in rank:
+                raise CheckpointError(rank["error"])
+        if reports is None:
+            return None
+        return {f"{self.role}/{name}": entry for rank in reports for name, entry in rank["files"].items()}
 
 
 def check(trainer: Loop, checkpoint: Checkpoint, data: Loader | None = None) -> TrainerState:

@@ -79,7 +79,7 @@ class Writer(Protocol):
             OSError: the disk does not take it.
         """
 
-    def end(self, wait: bool) -> Mapping[str, Mapping[str, Any]] | None:
+    def end(self, wait: bool) -> dict[str, dict[str, Any]] | None:
         """`sha256` and `size` of every file, by its path in the directory; None: not all are written, and it shall not
         wait.
 
@@ -109,7 +109,7 @@ class Saving:
         writers: Sequence[Writer] = (),
         on_end: Callable[[SaveResult], object] = lambda result: None,
     ) -> None:
-        self.path, self.step, self._writers, self._on_end = path.absolute(), step, writers, on_end
+        self.path, self.step, self._writers, self._on_end = path.absolute(), step, [*writers], on_end
         self._staging = staging_of(self.path)
         self._manifest = {CHECKPOINT.key: CHECKPOINT.current, "identity": dict(identity), "step": step}
         self._result: SaveResult | None = None
@@ -135,12 +135,11 @@ class Saving:
         """Finish the save if its writers are done; None: they are not."""
         if self._result is None:
             with self._reported():
-                reports = [writer.end(wait) for writer in self._writers]
-                written = [files for files in reports if files is not None]
-                if len(written) < len(reports):
-                    return None
-                for files in written:
-                    self._files |= {name: dict(entry) for name, entry in files.items()}
+                while self._writers:
+                    if (files := self._writers[0].end(wait)) is None:
+                        return None
+                    self._files |= files
+                    self._writers.pop(0)
                 self._publish()
                 self._end(SaveResult())
         return self._result
@@ -156,8 +155,7 @@ class Saving:
                     "system that all ranks share"
                 )
             folders.update(folder for folder in file.parents if folder.is_relative_to(self._staging))
-        manifest = {**self._manifest, "files": self._files}
-        (self._staging / MANIFEST).write_bytes(dump_manifest({**manifest, "digest": manifest_digest(manifest)}))
+        (self._staging / MANIFEST).write_bytes(dump_manifest({**self._manifest, "files": self._files}))
         seal(self._staging / MANIFEST)
         # The rename comes last, after all that it names is durable: a crash before it leaves a staging directory, which
         # the next save clears, and never half a checkpoint.
@@ -234,14 +232,10 @@ def reason(error: OSError) -> str:
     return f"{text} ({error.filename})" if error.filename else text
 
 
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """The digest that a manifest records of its other entries."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
 def dump_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as it is written."""
-    return json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+    """A manifest as it is written: with the digest of its entries, which are `manifest`."""
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**manifest, "digest": digest}, indent=1, sort_keys=True).encode() + b"\n"
 
 
 class _File(BaseModel):
@@ -249,14 +243,9 @@ class _File(BaseModel):
     size: NonNegativeInt
 
 
-class _AnyManifest(BaseModel):
-    """The keys that a manifest has in every format, so that a later format is not taken for a damaged manifest."""
-
+class _Manifest(BaseModel):
     digest: str
     format: int
-
-
-class _Manifest(_AnyManifest):
     files: dict[str, _File]
     identity: dict[str, str]
     step: NonNegativeInt
@@ -276,14 +265,14 @@ class Checkpoint:
     def json(self, name: str, schema: Any = Any) -> Any:
         """The value stored under `name` (which ends in ".json"), checked by a pydantic schema in strict mode."""
         try:
-            return read_json(self._file(name), schema)
+            return read_json(self.paths(name)[0], schema)
         except (OSError, ValueError) as error:
             raise self.damaged(f"{name}: {error}") from None
 
     def batch(self, name: str) -> Batch:
         """The table stored under `name` (which ends in ".parquet")."""
         try:
-            return Batch.from_parquet(self._file(name))
+            return Batch.from_parquet(self.paths(name)[0])
         except (DataError, pa.ArrowException) as error:
             raise self.damaged(f"{name}: {error}") from None
 
@@ -293,9 +282,9 @@ class Checkpoint:
         return read_shards(self.paths(name))
 
     def paths(self, name: str) -> list[Path]:
-        """The files of the tensors stored under `name`."""
-        if not (files := files_of(name, self.files)):
-            raise self._absent(name)
+        """The file stored under `name`, or the files of the tensors."""
+        if not (files := [name] if name in self.files else files_of(name, self.files)):
+            raise CheckpointError(f"checkpoint {self.path} holds no '{name}'; it holds {', '.join(self.files)}")
         return [self.path / file for file in files]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -305,14 +294,6 @@ class Checkpoint:
     def damaged(self, fault: str) -> DamagedCheckpointError:
         """The error that says what is wrong with the content."""
         return DamagedCheckpointError(f"checkpoint {self.path} is damaged: {fault}")
-
-    def _file(self, name: str) -> Path:
-        if name not in self.files:
-            raise self._absent(name)
-        return self.path / name
-
-    def _absent(self, name: str) -> CheckpointError:
-        return CheckpointError(f"checkpoint {self.path} holds no '{name}'; it holds {', '.join(self.files)}")
 
 
 @checked
@@ -367,8 +348,17 @@ def load_checkpoint(
         if fault := _file_fault(root, name, entry.size, entry.sha256):
             raise DamagedCheckpointError(f"checkpoint {root} is damaged: {fault}")
     if identity is not None:
-        saved = {key: value for key, value in manifest.identity.items() if key not in unknown}
-        _check_identity(root, saved, identity)
+        saved = {key: f"'{value}'" for key, value in manifest.identity.items() if key not in unknown}
+        wanted = {key: f"'{value}'" for key, value in identity.items()}
+        if differences := [
+            f"{key} is {saved.get(key, 'not given')} there and {wanted.get(key, 'not given')} here"
+            for key in sorted({*saved, *wanted})
+            if saved.get(key) != wanted.get(key)
+        ]:
+            raise CheckpointError(
+                f"checkpoint {root} belongs to another model or configuration: {'; '.join(differences)}. Use the model "
+                "and configuration it was made with, or start anew"
+            )
     return Checkpoint(root, manifest.step, tuple(manifest.files))
 
 
@@ -398,10 +388,10 @@ def _read_manifest(root: Path) -> _Manifest:
         raise DamagedCheckpointError(f"{root} is no checkpoint, or a damaged one: it has no {MANIFEST}")
     try:
         content = read_json(file, dict[str, Any])
-        signed = {key: value for key, value in content.items() if key != "digest"}
         # Byte for byte as a save writes it: parsing alone would pass repeated keys and changed white space.
-        if file.read_bytes() == dump_manifest(content) and content.get("digest") == manifest_digest(signed):
-            CHECKPOINT.check(read_json(file, _AnyManifest).format, f"checkpoint {root}")
+        if file.read_bytes() == dump_manifest({key: value for key, value in content.items() if key != "digest"}):
+            if type(content.get("format")) is int:  # a later format may have other keys, and is not damaged
+                CHECKPOINT.check(content["format"], f"checkpoint {root}")
             manifest: _Manifest = read_json(file, _Manifest)
             if manifest.model_dump() == content:
                 return manifest
@@ -435,19 +425,3 @@ def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
     finally:
         os.close(descriptor)
     return None
-
-
-def _check_identity(root: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    def quoted(values: Mapping[str, str], key: str) -> str:
-        return f"'{values[key]}'" if key in values else "not given"
-
-    differences = [
-        f"{key} is {quoted(saved, key)} there and {quoted(wanted, key)} here"
-        for key in sorted({*saved, *wanted})
-        if saved.get(key) != wanted.get(key)
-    ]
-    if differences:
-        raise CheckpointError(
-            f"checkpoint {root} belongs to another model or configuration: {'; '.join(differences)}. Use the model and "
-            "configuration it was made with, or start anew"
-        )

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from verl._base.names import check_known
 from verl.errors import ConfigError, nearest
-from verl.weights.layout import Mesh
+from verl.weights.layout import Layout, Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,7 +94,7 @@ class RoleMeshes:
 
     def mesh(self, name: str) -> Mesh:
         """A mesh by name; `ROLE`: all ranks of the role."""
-        return Mesh.data_parallel(self.ranks) if name == ROLE else self.meshes[name]
+        return Mesh(tuple(self.ranks), Layout(replicate=len(self.ranks))) if name == ROLE else self.meshes[name]
 
 
 class Dispatch(NamedTuple):

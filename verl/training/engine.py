@@ -25,7 +25,7 @@ from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
 from verl.errors import ConfigError, DataError, TrainingError
 from verl.kernels.inductor import lacking
-from verl.models.lora import adapters_off, reference_weights, shape_of
+from verl.models.lora import adapters_off, merged_shards, reference_weights, shape_of
 from verl.models.packed import PackedModel
 from verl.training.checkpointing import enable_checkpointing, recomputing
 from verl.training.forward import Forward
@@ -277,13 +277,12 @@ class TrainEngine(ABC):
 
     def _step(self, optimizer: MixedPrecisionOptimizer, losses: Sequence[Loss]) -> Metrics:
         gradients, lr = optimizer.gradients, optimizer.lr
-        metrics = self.metrics(losses)
+        metrics, depends = self.metrics(losses)
         grad_norm = gradients.norm(self.parallel.replication)
         if dims := self.parallel.cut_dims:  # each element counts once
             square = torch.tensor(grad_norm**2, dtype=torch.float64)
             self.ranks.all_reduce([square], dist.ReduceOp.SUM, dims)
             grad_norm = float(square.sqrt())
-        depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
         if not depends or not any(weight.has_gradient for weight in gradients.weights):
             raise TrainingError(NO_GRADIENT)
         # Loss and norm are those of all ranks, equal on each. So either all of them step or none does; a rank that
@@ -299,21 +298,22 @@ class TrainEngine(ABC):
         """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`. Their metrics
         have `DEPENDS`."""
         with recomputing(self.forward.model) if self.options.gradient_checkpointing else nullcontext():
-            return [*self.schedule.forward_backward(self._micro_batches(parts, trains=True), loss_scale)]
+            return [*self.schedule.forward_backward(self._micro_batches(parts), loss_scale)]
 
     @torch.no_grad()
     def loss(self, parts: Sequence[LossTerm]) -> Metrics:
         """`loss` and the losses' own metrics, as `update` returns them, without a step."""
         self.weights.check_present()
-        return self.metrics([*self.schedule.forward(self._micro_batches(parts))])
+        return self.metrics([*self.schedule.forward(self._micro_batches(parts))])[0]
 
-    def metrics(self, losses: Sequence[Loss]) -> Metrics:
-        """`loss` and metrics of the micro-batches of all ranks."""
+    def metrics(self, losses: Sequence[Loss]) -> tuple[Metrics, bool]:
+        """`loss` and metrics of the micro-batches of all ranks, and whether any loss depends on the predictions."""
         here = combine_metrics([loss.metrics for loss in losses])
         here["loss"] = sum(float(loss.total) for loss in losses)
-        return combine_metrics(gather_json(here, self.ranks.group("pp", *DATA_DIMS)))
+        metrics = combine_metrics(gather_json(here, self.ranks.group("pp", *DATA_DIMS)))
+        return metrics, bool(metrics.pop(DEPENDS, True))  # absent where all ranks have nothing to compute
 
-    def _micro_batches(self, parts: Sequence[LossTerm], *, trains: bool = False) -> Iterator[MicroBatch]:
+    def _micro_batches(self, parts: Sequence[LossTerm]) -> Iterator[MicroBatch]:
         """The micro-batches of this rank, part after part, with their losses."""
         if not any(len(part.rows) for part in parts):
             raise DataError("the mini-batch has no rows: there is nothing to train on")
@@ -328,14 +328,15 @@ class TrainEngine(ABC):
             split, tree = partition(part.rows, part.computed, size, self.limits, coupled=coupled, lockstep=lockstep)
             for rows in split[index]:
                 batch, taken = _taken(part.rows, tree, rows)
-                finish = partial(mini_batch.loss, rows, batch) if rows else no_loss
-                finish = partial(self._with_depends, finish) if rows and trains else finish
+                finish = partial(self._loss, mini_batch, rows, batch) if rows else no_loss
                 yield MicroBatch(batch, taken, want, part.needs.temperature, finish)
 
-    def _with_depends(self, finish: Callable[[dict[str, Tensor]], Loss], outputs: dict[str, Tensor]) -> Loss:
-        """The loss, whose metrics say whether it depends on the predictions. In lockstep it has a backward pass in any
-        case: a micro-batch without rows has one too, and would wait in it for this rank."""
-        loss = finish(outputs)
+    def _loss(self, mini_batch: MiniBatch, rows: list[int], batch: Batch, outputs: dict[str, Tensor]) -> Loss:
+        """The loss of a micro-batch. In training its metrics say whether it depends on the predictions. In lockstep it
+        has a backward pass in any case: a micro-batch without rows has one too, and would wait in it for this rank."""
+        loss = mini_batch.loss(rows, batch, outputs)
+        if not torch.is_grad_enabled():
+            return loss
         depends = loss.total.requires_grad
         total = loss.total if depends or not self.parallel.lockstep else loss.total + no_loss(outputs).total
         return Loss(total=total, metrics={**loss.metrics, DEPENDS: float(depends)})
@@ -348,7 +349,7 @@ class TrainEngine(ABC):
     def merged_shards(self) -> Iterator[Shard]:
         """The weights of the equal model without adapters, under its names, for an engine that is not cut."""
         self.weights.check_present()
-        return self.weights.merged()
+        return merged_shards(self.model)
 
     def load_shards(self, shards: Iterable[Shard]) -> None:
         """Replace this rank's shards (and their masters) by what of them is in `shards`, however those are cut.

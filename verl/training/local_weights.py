@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import TrainingError
-from verl.models.lora import merged_shards
 from verl.training.ranks import Ranks, gather_json
 from verl.weights.shard import Shard, ShardedDim, WeightSpec, blocks_of, local_part, sharded_dims_of
 from verl.weights.shards import fill_weights, load_model_shards, model_shards, named_weights
@@ -40,10 +39,6 @@ class LocalWeights(ABC):
     @abstractmethod
     def load(self, shards: Iterable[Shard]) -> None:
         """See `TrainEngine.load_shards`; the optimizer's masters stay as they are."""
-
-    def merged(self) -> Iterator[Shard]:
-        """See `TrainEngine.merged_shards`."""
-        return self.shards()
 
     def state_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
         """What an optimizer knows, "<parameter>.<state>", under the names of the weights, "<weight>.<state>". Each
@@ -128,9 +123,6 @@ class ModelWeights(LocalWeights):
         for shard in model_shards(self._model):
             dtype = self._dtypes.get(shard.name, shard.tensor.dtype)
             yield Shard(shard.name, shard.global_shape, shard.offset, shard.tensor.to(dtype))
-
-    def merged(self) -> Iterator[Shard]:
-        return merged_shards(self._model)
 
     def load(self, shards: Iterable[Shard]) -> None:
         load_model_shards(self._model, shards, self._shapes)

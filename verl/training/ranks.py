@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.training.gradients import Gradients, Weight
-from verl.weights.layout import DIMS, Mesh
+from verl.weights.layout import Mesh
 from verl.weights.shard import buckets
 
 if TYPE_CHECKING:
@@ -67,9 +67,8 @@ class Ranks:
         """Dimensions of several ranks as torch has them, outermost first. All are slices of one mesh, so that torch can
         put two of them together. All ranks come here together."""
         if self._device_mesh is None:
-            layout = self.mesh.layout
-            every = [dim for dim in DIMS if getattr(layout, dim) > 1]
-            ranks = torch.tensor(self.mesh.ranks).view([getattr(layout, dim) for dim in every])
+            every = {dim: size for dim, size in self.mesh.layout.sizes.items() if size > 1}
+            ranks = torch.tensor(self.mesh.ranks).view(*every.values())
             groups = [self.group(dim) for dim in every]
             self._device_mesh = DeviceMesh.from_group(
                 groups if len(every) > 1 else groups[0],

@@ -123,14 +123,14 @@ class Layout:
                 raise ConfigError(f"layout: {field.name} is a number of ranks, at least 1, not {shown(size)}")
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """One number a dimension, in the order of `DIMS`."""
-        return tuple(getattr(self, dim) for dim in DIMS)
+    def sizes(self) -> dict[str, int]:
+        """By dimension, in the order of `DIMS`."""
+        return {dim: getattr(self, dim) for dim in DIMS}
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return math.prod(self.sizes)
+        return math.prod(self.sizes.values())
 
     @property
     def is_plain(self) -> bool:
@@ -140,7 +140,7 @@ class Layout:
     @property
     def shown(self) -> str:
         """The dimensions of several ranks, for messages."""
-        named = (f"{dim} {size}" for dim, size in zip(DIMS, self.sizes, strict=True) if size > 1)
+        named = (f"{dim} {size}" for dim, size in self.sizes.items() if size > 1)
         return f"on {self.size} ranks ({', '.join(named)})" if self.size > 1 else "on 1 rank"
 
     @property
@@ -159,7 +159,7 @@ class Layout:
         """The layout, and the back end that trains in it under a strategy, as `verl._base.combinations` names them."""
         is_zero, name = strategy == "deepspeed" and self.size > 1, f"strategy '{strategy}'"
         return named({
-            **{dim: f"{dim}={size}" * (size > 1) for dim, size in zip(DIMS, self.sizes, strict=True)},
+            **{dim: f"{dim}={size}" * (size > 1) for dim, size in self.sizes.items()},
             "ZeRO": name * is_zero,
             "ZeRO 3": f"{name}: ZeRO of stage 3" * (is_zero and self.shard > 1),
             "Megatron": name * (strategy == "megatron" and not self.is_plain),
@@ -210,12 +210,6 @@ class Mesh:
         if len(self.ranks) != self.layout.size or len(set(self.ranks)) != len(self.ranks):
             raise ConfigError(f"layout: {self.layout} needs {self.layout.size} different ranks, got {list(self.ranks)}")
 
-    @classmethod
-    def data_parallel(cls, ranks: Sequence[int], *, sharded: bool = False) -> Mesh:
-        """Every rank has rows of its own, and the whole model or (`sharded`) a part of it."""
-        size = len(ranks)
-        return cls(tuple(ranks), Layout(shard=size) if sharded else Layout(replicate=size))
-
     @property
     def size(self) -> int:
         return len(self.ranks)
@@ -228,7 +222,7 @@ class Mesh:
             ConfigError: ranks along another dimension do not ascend.
         """
         stride = 1
-        for dim, size in zip(reversed(DIMS), reversed(self.layout.sizes), strict=True):
+        for dim, size in reversed(self.layout.sizes.items()):
             for index, (low, high) in enumerate(zip(self.ranks, self.ranks[stride:], strict=False)):
                 if low > high and index // stride % size < size - 1 and dim != "replicate":
                     raise ConfigError(
@@ -243,8 +237,8 @@ class Mesh:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where a rank of the mesh stands along each dimension."""
         rest, along = self.ranks.index(rank), {}
-        for dim in reversed(DIMS):
-            rest, along[dim] = divmod(rest, getattr(self.layout, dim))
+        for dim, size in reversed(self.layout.sizes.items()):
+            rest, along[dim] = divmod(rest, size)
         return {dim: along[dim] for dim in DIMS}
 
     def rows(self, rank: int) -> tuple[int, int] | None:
@@ -268,7 +262,7 @@ class Mesh:
     def parts(self) -> list[tuple[int, ...]]:
         """All groups of several ranks, but not of all, that differ only along some dimensions; ranks ascending."""
         coordinates = {rank: self.coordinate(rank) for rank in self.ranks}
-        wide = [dim for dim in DIMS if getattr(self.layout, dim) > 1]
+        wide = [dim for dim, size in self.layout.sizes.items() if size > 1]
         groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for fixed in chain.from_iterable(combinations(wide, count) for count in range(1, len(wide))):
             for rank in sorted(self.ranks):
@@ -323,26 +317,24 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
     layout = train.layout
     if tg > 0 and pg == 1 and not train.size % tg and layout.tp % tg and (layout.tp > 1 or layout.shard % tg):
         return Mesh(tuple(sorted(train.ranks)), Layout(replicate=train.size // tg, tp=tg))
-    split = _shards_a_part(layout, tg)
+    if tg < 1 or (layout.tp % tg and (layout.tp > 1 or layout.shard % tg)):
+        raise ConfigError(
+            f"generation: tp={tg} does not divide the {layout.tp} tensor-parallel ranks of training"
+            + (f", nor its {layout.shard} shards" if layout.tp == 1 and layout.shard > 1 else "")
+        )
     if pg < 1 or layout.pp % pg:
         raise ConfigError(f"generation: pp={pg} does not divide the {layout.pp} pipeline stages of training")
-    members: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = {}
-    for rank in train.ranks:
+    cut = "shard" if layout.tp % tg else "tp"
+
+    def place(rank: int) -> tuple[int, list[int], int]:
+        """The stage of a rank, its replica (those of one training replica are adjacent), and its part."""
         coordinate = train.coordinate(rank)
         stage, in_stage = divmod(coordinate["pp"], layout.pp // pg)
-        if split:
-            part, between = divmod(coordinate["shard"], layout.shard // split)
-            key = {**coordinate, "pp": in_stage, "shard": between}
-        else:
-            part, between = divmod(coordinate["tp"], layout.tp // tg)
-            key = {**coordinate, "pp": in_stage, "tp": between}
-        members.setdefault((stage, part), []).append((tuple(key[dim] for dim in _REPLICAS), rank))
-    columns = [[rank for _, rank in sorted(members[stage, part])] for stage in range(pg) for part in range(tg)]
-    replicas = train.size // (pg * tg)
-    ranks = tuple(
-        columns[stage * tg + part][replica] for stage in range(pg) for replica in range(replicas) for part in range(tg)
-    )
-    return Mesh(ranks, Layout(pp=pg, replicate=replicas, tp=tg))
+        part, between = divmod(coordinate[cut], getattr(layout, cut) // tg)
+        replica = {**coordinate, "pp": in_stage, cut: between}
+        return stage, [replica[dim] for dim in ("replicate", "shard", "sp", "ep", "pp", "tp")], part
+
+    return Mesh(tuple(sorted(train.ranks, key=place)), Layout(pp=pg, replicate=train.size // (pg * tg), tp=tg))
 
 
 def transition_shares(train: Layout, generation: Layout) -> tuple[float, float]:
@@ -351,22 +343,6 @@ def transition_shares(train: Layout, generation: Layout) -> tuple[float, float]:
     more is received."""
     parts = generation.pp * generation.tp
     return 1 / parts - 1 / (train.pp * train.tp * train.shard), 1 / parts
-
-
-#: Sort key of generation replicas; replicas of one training replica are adjacent.
-_REPLICAS = ("replicate", "shard", "sp", "ep", "pp", "tp")
-
-
-def _shards_a_part(layout: Layout, tg: int) -> int:
-    """Into how many tensor-parallel parts ranks along `shard` go; 0: those along `tp` do."""
-    if tg >= 1 and layout.tp % tg == 0:
-        return 0
-    if tg >= 1 and layout.tp == 1 and layout.shard % tg == 0:
-        return tg
-    raise ConfigError(
-        f"generation: tp={tg} does not divide the {layout.tp} tensor-parallel ranks of training"
-        + (f", nor its {layout.shard} shards" if layout.tp == 1 and layout.shard > 1 else "")
-    )
 
 
 #: What each rank has of a linear map: outputs or inputs; of fused matrices, outputs of each.

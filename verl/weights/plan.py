@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from verl.errors import ConfigError
-from verl.weights.layout import DIMS, Mesh
+from verl.weights.layout import Mesh
 from verl.weights.shard import ShardedDim, ShardSlice, Slice, WeightSpec, buckets, shard_slices
 
 #: Of the weights that travel at a time, by default.
@@ -65,7 +65,9 @@ class ReshardPlan:
         """The blocks of a rank's part of a weight in the target."""
         if not self._stage_holds(rank, name):
             return ()
-        return _blocks(self.specs[name], self.sharded_dims[name], self.target, self.target.coordinate(rank))
+        return shard_slices(
+            self.specs[name].shape, self.sharded_dims[name], self.target.layout.sizes, self.target.coordinate(rank)
+        )
 
     def local_shape(self, rank: int, name: str) -> tuple[int, ...]:
         """The shape of a rank's part of a weight in the target."""
@@ -78,7 +80,7 @@ class ReshardPlan:
         spec = self.specs[name]
         if rank not in self.source or not _holds(spec, self.source.coordinate(rank)["pp"]):
             return ()
-        return _blocks(spec, spec.sharded_dims, self.source, self.source.coordinate(rank))
+        return shard_slices(spec.shape, spec.sharded_dims, self.source.layout.sizes, self.source.coordinate(rank))
 
     def incoming(self, rank: int) -> tuple[tuple[SliceTransfer, ...], ...]:
         """By bucket, the transfers that a rank's part in the target is made of, its own included."""
@@ -130,10 +132,10 @@ class ReshardPlan:
         if not _holds(spec, near["pp"]):
             near = {**near, "pp": min(spec.stages, key=lambda stage: abs(stage - near["pp"]))}
         dims = [cut.dim for cut in spec.sharded_dims]
-        for index in product(*(range(getattr(layout, dim)) for dim in dims)):
+        for index in product(*(range(layout.sizes[dim]) for dim in dims)):
             coordinate = {**near, **dict(zip(dims, index, strict=True))}
             holder = self.source.ranks[layout.index(coordinate)]
-            for block in _blocks(spec, spec.sharded_dims, self.source, coordinate):
+            for block in shard_slices(spec.shape, spec.sharded_dims, layout.sizes, coordinate):
                 yield holder, block
 
 
@@ -159,7 +161,7 @@ def transition(
             f"transition: {source.layout.pp} pipeline stages cannot become {target.layout.pp}: stages are joined, "
             "never split"
         )
-    wide = {dim for dim in DIMS if getattr(target.layout, dim) > 1}
+    wide = {dim for dim, size in target.layout.sizes.items() if size > 1}
     if sharded_dims is None:
         target_dims = {name: tuple(cut for cut in spec.sharded_dims if cut.dim in wide) for name, spec in specs.items()}
         if missing := wide & {"tp", "ep", "shard"} - {cut.dim for spec in specs.values() for cut in spec.sharded_dims}:
@@ -185,12 +187,6 @@ def _sized_rows(
         row = max(1, spec.nbytes // max(rows * row_parts, 1))
         step = max(1, limit // row) if part > limit else rows
         yield from ((RowSlice(name, low, min(low + step, rows)), part) for low in range(0, rows, step))
-
-
-def _blocks(
-    spec: WeightSpec, sharded_dims: tuple[ShardedDim, ...], mesh: Mesh, coordinate: Mapping[str, int]
-) -> tuple[ShardSlice, ...]:
-    return shard_slices(spec.shape, sharded_dims, {dim: getattr(mesh.layout, dim) for dim in DIMS}, coordinate)
 
 
 def _holds(spec: WeightSpec, stage: int) -> bool:

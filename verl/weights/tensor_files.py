@@ -11,10 +11,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -68,7 +67,7 @@ def write_shards(stem: Path, shards: Iterable[Shard], max_bytes: int = MAX_FILE_
     ordered = sorted(outlines.items(), key=lambda item: -item[1].tensor.itemsize)
     widths = dict.fromkeys(outline.tensor.itemsize for _, outline in ordered)
     # Unlike a generator expression, a filter lets go of a shard before the next one is made.
-    values = chain.from_iterable(filter(partial(_has_width, width), shards) for width in widths)
+    values = chain.from_iterable(filter(lambda s, width=width: s.tensor.itemsize == width, shards) for width in widths)
     parts = [*buckets(ordered, lambda item: item[1].nbytes, max_bytes)] or [[]]
     for number, part in enumerate(parts, 1):
         yield _write(stem.with_name(f"{stem.name}-{number:05d}{SUFFIX}"), part, values)
@@ -104,10 +103,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))  # NaN is passed on by both
 
 
-def _has_width(width: int, shard: Shard) -> bool:
-    return shard.tensor.itemsize == width
-
-
 def _shard(key: str, tensor: torch.Tensor, part: tuple[str, list[int], list[int]] | None) -> Shard:
     if part is None:
         return Shard.whole(key, tensor)
@@ -132,15 +127,12 @@ def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[Shard]) -
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for key, _ in part:
-            _write_values(file, key, next(values).tensor)
+            tensor = next(values).tensor
+            if not is_finite(tensor):
+                raise CheckpointError(
+                    f"'{key}' has values that are not finite, so training has diverged: lower the learning rate and go "
+                    "on from the checkpoint before"
+                )
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
     return path
-
-
-def _write_values(file: IO[bytes], key: str, tensor: torch.Tensor) -> None:
-    if not is_finite(tensor):
-        raise CheckpointError(
-            f"'{key}' has values that are not finite, so training has diverged: lower the learning rate and go on "
-            "from the checkpoint before"
-        )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    file.write(flat.view(torch.uint8).numpy().data)

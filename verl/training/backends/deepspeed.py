@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from verl._host.device import variable
 from verl.algorithms.loss_terms import Loss, LossNeeds, LossTerm
 from verl.errors import ConfigError, TrainingError
-from verl.models.lora import merged_shards
 from verl.training.engine import (
-    DEPENDS,
     IDLE,
     NO_GRADIENT,
     Metrics,
@@ -83,9 +81,8 @@ class DeepSpeedEngine(TrainEngine):
             [*self.schedule.forward_backward(iter([idle]), 1.0)]
         else:  # DeepSpeed takes the mean over ranks, of what adds up
             losses = self.backward(parts, self.mesh.size)
-        metrics, before = self.metrics(losses), adam.completed_steps
-        depends = metrics.pop(DEPENDS, True)  # absent where all ranks have nothing to compute
-        adam.may_step, adam.grad_norm = bool(depends) and math.isfinite(metrics["loss"]), math.nan
+        (metrics, depends), before = self.metrics(losses), adam.completed_steps
+        adam.may_step, adam.grad_norm = depends and math.isfinite(metrics["loss"]), math.nan
         adam.lr = adam.config.lr * lr_factor(adam.config, before)
         self._zero.step()
         if not depends:
@@ -119,9 +116,6 @@ class ZeroWeights(LocalWeights):
         for name, weight in named_weights(self.model):
             for offset, block in run_blocks(_shape(weight), *held_run(weight)):
                 yield Shard(name, _shape(weight), offset, block)
-
-    def merged(self) -> Iterator[Shard]:
-        return merged_shards(self.model)
 
     @torch.no_grad()
     def load(self, shards: Iterable[Shard]) -> None:

@@ -68,6 +68,9 @@ class MegatronEngine(TrainEngine):
                 trained, options.optim or OptimConfig(), is_scaled=forward.packed.dtype == torch.float16
             )
 
+    def merged_shards(self) -> Iterator[Shard]:
+        return self.shards()  # it has no adapters
+
 
 def _parallel(forward: Forward, model: MegatronModel, whole: WholeModel, ranks: Ranks, stage: Stage | None) -> Parallel:
     """How the ranks share the model, for its optimizer steps."""
