@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,66 +14,10 @@ from torch import Tensor, nn
 from verl.errors import TrainingError
 from verl.training.ranks import Ranks, gather_json
 from verl.weights.shard import Shard, ShardedDim, WeightSpec, blocks_of, local_part, sharded_dims_of
-from verl.weights.shards import fill_weights, load_model_shards, model_shards, named_weights
+from verl.weights.shards import fill_weights, named_weights, tied_names
 
 #: The dtype of a weight, and how it is cut.
 Described: TypeAlias = tuple[torch.dtype, Sequence[ShardedDim]]
-
-
-class LocalWeights(ABC):
-    """This rank's part of a model's weights. Nothing communicates after construction.
-
-    Attributes:
-        specs: every weight of the model, by checkpoint name; equal on all ranks.
-        released: weights whose memory is freed, and its bytes.
-    """
-
-    specs: dict[str, WeightSpec]
-    released: Mapping[str, int] = {}
-
-    @abstractmethod
-    def shards(self) -> Iterator[Shard]:
-        """See `TrainEngine.shards`."""
-
-    @abstractmethod
-    def load(self, shards: Iterable[Shard]) -> None:
-        """See `TrainEngine.load_shards`; the optimizer's masters stay as they are."""
-
-    def state_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
-        """What an optimizer knows, "<parameter>.<state>", under the names of the weights, "<weight>.<state>". Each
-        tensor is laid out like this rank's part of the parameter, or is one value for all of it."""
-        return (Shard.whole(name, tensor) for name, tensor in tensors)
-
-    def local_state(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """The inverse of `state_shards`: what of each shard belongs to this rank."""
-        return iter(shards)
-
-    # A back end whose weights share memory with what its library has flattened releases none.
-    def release(self, name: str) -> int:
-        """Free the memory of this rank's shard of a weight, whose values the caller holds from now on; until it is
-        restored, whatever needs the weights raises `TrainingError`.
-
-        Returns:
-            Bytes freed; 0 where it keeps the shard: the live one is wider than `specs`, or shares its memory.
-        """
-        return 0
-
-    def restore(self, name: str, shards: Iterable[Shard]) -> None:
-        """Put a released weight, all shards of it, back to where it was.
-
-        Raises:
-            CheckpointError: a shard did not come whole.
-        """
-        raise TrainingError(f"'{name}' is not released")
-
-    def check_present(self) -> None:
-        """Raises TrainingError: some are released."""
-        if self.released:
-            first, more = next(iter(self.released)), len(self.released) - 1
-            raise TrainingError(
-                f"the memory of '{first}' and {more} more weights is released while the generation layout has them: "
-                "release() the generation weights before the training engine is used"
-            )
 
 
 class WholeModel:
@@ -105,29 +48,76 @@ class WholeModel:
         return specs
 
 
-class ModelWeights(LocalWeights):
-    """The live tensors of a model of transformers. Those that ranks have parts of are DTensors.
+class LocalWeights:
+    """This rank's part of a model's weights. Nothing communicates after construction.
+
+    Here they are the live tensors of a model of transformers, those that ranks have parts of DTensors. A back end that
+    holds them otherwise says how.
 
     Args:
         whole: the model before it was laid out.
         dtypes: in which weights are served, by name; live ones may be wider.
+
+    Attributes:
+        specs: every weight of the model, by checkpoint name; equal on all ranks.
+        released: weights whose memory is freed, and its bytes.
     """
 
     def __init__(self, model: nn.Module, whole: WholeModel, dtypes: Mapping[str, torch.dtype], ranks: Ranks) -> None:
-        self._model, self._shapes, self._dtypes = model, whole.shapes, dtypes
-        here = {name: (dtypes.get(name, live.dtype), sharded_dims_of(live)) for name, live in named_weights(model)}
+        self._shapes, self._dtypes = whole.shapes, dtypes
+        self._model: Any = model
+        here = {name: (dtypes.get(name, live.dtype), self.sharded_dims(live)) for name, live in named_weights(model)}
         self.specs = whole.specs(here, ranks)
         self.released: dict[str, int] = {}
 
+    def sharded_dims(self, weight: Tensor) -> Sequence[ShardedDim]:
+        """How a live weight is cut over ranks."""
+        return sharded_dims_of(weight)
+
+    def blocks(self, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """The blocks of a live weight that this rank has: where each begins, and its elements."""
+        return blocks_of(weight.detach())
+
     def shards(self) -> Iterator[Shard]:
-        for shard in model_shards(self._model):
-            dtype = self._dtypes.get(shard.name, shard.tensor.dtype)
-            yield Shard(shard.name, shard.global_shape, shard.offset, shard.tensor.to(dtype))
+        """See `TrainEngine.shards`."""
+        for name, weight in named_weights(self._model):
+            for offset, block in self.blocks(weight):
+                yield Shard(name, self._shapes[name], offset, block.to(self.specs[name].dtype))
 
     def load(self, shards: Iterable[Shard]) -> None:
-        load_model_shards(self._model, shards, self._shapes)
+        """See `TrainEngine.load_shards`; the optimizer's masters stay as they are."""
+        blocks = {name: [*self.blocks(weight)] for name, weight in named_weights(self._model)}
+        fill_weights(blocks, shards, self._shapes, tied_names(self._model), type(self._model).__name__)
+
+    def state_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
+        """What an optimizer knows, "<parameter>.<state>", under the names of the weights, "<weight>.<state>". Each
+        tensor is laid out like this rank's part of the parameter, or is one value for all of it."""
+        # Of weights that are wider than they are served, the live pieces are the masters.
+        weights = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        wider = (name for name, weight in weights.items() if self._dtypes.get(name, weight.dtype) != weight.dtype)
+        masters = ((f"{name}.master", local_part(weights[name].detach())) for name in wider)
+        for name, tensor in chain(tensors, masters):
+            weight = weights[name.rpartition(".")[0]]
+            if sharded_dims_of(weight) and tensor.shape == local_part(weight).shape:
+                for offset, block in blocks_of(weight, tensor):
+                    yield Shard(name, tuple(weight.shape), offset, block)
+            else:
+                yield Shard.whole(name, tensor)
+            del tensor  # a master that was made for the caller, before the next one is
+
+    def local_state(self, shards: Iterable[Shard]) -> Iterator[Shard]:
+        """The inverse of `state_shards`: what of each shard belongs to this rank."""
+        here = {name for name, _ in self._model.named_parameters()}
+        elsewhere = self._shapes.keys() - here  # on other pipeline stages
+        return (shard for shard in shards if shard.name.rpartition(".")[0] not in elsewhere)
 
     def release(self, name: str) -> int:
+        """Free the memory of this rank's shard of a weight, whose values the caller holds from now on; until it is
+        restored, whatever needs the weights raises `TrainingError`.
+
+        Returns:
+            Bytes freed; 0 where it keeps the shard: the live one is wider than `specs`, or shares its memory.
+        """
         weights = dict(named_weights(self._model))
         if not self.released:
             self._users = Counter(_storage(weight)._cdata for weight in weights.values())
@@ -143,28 +133,23 @@ class ModelWeights(LocalWeights):
         return local.nbytes
 
     def restore(self, name: str, shards: Iterable[Shard]) -> None:
+        """Put a released weight, all shards of it, back to where it was.
+
+        Raises:
+            CheckpointError: a shard did not come whole.
+        """
         weight = dict(named_weights(self._model))[name].detach()
         _storage(weight).resize_(self.released.pop(name))
-        fill_weights({name: [*blocks_of(weight)]}, shards, self._shapes, {}, type(self._model).__name__)
+        fill_weights({name: [*self.blocks(weight)]}, shards, self._shapes, {}, type(self._model).__name__)
 
-    def state_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
-        # Of weights that are wider than they are served, the live pieces are the masters.
-        weights = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
-        wider = (name for name, weight in weights.items() if self._dtypes.get(name, weight.dtype) != weight.dtype)
-        masters = ((f"{name}.master", local_part(weights[name].detach())) for name in wider)
-        for name, tensor in chain(tensors, masters):
-            weight = weights[name.rpartition(".")[0]]
-            if sharded_dims_of(weight) and tensor.shape == local_part(weight).shape:
-                for offset, block in blocks_of(weight, tensor):
-                    yield Shard(name, tuple(weight.shape), offset, block)
-            else:
-                yield Shard.whole(name, tensor)
-            del tensor  # a master that was made for the caller, before the next one is
-
-    def local_state(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        here = {name for name, _ in self._model.named_parameters()}
-        elsewhere = self._shapes.keys() - here  # on other pipeline stages
-        return (shard for shard in shards if shard.name.rpartition(".")[0] not in elsewhere)
+    def check_present(self) -> None:
+        """Raises TrainingError: some are released."""
+        if self.released:
+            first, more = next(iter(self.released)), len(self.released) - 1
+            raise TrainingError(
+                f"the memory of '{first}' and {more} more weights is released while the generation layout has them: "
+                "release() the generation weights before the training engine is used"
+            )
 
 
 def _storage(weight: Tensor) -> torch.UntypedStorage:

@@ -13,7 +13,7 @@ from verl.models.heads import ValueModel
 from verl.models.portable import empty_copy
 from verl.training.engine import TrainEngine, WeightSource
 from verl.training.forward import Forward
-from verl.training.local_weights import ModelWeights, WholeModel
+from verl.training.local_weights import LocalWeights, WholeModel
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, FSDPConfig, OptimConfig, TrainOptions
 from verl.training.parallel.data import replicate, shard, units
@@ -38,7 +38,7 @@ class TorchEngine(TrainEngine):
             is_offloaded = options.fsdp_config.param_offload and ranks.mesh.layout.shard > 1
             give_memory(forward, "cpu" if is_offloaded else forward.packed.device)
             load_model_shards(model, source(model), whole.shapes)
-        self.weights = ModelWeights(model, whole, parallel.dtypes, ranks)
+        self.weights = LocalWeights(model, whole, parallel.dtypes, ranks)
         if not options.trains:
             return
         # A weight that ranks cut is two parameters here: the model's DTensor, which autograd gives the gradient to, and

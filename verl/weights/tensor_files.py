@@ -67,7 +67,7 @@ def write_shards(stem: Path, shards: Iterable[Shard], max_bytes: int = MAX_FILE_
     ordered = sorted(outlines.items(), key=lambda item: -item[1].tensor.itemsize)
     widths = dict.fromkeys(outline.tensor.itemsize for _, outline in ordered)
     # Unlike a generator expression, a filter lets go of a shard before the next one is made.
-    values = chain.from_iterable(filter(lambda s, width=width: s.tensor.itemsize == width, shards) for width in widths)
+    values = chain.from_iterable(filter(lambda shard: shard.tensor.itemsize == width, shards) for width in widths)
     parts = [*buckets(ordered, lambda item: item[1].nbytes, max_bytes)] or [[]]
     for number, part in enumerate(parts, 1):
         yield _write(stem.with_name(f"{stem.name}-{number:05d}{SUFFIX}"), part, values)

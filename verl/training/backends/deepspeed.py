@@ -36,14 +36,14 @@ from verl.training.engine import (
     nothing_to_compute,
 )
 from verl.training.forward import Forward
-from verl.training.local_weights import LocalWeights
+from verl.training.local_weights import LocalWeights, WholeModel
 from verl.training.optimizer import MOMENTS, adamw_options, check_masters, check_optimizer, fill_state, lr_factor
 from verl.training.options import FSDPConfig, OptimConfig
 from verl.training.parallel.data import units
 from verl.training.ranks import Parallel, Ranks
 from verl.weights.meta import give_memory
-from verl.weights.shard import Shard, ShardedDim, Stream, WeightSpec, run_blocks
-from verl.weights.shards import fill_block, fill_weights, load_model_shards, named_weights, tied_names
+from verl.weights.shard import Shard, ShardedDim, Stream, run_blocks
+from verl.weights.shards import fill_blocks, load_model_shards
 
 #: Elements of gradients that are reduced at once.
 _BUCKET = 1 << 24
@@ -63,7 +63,7 @@ class DeepSpeedEngine(TrainEngine):
     optimizer: ZeroAdamW
 
     def assemble(self, source: WeightSource | None) -> None:
-        forward, options = self.forward, self.options
+        forward, options, whole = self.forward, self.options, WholeModel(self.model)
         if source is not None:  # whole: DeepSpeed cuts what is there
             give_memory(forward, forward.packed.device)
             load_model_shards(self.model, source(self.model))
@@ -72,7 +72,7 @@ class DeepSpeedEngine(TrainEngine):
             forward.packed.fused = None
         self._zero, self.optimizer = zero_engine(forward, stage, options.optim or OptimConfig(), self.ranks)
         self.parallel = Parallel(self.mesh, schedule=_ZeroSchedule(forward, self._zero), lockstep=True)
-        self.weights = ZeroWeights(self.model)
+        self.weights = ZeroWeights(self.model, whole, {}, self.ranks)
 
     def update(self, parts: Sequence[LossTerm]) -> Metrics:
         adam, losses = self.optimizer, list[Loss]()
@@ -105,23 +105,14 @@ class DeepSpeedEngine(TrainEngine):
 class ZeroWeights(LocalWeights):
     """The weights that DeepSpeed has flattened: whole, or in stage 3 a run of each one's elements."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, cuts = model, (ShardedDim("shard", None),)
-        self.specs = {
-            name: WeightSpec(name, _shape(weight), weight.dtype, cuts if hasattr(weight, "ds_tensor") else ())
-            for name, weight in named_weights(model)
-        }
+    def sharded_dims(self, weight: Tensor) -> Sequence[ShardedDim]:
+        return (ShardedDim("shard", None),) if hasattr(weight, "ds_tensor") else ()
 
-    def shards(self) -> Iterator[Shard]:
-        for name, weight in named_weights(self.model):
-            for offset, block in run_blocks(_shape(weight), *held_run(weight)):
-                yield Shard(name, _shape(weight), offset, block)
+    def blocks(self, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        return run_blocks(tuple(getattr(weight, "ds_shape", weight.shape)), *held_run(weight))
 
-    @torch.no_grad()
-    def load(self, shards: Iterable[Shard]) -> None:
-        blocks = {name: [*run_blocks(_shape(w), *held_run(w))] for name, w in named_weights(self.model)}
-        shapes = {name: _shape(weight) for name, weight in self.model.state_dict(keep_vars=True).items()}
-        fill_weights(blocks, shards, shapes, tied_names(self.model), type(self.model).__name__)
+    def release(self, name: str) -> int:
+        return 0  # their memory is shared with what DeepSpeed has flattened
 
 
 class _ZeroSchedule(OneStage):
@@ -254,7 +245,7 @@ class ZeroAdamW(torch.optim.AdamW):
             if shard.name not in targets:  # steps, and masters of weights in full precision
                 return sizes.get(name, 0)
             part, tensor = targets[shard.name]
-            return sum(fill_block(offset, block, shard) for offset, block in part.blocks(tensor))
+            return fill_blocks(part.blocks(tensor), shard)
 
         names = fill_state(shards, {name: (shape, sizes.get(name, 0)) for name, shape in shapes.items()}, fill)
         check_masters({part.name: torch.empty(0, dtype=part.dtype) for part in self.slices}, names)
@@ -367,7 +358,3 @@ def _master_slices(model: nn.Module, deepspeed: Any, flats: list[Tensor]) -> Ite
         if size:
             flat_start = master.storage_offset() - flat.storage_offset()
             yield MasterSlice(name, shape, weight.dtype, start, size, flat, flat_start)
-
-
-def _shape(weight: Any) -> tuple[int, ...]:
-    return tuple(getattr(weight, "ds_shape", weight.shape))

@@ -101,7 +101,7 @@ class MegatronWeights(LocalWeights):
     """The weights of the checkpoint in the parameters of Megatron's layers, which fuse and pad them."""
 
     def __init__(self, model: MegatronModel, whole: WholeModel, ranks: Ranks) -> None:
-        self._model, self._shapes = model, whole.shapes
+        self._model, self._shapes, self.released = model, whole.shapes, {}
         #: Weight of the checkpoint -> the parameters here that have some of it, and what.
         self._owners: dict[str, list[tuple[str, Block]]] = {}
         for parameter, blocks in model.blocks.items():
