@@ -64,7 +64,13 @@ class MixedPrecisionOptimizer:
     ) -> None:
         watched = trained = {name: live for name, live in weights.items() if live.requires_grad}
         if isinstance(optimizer, torch.optim.Optimizer):
-            trained = {name: live for name, live in held(weights, optimizer).items() if live.requires_grad}
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if foreign := held - {id(live) for live in weights.values()}:
+                raise ConfigError(
+                    f"the optimizer holds {len(foreign)} tensors that are no parameters of this model: "
+                    "make it from model.parameters() of the model that is trained"
+                )
+            trained = {name: live for name, live in trained.items() if id(live) in held}
         if not trained:
             raise ConfigError("no weight of the model requires a gradient: there is nothing to train")
         self.config, self.name, self.completed_steps = config, optimizer_name(optimizer), 0
@@ -247,21 +253,6 @@ def _take_over(optimizer: torch.optim.Optimizer, masters: Mapping[torch.nn.Param
                 key: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
                 for key, value in optimizer.state.pop(live).items()
             }
-
-
-def held(weights: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """The weights of a model that the caller's optimizer holds.
-
-    Raises:
-        ConfigError: it holds a tensor that is not a weight of the model.
-    """
-    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if foreign := ours - {id(live) for live in weights.values()}:
-        raise ConfigError(
-            f"the optimizer holds {len(foreign)} tensors that are no parameters of this model: "
-            "make it from model.parameters() of the model that is trained"
-        )
-    return {name: live for name, live in weights.items() if id(live) in ours}
 
 
 def _master(live: torch.nn.Parameter) -> Tensor:

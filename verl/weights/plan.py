@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -56,6 +57,11 @@ class ReshardPlan:
     sharded_dims: Mapping[str, tuple[ShardedDim, ...]]
     buckets: tuple[tuple[RowSlice, ...], ...]
     _incoming: dict[int, tuple[tuple[SliceTransfer, ...], ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def last(self) -> dict[str, int]:
+        """By weight, the number of the last bucket that has a part of it."""
+        return {item.name: number for number, bucket in enumerate(self.buckets) for item in bucket}
 
     def names(self, rank: int) -> list[str]:
         """The weights of which a rank has a part in the target."""

@@ -54,7 +54,6 @@ class Transfer:
         self._shards = _HeldShards(shards)
         self._buffers, self._device, self._begin, self._end = buffers, device, begin, end
         self.received = self.sent = self.staged = 0
-        self._last = {item.name: number for number, bucket in enumerate(plan.buckets) for item in bucket}
 
     @torch.no_grad()
     def run(self) -> None:
@@ -106,7 +105,7 @@ class Transfer:
             for target in targets:
                 target.copy_(slot[start : start + target.nbytes].view(target.dtype).view(target.shape))
                 start += target.nbytes
-        self._shards.drop([name for name, last in self._last.items() if last == bucket.number])
+        self._shards.drop([name for name, last in self._plan.last.items() if last == bucket.number])
         self._end(bucket.number)
 
 

@@ -89,17 +89,12 @@ class HybridWeights:
         self._device, self._overlap = device, overlap and device.type == "cpu"
         backend: Any = group._get_backend(group._device_types[0])
         self._deadline: float = backend.options._timeout.total_seconds()
-        self._last = {item.name: number for number, bucket in enumerate(self.plan.buckets) for item in bucket}
-        #: Bytes of the training shards here, and of this rank's shards in the target that it has already.
-        self._held_bytes, self._own_bytes = Counter[str](), Counter[str]()
-        for name in self.buffers:
-            size = specs[name].dtype.itemsize
-            self._held_bytes[name] = sum(block.slice.numel * size for block in self.plan.held(self.rank, name))
+        own = Counter[str]()  # elements of this rank's shards in the target that it has already
         for transfer in chain(*self.plan.incoming(self.rank)):
-            size = transfer.slice.numel * specs[transfer.name].dtype.itemsize
-            self._own_bytes[transfer.name] += size * (transfer.source == self.rank)
+            own[transfer.name] += transfer.slice.numel * (transfer.source == self.rank)
+        held = {name: sum(block.slice.numel for block in self.plan.held(self.rank, name)) for name in self.buffers}
         #: Weights whose training shard on this rank lies within its generation part.
-        self._within = {name for name, size in self._own_bytes.items() if size and size == self._held_bytes[name]}
+        self._within = {name for name, count in own.items() if count and count == held[name]}
         self._thread: threading.Thread | None = None
         #: By bucket, from `start` to `release`: done when its weights are in place.
         self._arrived: list[Future[None]] | None = None
@@ -130,7 +125,7 @@ class HybridWeights:
             TrainingError: the transfer failed.
             BrokenCollectiveError: it did not go on within the deadline.
         """
-        self._wait(self._last[name])
+        self._wait(self.plan.last[name])
         return self.buffers[name]
 
     def wait(self) -> None:
@@ -193,7 +188,9 @@ class HybridWeights:
         # A training shard may go once nothing reads it any more, after the last bucket with a part of its weight, and
         # if all of it lies in this rank's buffer: what lies elsewhere could not be given back from here (`release`).
         for item in self.plan.buckets[number]:
-            is_due = self._last[item.name] == number and item.name in self._within and item.name not in self._released
+            is_due = (
+                self.plan.last[item.name] == number and item.name in self._within and item.name not in self._released
+            )
             if is_due and self.engine.weights.release(item.name):
                 self._released.add(item.name)
         if self._arrived is not None:

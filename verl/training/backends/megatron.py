@@ -245,11 +245,11 @@ class MegatronModel(nn.Module):
         if checkpointing:
             for layer in self.gpt.decoder.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        self._shapes = {name: tuple(weight.shape) for name, weight in forward.model.state_dict(keep_vars=True).items()}
         self.blocks = {name: [*self._blocks(name, weight)] for name, weight in self.named_parameters()}
         known = {block.name for blocks in self.blocks.values() for block in blocks}
         known.update(*gather_json(sorted(known), ranks.group("pp")))
-        if unknown := [n for n in self._shapes if n not in known and not (self._is_tied and n == "lm_head.weight")]:
+        known |= {"lm_head.weight"} if self._is_tied else set()
+        if unknown := [name for name in forward.model.state_dict(keep_vars=True) if name not in known]:
             raise ConfigError(
                 f"strategy 'megatron': Megatron's layers have no '{unknown[0]}', which {type(source.model).__name__} "
                 "has: use 'ddp' or 'fsdp', which cut it just so"
@@ -382,12 +382,7 @@ def _gpt_model(config: Any, ranks: Ranks, stage: Stage | None, *, is_tied: bool,
         activation_func=nn.functional.silu,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         cuda_graph_scope=[],
-        params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         perform_initialization=False,

@@ -162,15 +162,11 @@ class Pipeline:
 
     def _swap(self, peer: int | None, send: Tensor | None = None, receive: Tensor | None = None) -> Tensor | None:
         """Send to a neighbour and receive from it at once, in the same order as it does; returns what came."""
-        ways = ((dist.isend, send), (dist.irecv, receive))
-        if peer is None or (send is None and receive is None):
+        if peer is None:
             return None
-        pairs = [
-            dist.P2POp(way, tensor.detach().contiguous(), peer, self._group)
-            for way, tensor in ways
-            if tensor is not None
-        ]
-        for work in dist.batch_isend_irecv(pairs):
+        ways = [(way, tensor) for way, tensor in ((dist.isend, send), (dist.irecv, receive)) if tensor is not None]
+        pairs = [dist.P2POp(way, tensor.detach().contiguous(), peer, self._group) for way, tensor in ways]
+        for work in dist.batch_isend_irecv(pairs) if pairs else ():
             work.wait()
         return receive
 
@@ -219,7 +215,6 @@ class StageSplit:
 
     def __init__(self, model: nn.Module, packed: PackedModel, count: int) -> None:
         self._packed, self.count = packed, count
-        self._kind = type(packed.model).__name__
         layers = packed.num_layers
         self._bounds = [-(-layers * stage // count) for stage in range(count + 1)]
         path = next((n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == layers), "")
@@ -248,30 +243,29 @@ class StageSplit:
     @torch.no_grad()
     def _trial(self, model: nn.Module, path: str) -> tuple[list[_Around], Tensor]:
         """The modules around the stack, by when a forward calls them, and the hidden states of that forward."""
-        layers, calls, called = len(self._stack), list[int](), dict[nn.Module, int]()
         beside = [*self._beside(model, path)]
-
-        def layer_ran(index: int, output: Any) -> None:
-            calls.append(index)
-            self._gives_tuple = isinstance(output, tuple)
-            self._width = (output[0] if self._gives_tuple else output).shape[-1]
-
-        def other_runs(module: nn.Module, _: Any) -> None:
-            called.setdefault(module, len(calls))
-
+        ran: list[tuple[int, Any]] = []  # layers, and what they gave
+        called: list[tuple[nn.Module, int]] = []  # other modules, and how many layers had run before
         hooks = [
-            *(layer.register_forward_hook(lambda *a, i=i: layer_ran(i, a[-1])) for i, layer in enumerate(self._stack)),
-            *(module.register_forward_pre_hook(other_runs) for *_, module in beside),
+            *(
+                layer.register_forward_hook(lambda *a, i=i: ran.append((i, a[-1])))
+                for i, layer in enumerate(self._stack)
+            ),
+            *(one.register_forward_pre_hook(lambda one, _: called.append((one, len(ran)))) for *_, one in beside),
         ]
         try:
             hidden = self._hidden()
         finally:
             for hook in hooks:
                 hook.remove()
-        if calls != list(range(layers)) or any(0 < before < layers for before in called.values()):
+        layers, first = len(self._stack), dict(reversed(called))
+        if [index for index, _ in ran] != list(range(layers)) or any(0 < before < layers for before in first.values()):
             raise self._refused("its layers do not simply follow one another")
+        output = ran[-1][1]
+        self._gives_tuple = isinstance(output, tuple)
+        self._width = (output[0] if self._gives_tuple else output).shape[-1]
         inside = set(self._packed.backbone.modules())
-        return [_Around(*one, called.get(one[2], 0) > 0 or one[2] not in inside) for one in beside], hidden
+        return [_Around(*one, first.get(one[2], 0) > 0 or one[2] not in inside) for one in beside], hidden
 
     def _beside(self, model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         """(parent, name, module) of each sibling with weights, of the stack and of the modules that contain it."""
@@ -328,7 +322,9 @@ class StageSplit:
         return number == 0 and not one.at_end
 
     def _refused(self, why: str) -> ConfigError:
-        return ConfigError(f"layout: {self._kind} cannot be cut into pp={self.count} stages: {why}. Use pp=1")
+        return ConfigError(
+            f"layout: {type(self._packed.model).__name__} cannot be cut into pp={self.count} stages: {why}. Use pp=1"
+        )
 
 
 class _Absent(nn.Module):

@@ -97,8 +97,8 @@ class _Cutter:
                 self.cut(name, head, Shard(0))
         self.run_locally(head, before=self.enter, after=self.by_columns(joined, head.out_features))
 
-    def cut(self, name: str, module: nn.Module, placement: Any, where: str = "") -> nn.Parameter:
-        """A weight of a module, from then on this rank's part of it.
+    def cut(self, name: str, module: nn.Module, placement: Any, where: str = "") -> None:
+        """Cut a weight of a module: from then on it is this rank's part of it.
 
         Raises:
             ConfigError: the fused matrices in it have no equal parts for all ranks.
@@ -110,11 +110,9 @@ class _Cutter:
                 f"layout: tp={self.size} does not divide {where or name}, {fused} fused matrices of "
                 f"{weight.shape[placement.dim] // fused}"
             )
-        if self.mesh is None:
-            return weight
-        sharded = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
-        return module.get_parameter(name)
+        if self.mesh is not None:
+            sharded = distribute_tensor(weight.detach(), self.mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
 
     def run_locally(
         self,
@@ -210,12 +208,10 @@ def _experts(cutter: _Cutter, name: str, module: nn.Module) -> None:
     if hasattr(module, "lora_A"):
         raise ConfigError(f"layout: tp does not cut {name}, which has adapters (LoRA)")
     for weight, _ in [*module.named_parameters(recurse=False)]:
-        style, parameter = cutter.plan.get(f"{_generic(name)}.{weight}"), module.get_parameter(weight)
-        if style not in ("packed_colwise", "colwise", "rowwise") or parameter.dim() != 3:
+        placements = {"packed_colwise": _StridedShard(1, split_factor=2), "colwise": Shard(1), "rowwise": Shard(2)}
+        placement = placements.get(cutter.plan.get(f"{_generic(name)}.{weight}", ""))
+        if placement is None or module.get_parameter(weight).dim() != 3:
             raise ConfigError(f"layout: tp does not cut {name}.{weight}: the experts of this model have other weights")
-        placement = {"packed_colwise": _StridedShard(1, split_factor=2), "colwise": Shard(1), "rowwise": Shard(2)}[
-            style
-        ]
         cutter.cut(weight, module, placement, f"{name}.{weight}")
     cutter.run_locally(module, before=cutter.enter, after=cutter.sum)
 
