@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import NamedTuple
 
 from verl.weights.layout import DIMS, Layout, Mesh, transition_shares
@@ -100,6 +101,13 @@ class MeasuredWeights(HybridWeights):
         self.spans: list[tuple[float, float]] = []
         self._begun: list[float] = []
         self._pieces = self.peak = sum(shard.nbytes for shard in self.engine.shards())
+        #: Bytes of the training shards here, and of this rank's shards in the target that it has already.
+        self._held_bytes, self._own_bytes = Counter[str](), Counter[str]()
+        sizes = {name: spec.dtype.itemsize for name, spec in self.plan.specs.items()}
+        for name in self.buffers:
+            self._held_bytes[name] = sum(b.slice.numel * sizes[name] for b in self.plan.held(self.rank, name))
+        for transfer in (one for bucket in self.plan.incoming(self.rank) for one in bucket if one.source == self.rank):
+            self._own_bytes[transfer.name] += transfer.slice.numel * sizes[transfer.name]
         super().start()
 
     def _run(self) -> None:
