@@ -89,12 +89,12 @@ class HybridWeights:
         self._device, self._overlap = device, overlap and device.type == "cpu"
         backend: Any = group._get_backend(group._device_types[0])
         self._deadline: float = backend.options._timeout.total_seconds()
-        own = Counter[str]()  # elements of this rank's shards in the target that it has already
+        present = Counter[str]()  # elements of this rank's shards in the target that it has already
         for transfer in chain(*self.plan.incoming(self.rank)):
-            own[transfer.name] += transfer.slice.numel * (transfer.source == self.rank)
+            present[transfer.name] += transfer.slice.numel * (transfer.source == self.rank)
         held = {name: sum(block.slice.numel for block in self.plan.held(self.rank, name)) for name in self.buffers}
         #: Weights whose training shard on this rank lies within its generation part.
-        self._within = {name for name, count in own.items() if count and count == held[name]}
+        self._within = {name for name, count in present.items() if count and count == held[name]}
         self._thread: threading.Thread | None = None
         #: By bucket, from `start` to `release`: done when its weights are in place.
         self._arrived: list[Future[None]] | None = None

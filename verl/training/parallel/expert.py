@@ -53,7 +53,7 @@ def expert(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
             block.register_parameter(weight, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         block.num_experts //= size
         # Around the block's own forward, not in place of the block: weights keep their names, readers its attributes.
-        block.forward = partial(_dispatch, block=block, own=block.forward, group=ranks.group("ep"))
+        block.forward = partial(_dispatch, block=block, forward=block.forward, group=ranks.group("ep"))
     parallel.cut_dims += ("ep",)
     parallel.lockstep = True
 
@@ -73,10 +73,10 @@ def _dispatch(
     top_k_weights: Tensor,
     *,
     block: Any,
-    own: Callable[..., Tensor],
+    forward: Callable[..., Tensor],
     group: Any,
 ) -> Tensor:
-    """The forward of a module of experts of which this rank has some, whose own is `own`: `[T, D]`, of tokens `[T, D]`
+    """The forward of a module of experts of which this rank has some, whose computation is `forward`: `[T, D]`, of tokens `[T, D]`
     routed to experts `[T, K]` with weights `[T, K]`."""
     local, chosen, size = block.num_experts, top_k_index.shape[1], dist.get_world_size(group)
     experts = top_k_index.flatten()
@@ -93,7 +93,7 @@ def _dispatch(
     if not count:
         tokens, index = tokens.sum(0, keepdim=True), index.new_zeros(1)
     with local_weights(block):
-        results = own(tokens, index[:, None], torch.ones_like(tokens[:, :1]))[:count]
+        results = forward(tokens, index[:, None], torch.ones_like(tokens[:, :1]))[:count]
     results = exchange(results, group, of, to)
     by_token_TKD = results[order.argsort()].unflatten(0, (-1, chosen))
     weighted_TKD: Tensor = by_token_TKD * top_k_weights[..., None]
