@@ -76,8 +76,8 @@ def _dispatch(
     forward: Callable[..., Tensor],
     group: Any,
 ) -> Tensor:
-    """The forward of a module of experts of which this rank has some, whose computation is `forward`: `[T, D]`, of tokens `[T, D]`
-    routed to experts `[T, K]` with weights `[T, K]`."""
+    """The forward of a module of experts of which this rank has some, whose computation is `forward`: `[T, D]`, of
+    tokens `[T, D]` routed to experts `[T, K]` with weights `[T, K]`."""
     local, chosen, size = block.num_experts, top_k_index.shape[1], dist.get_world_size(group)
     experts = top_k_index.flatten()
     order = experts.argsort(stable=True)  # by expert, so by rank
