@@ -402,14 +402,14 @@ def test_a_client_that_is_told_not_to_retry_asks_once(
     async def late(request: Any) -> bytes:
         raise RequestError(408, "the body did not arrive", code="timeout")
 
-    real = server.Listener._json
+    real = server.Listener._sent
 
-    def without_headers(self: Any, body: Any, status: int = 200, headers: Any = None) -> Any:
-        return real(self, body, status)
+    async def without_headers(self: Any, request: Any, body: Any, status: int = 200, headers: Any = None) -> Any:
+        return await real(self, request, body, status)
 
     monkeypatch.setattr(server, "_body", late)
     if not is_told:
-        monkeypatch.setattr(server.Listener, "_json", without_headers)
+        monkeypatch.setattr(server.Listener, "_sent", without_headers)
     _, seen = play(tmp_path, [ask(dialect, {}, max_retries=2)])
     check_error(seen[0], CLIENT[dialect], *FAULTS["late"])
     assert len(asked) == (1 if is_told else 3)

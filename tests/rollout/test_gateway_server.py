@@ -431,12 +431,12 @@ def asking_again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
     """An agent whose first answer is lost on the way, so that it sends the request again."""
     real, lost = server.Listener._sent, list[int]()
 
-    async def sent(self: Any, request: Any, response: Any) -> Any:
+    async def sent(self: Any, request: Any, *answer: Any) -> Any:
         if not lost:
             lost.append(1)
             request.transport.close()
             raise ConnectionResetError
-        return await real(self, request, response)
+        return await real(self, request, *answer)
 
     def agent(base_url: str, api_key: str, row: Any) -> float:
         with pytest.raises(httpx.HTTPError):

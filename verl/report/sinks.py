@@ -316,8 +316,7 @@ def set_aside(directory: Path) -> None:
 
 def numbers_of(record: Record) -> dict[str, float]:
     """The numbers of a record."""
-    numbers = {name: _number(value) for name, value in record.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
+    return {name: number for name, value in record.items() if (number := _number(value)) is not None}
 
 
 def _number(value: Any) -> float | None:

@@ -253,7 +253,9 @@ async def run_episodes(
     text = None if tokenizer is None else ResponseText(tokenizer, ends or ())
 
     # A user's episode may block its event loop, which must not be the engine's.
-    call: Any = UserCode("episode").call if is_users(episode) else _call
+    call: Any = UserCode("episode").call
+    if not is_users(episode):
+        call = lambda seconds, episode, *args: within(episode(*args), seconds)  # noqa: E731
 
     async def one(index: int) -> Outcome:
         row = rows[index]
@@ -283,28 +285,20 @@ async def run_episodes(
                 pump.drain()
 
 
-async def _call(seconds: float, episode: Episode, client: Client, row: Mapping[str, Any]) -> Sequence[Turns]:
-    """`UserCode.call` for an episode of ours, on the engine's event loop."""
-    return await within(episode(client, row), seconds)
-
-
 async def _outcome(index: int, row: Mapping[str, Any], params: SamplingParams, responses: Awaitable[Any]) -> Outcome:
     """Raises EndOfRunError; ConfigError unless it returns a list of `Turns` sampled at the row's temperature."""
-    name, error, reason = f"episode of row '{row['id']}'", None, None
-    turns: Any = []
+    name = f"episode of row '{row['id']}'"
     try:
         turns = await responses
-        if not turns:
-            error, reason = f"{name} gave 0 responses", "no_response"
     except EndOfRunError:
         raise
     except LateError as late:
-        error, reason = f"{name} {late}", "late"
+        return Outcome(index, [], f"{name} {late}", "late")
     except Exception as fault:  # a user's code may raise anything; only this row fails
         show_once(logger, "episode", traceback_of(fault))
-        error, reason = f"{name}: {describe(fault)}", getattr(fault, "reason", "raised")
-    if error is not None:
-        return Outcome(index, [], error, reason)
+        return Outcome(index, [], f"{name}: {describe(fault)}", getattr(fault, "reason", "raised"))
+    if not turns:
+        return Outcome(index, [], f"{name} gave 0 responses", "no_response")
     if not isinstance(turns, Sequence) or not all(isinstance(each, Turns) for each in turns):
         raise ConfigError(f"an episode returns a list of Turns; that of row '{row['id']}' gave {shown(turns)}")
     # Log-probs and updates are computed at one temperature; greedy rows are not trained.

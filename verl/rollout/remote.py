@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl._host.http_servers import NoServerError, Server, ServerPool, check_model_path
 from verl._host.user_calls import DEADLINE
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _STEP_SECONDS = 0.5
 _UNLIMITED = 1 << 30
 _COMPLETIONS = "/v1/completions"
@@ -145,8 +146,8 @@ class RemoteEngine:
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
         """Log-probs of a response under the weights that are served, at temperature 1."""
-        scores: list[float] = self._wait(self._score(list(prompt_tokens), list(response_tokens)), "score a response")
-        return scores
+        work = self._score(list(prompt_tokens), list(response_tokens))
+        return self._wait(work, "score a response")  # type: ignore[no-any-return]
 
     def sleep(self) -> None:
         """Nothing to do: the memory is not ours."""
@@ -207,12 +208,9 @@ class ServerEngine(RemoteEngine):
     ) -> None:
         super().__init__(model, **options)
         check_model_path(pool.path)
-        self.pool, self._served_model = pool, served_model
+        self.pool, self._served_model, self._submit = pool, served_model, pool.submit
         #: Version and shards of the latest weights; live tensors of the trainer's where it gave those.
         self._latest: tuple[int, list[Shard]] | None = None
-
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return self.pool.submit(work)
 
     def wake(self) -> None:
         """Give the weights to servers that were restarted since the last rollout."""
@@ -230,10 +228,9 @@ class ServerEngine(RemoteEngine):
 
     async def _sample(self, request: Request, arguments: dict[str, Any]) -> Sample:
         prompt = list(request.prompt_tokens)
-        body = {"model": await self._model(), "prompt": prompt, **arguments, "return_token_ids": True}
-        body.pop("detokenize")
+        del arguments["detokenize"]
         read = partial(_read, request, self._vocab_size)
-        return await self.pool.ask({_COMPLETIONS: body}, read, key=tuple(prompt))
+        return await self._ask(read, tuple(prompt), prompt=prompt, **arguments, return_token_ids=True)
 
     async def _score(self, prompt: list[int], response: list[int]) -> list[float]:
         tokens = prompt + response
@@ -242,12 +239,12 @@ class ServerEngine(RemoteEngine):
             entries = answer["choices"][0]["prompt_logprobs"]
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=True) if entry]
 
-        body = {"model": await self._model(), "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-        scores = await self.pool.ask({_COMPLETIONS: body}, read)
+        scores = await self._ask(read, None, prompt=tokens, max_tokens=1, prompt_logprobs=0)
         return scores[len(tokens) - 1 - len(response) :]
 
-    async def _model(self) -> str:
-        return self._served_model or await self.pool.model()
+    async def _ask(self, read: Callable[[Any], T], key: Any, **body: Any) -> T:
+        body["model"] = self._served_model or await self.pool.model()
+        return await self.pool.ask({_COMPLETIONS: body}, read, key=key)
 
     async def _update(self, update: dict[str, Any], weights: list[Shard]) -> None:
         self._latest, self.pool.prepare = (update["version"], weights), self._prepare

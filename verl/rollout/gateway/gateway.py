@@ -187,7 +187,7 @@ class Gateway:
         """Raises KilledError, LateError or FailedEpisodeError."""
         try:
             with listener.admitting(session):
-                work = self.agent(f"{listener.url}/v1", session.key, row)
+                work = self.agent(f"http://127.0.0.1:{listener.port}/v1", session.key, row)
                 return agents.result_of(await within(work, self._bound))
         except VerlError:
             raise

@@ -59,16 +59,11 @@ class Message:
 def _json_value(text: str) -> str:
     """Text that is equal for equal values of JSON; invalid JSON is compared as text."""
     try:
-        value = json.loads(text or "{}", parse_float=_number)
-        return json.dumps(value, sort_keys=True)
+        # 1.0 is the value 1: clients of other languages write it so.
+        whole = lambda text: int(value) if (value := float(text)).is_integer() else value  # noqa: E731
+        return json.dumps(json.loads(text or "{}", parse_float=whole), sort_keys=True)
     except (ValueError, RecursionError):
         return f"no JSON: {text.strip()}"
-
-
-def _number(text: str) -> float | int:
-    """1.0 is the value 1: clients of other languages write it so."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
 
 
 def longer(digest: int, message: Message) -> int:

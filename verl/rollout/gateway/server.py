@@ -53,7 +53,6 @@ _COUNT, _MODELS = "/v1/messages/count_tokens", "/v1/models"
 #: A streamed reply: the empty answer, its deltas, and None when it is finished.
 News = asyncio.Queue[ChatAnswer | Part | None]
 Answering = asyncio.Task[Delivery]
-Texts = AsyncIterator[str]
 _listeners: WeakKeyDictionary[asyncio.AbstractEventLoop, Listener] = WeakKeyDictionary()
 
 
@@ -92,10 +91,6 @@ class Listener:
         self._sessions: dict[str, Session] = {}  # of those that run
         self._unasked: set[Any] = set()  # connections without a request so far
         self._connection: Any = None  # makes the handler of one
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
         web = self._web = load_extra("aiohttp.web", "gateway", "a gateway")
@@ -272,7 +267,9 @@ class Listener:
         await _taken(request, response.write_eof())
         return response
 
-    async def _stream(self, request: Any, session: Session, dialect: Dialect, task: Answering, texts: Texts) -> Any:
+    async def _stream(
+        self, request: Any, session: Session, dialect: Dialect, task: Answering, texts: AsyncIterator[str]
+    ) -> Any:
         """Server-sent events, while the replies are written. What fails before they begin has a status of its own."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = self._web.StreamResponse(headers=headers)
@@ -303,7 +300,7 @@ def _fault(session: Session | None, path: str, error: Exception) -> RequestError
     return RequestError(500, f"the gateway failed: {error!r}")
 
 
-async def _texts(events: Events, answering: Answering, news: News) -> Texts:
+async def _texts(events: Events, answering: Answering, news: News) -> AsyncIterator[str]:
     """A stream's events, joined if they come at the same time, with signs of life between.
 
     Raises:

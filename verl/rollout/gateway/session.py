@@ -40,7 +40,6 @@ START = "start"
 Send = Callable[[ChatAnswer | base.Part], None]
 _logged: set[str] = set()
 T = TypeVar("T")
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -20,30 +20,10 @@ from verl.rollout.gateway.replies import ReplyParser, Tools
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: For models whose own template knows no tools: ChatML, with calls and results as Hermes and Qwen 2.5 write them. A
-#: message ends with the tokenizer's EOS, so that generation stops there. It has subscripts, as jinja's sandbox checks
-#: each attribute.
-HERMES = (
-    "{%- if tools %}{{ '<|im_start|>system\\n' }}"
-    "{%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{%- endif %}"
-    "{{ 'You may call these functions:\\n<tools>\\n' }}"
-    "{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}"
-    "{{ '</tools>\\nA call is written so:\\n<tool_call>\\n' }}"
-    '{{ \'{"name": "function name", "arguments": {"argument name": "value"}}\\n</tool_call>\' }}'
-    "{{ eos_token + '\\n' }}{%- endif %}"
-    "{%- for m in messages %}{%- if m['role'] == 'tool' %}"
-    "{%- if (loop.previtem or {})['role'] != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
-    "{{ '\\n<tool_response>\\n' + m['content'] + '\\n</tool_response>' }}"
-    "{%- if (loop.nextitem or {})['role'] != 'tool' %}{{ eos_token + '\\n' }}{%- endif %}"
-    "{%- elif not (m['role'] == 'system' and tools and loop.first) %}"
-    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{%- if 'tool_calls' in m %}"
-    "{%- for call in m['tool_calls'] or [] %}{{ '\\n' if m['content'] or not loop.first else '' }}"
-    "{{ '<tool_call>\\n{\"name\": ' }}{{ call['function']['name'] | tojson }}"
-    "{{ ', \"arguments\": ' }}{{ call['function']['arguments'] }}{{ '}\\n</tool_call>' }}"
-    "{%- endfor %}{%- endif %}{{ eos_token + '\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-OURS = {"hermes": HERMES}
+#: By name. `hermes.jinja` is for models whose own template knows no tools: ChatML, with calls and results as Hermes and
+#: Qwen 2.5 write them. A message ends with the tokenizer's EOS, so that generation stops there. It has subscripts, as
+#: jinja's sandbox checks each attribute.
+OURS = {"hermes": (Path(__file__).parent / "hermes.jinja").read_text(encoding="utf-8")}
 #: Words that no template has by itself: of the tool, the key and the value of an argument, the result, the thought.
 _TOOL, _KEY, _VALUE, _RESULT, _THOUGHT = "probe_8093", "key_5170", "value_3926", "result_6482", "thought_7731"
 _SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string", "description": "?"}}, "required": [_KEY]}
