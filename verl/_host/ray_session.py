@@ -10,13 +10,13 @@ import atexit
 import ctypes
 import logging
 import os
-import queue
 import secrets
 import shutil
 import signal
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -165,26 +165,24 @@ def _start(ray: Any) -> None:
     Raises:
         ClusterError: it cannot be started, or not in time.
     """
-    done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    started: Future[None] = Future()
 
     def run() -> None:
         try:
             _init(ray)
         except Exception as error:
-            done.put(error)
+            started.set_exception(error)
             return
-        done.put(None)
+        started.set_result(None)
         threading.Event().wait()  # Ray's processes end with the thread that started them
 
     threading.Thread(target=run, name="verl-ray", daemon=True).start()
-    try:
-        error = done.get(timeout=START_DEADLINE)
-    except queue.Empty as late:
+    if not wait([started], timeout=START_DEADLINE).done:
         raise ClusterError(
             f"a Ray cluster did not start here within {START_DEADLINE:g} s: "
             "Ray's logs of it are in /tmp/ray/session_latest"
-        ) from late
-    if error is not None:
+        )
+    if (error := started.exception()) is not None:
         raise ClusterError(f"a Ray cluster could not be started here: {' '.join(str(error).split())}") from error
 
 
