@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -124,35 +123,27 @@ class SplitAdamW:
 
 def _formula(
     config: OptimConfig, lr: float, gradient_scale: float, steps: int, seed: int, weight_decay: float
-) -> dict[str, Any]:
+) -> tuple[float, ...]:
     """The numbers of a step, as the compiled kernel takes them; `seed` is an int32."""
     beta1, beta2 = config.betas
-    return {
-        "seed": seed,
-        "gradient_scale": gradient_scale,
-        "beta1": beta1,
-        "beta2": beta2,
-        "step_size": lr / (1 - beta1**steps),
-        "second_scale": 1 / math.sqrt(1 - beta2**steps),
-        "eps": config.adam_eps,
-        "decay": 1 - lr * weight_decay,
-    }
+    step_size, second_scale = lr / (1 - beta1**steps), 1 / math.sqrt(1 - beta2**steps)
+    return seed, gradient_scale, beta1, beta2, step_size, second_scale, config.adam_eps, 1 - lr * weight_decay
 
 
-def _numbers(formula: Mapping[str, Any]) -> Tensor:
+def _numbers(formula: tuple[float, ...]) -> Tensor:
     """The same, int32 `[10]`, as `_update` takes it: the seed, and the bits of nine fp32 numbers. Differences are taken
     in fp64, before they are rounded."""
-    seed, scale, beta1, beta2, *rest = formula.values()
+    seed, scale, beta1, beta2, *rest = formula
     floats = torch.tensor((scale, beta1, 1 - beta1, beta2, 1 - beta2, *rest), dtype=torch.float32)
     return torch.cat([torch.tensor([seed], dtype=torch.int32), floats.view(torch.int32)])
 
 
-def _step(tensors: list[Tensor], formula: Mapping[str, Any]) -> None:
+def _step(tensors: list[Tensor], formula: tuple[float, ...]) -> None:
     """One step of a weight; `tensors` as of `_update`."""
     live = tensors[0]
     suits = live.numel() % VECTOR == 0 and all(t.is_contiguous() for t in tensors)
     if suits and (compiled := kernels(live.dtype, live.device)) is not None:
-        compiled.adamw(*tensors, live.numel(), *formula.values(), tensors[2].dtype == torch.bfloat16)
+        compiled.adamw(*tensors, live.numel(), *formula, tensors[2].dtype == torch.bfloat16)
         return
     # A view where the memory allows it; otherwise the results are copied back.
     flat = [t.reshape(-1) for t in tensors]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from verl.errors import TrainingError
 from verl.training.ranks import Ranks, gather_json
 from verl.weights.shard import Shard, ShardedDim, WeightSpec, blocks_of, local_part, sharded_dims_of
 from verl.weights.shards import fill_weights, named_weights, tied_names
-
-#: The dtype of a weight, and how it is cut.
-Described: TypeAlias = tuple[torch.dtype, Sequence[ShardedDim]]
 
 
 class WholeModel:
@@ -28,7 +25,9 @@ class WholeModel:
         self.shapes = {name: tuple(weight.shape) for name, weight in model.state_dict(keep_vars=True).items()}
         self.dtypes = {name: weight.dtype for name, weight in named_weights(model)}
 
-    def specs(self, here: Mapping[str, Described], ranks: Ranks) -> dict[str, WeightSpec]:
+    def specs(
+        self, here: Mapping[str, tuple[torch.dtype, Sequence[ShardedDim]]], ranks: Ranks
+    ) -> dict[str, WeightSpec]:
         """The specs of all weights, on this pipeline stage and the others, in the order of the model. All stages call
         it together.
 
