@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def as_loader(
-    data: Any,
-    batch_size: int | None,
-    trainer: Loop,
-    max_prompt_length: int | None = None,
-    truncation: Truncation = "error",
+    data: Any, batch_size: int | None, trainer: Loop, max_prompt_length: int | None, truncation: Truncation
 ) -> Iterable[Any]:
     """Batches for the trainer: `data` itself if it yields batches; else, with `batch_size`, its rows, batched.
 
@@ -52,8 +48,7 @@ def as_loader(
             )
         if max_prompt_length is not None:
             raise ConfigError("max_prompt_length is of rows: give them and batch_size=N, not batches")
-        batches: Iterable[Any] = data
-        return batches
+        return data  # type: ignore[no-any-return]
     if isinstance(data, Loader | DataLoader):
         raise ConfigError(f"a {type(data).__name__} has batches of its own size: leave batch_size out")
     actor, seed = trainer.actor, trainer.actor.plan.seed

@@ -121,11 +121,8 @@ class InterleavedTrainer(Trainer):
 
     def _position_of(self, loader: Loader) -> dict[str, Any]:
         """The loader's position, with the prompts that are being sampled still to come."""
-        position = loader.state_dict()
-        return {
-            **position,
-            "tasks": position["tasks"] | {name: flight.position for name, flight in self._flights.items()},
-        }
+        position, flights = loader.state_dict(), {name: flight.position for name, flight in self._flights.items()}
+        return {**position, "tasks": position["tasks"] | flights}
 
     def _land(self) -> None:
         """Let what is on its way end, and forget it: a later `fit` draws its prompts again."""
