@@ -66,9 +66,9 @@ class InterleavedTrainer(Trainer):
         **options: Unpack[TrainerArguments],
     ) -> None:
         super().__init__(actor, critic, **options)
-        if len(self.tasks) < 2:
-            raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
         for task in self.tasks.values():
+            if not task.updater.name:  # a task alone has none
+                raise ConfigError("interleaved training is of several tasks: for one, use AsyncTrainer")
             check_corrected(task.algorithm)
         self.max_staleness = max_staleness
         self._flights: dict[str, _Flight] = {}

@@ -324,7 +324,7 @@ class Trainer(Loop):
         Raises:
             ConfigError: it names an unknown task, or there is only one.
         """
-        if len(self.tasks) < 2:
+        if not all(task.updater.name for task in self.tasks.values()):  # a task alone has none
             raise ConfigError("a scheduler weighs several tasks against each other, and this trainer has one")
         check_known("the scheduler weighs task", scheduler.weights, self.tasks)
         self.mixture.scheduler = scheduler
