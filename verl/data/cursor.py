@@ -95,5 +95,4 @@ class Cursor:
 
     def permutation(self) -> list[int]:
         """The order of the rows in this epoch."""
-        order: list[int] = permutation(self.size, self.seed, self.epoch).tolist()
-        return order
+        return [*permutation(self.size, self.seed, self.epoch).tolist()]

@@ -42,12 +42,6 @@ class PromptLoader(Iterator[Batch]):
         pools: PoolOptions | Mapping[str, Any] | None = None,
         task: str = "",
     ) -> None:
-        if isinstance(data, PromptStream) and shuffle:
-            raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
-        if isinstance(data, PromptStream) and pools is not None:
-            raise ConfigError(
-                f"{data.name} is a stream, whose prompts are not drawn again: leave pools out, or use load_prompts"
-            )
         self.data, self.batch_size = data, batch_size
         #: Prompts up to which batches are drawn, the last one as large as what is left; None: without end.
         self.end: int | None = None
@@ -55,6 +49,12 @@ class PromptLoader(Iterator[Batch]):
         self.pools: Pools | None = None
         self.walk: _DatasetWalk | _StreamWalk
         if isinstance(data, PromptStream):
+            if shuffle:
+                raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
+            if pools is not None:
+                raise ConfigError(
+                    f"{data.name} is a stream, whose prompts are not drawn again: leave pools out, or use load_prompts"
+                )
             self.walk = _StreamWalk(data)
         else:
             self.pools = None if pools is None else Pools(PoolOptions.of(pools, "pools"), len(data), task)

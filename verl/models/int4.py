@@ -27,13 +27,16 @@ _GROUPS = (64, 32)
 
 
 class Int4Linear(nn.Linear):
-    """A linear layer with a frozen weight in 4 bits. `weight` dequantises it, to a new tensor each time."""
+    """A linear layer with a frozen weight in 4 bits. `weight` dequantises it, to a new tensor each time.
+
+    Attributes:
+        codes: uint8 `[out, in / 2]`: numbers 2 i and 2 i + 1 of a row in the low and the high half of byte i.
+        step, lowest: both `[out, in / group]`.
+    """
 
     codes: Tensor
-    """uint8 `[out, in / 2]`: numbers 2 i and 2 i + 1 of a row in the low and the high half of byte i."""
     step: Tensor
     lowest: Tensor
-    """Both `[out, in / group]`."""
 
     def __init__(self, out_features: int, in_features: int, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)

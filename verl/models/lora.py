@@ -51,18 +51,18 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     """
     if has_adapters(model):
         raise ConfigError("model.lora: the model has adapters already, which are trained: leave lora out")
-    peft = _peft()
+    peft, inner = _peft(), _inner(model)
     targets = "all-linear" if options.targets == ("all-linear",) else list(options.targets)
-    base = getattr(_inner(model), "name_or_path", None) or None
+    base = getattr(inner, "name_or_path", None) or None
     config = peft.LoraConfig(
         r=options.r, lora_alpha=options.alpha, target_modules=targets, base_model_name_or_path=base
     )
     if targets != "all-linear":
-        check_known("model.lora.targets: the model has no", targets, _ends(_modules(_inner(model)), targets))
+        check_known("model.lora.targets: the model has no", targets, _ends(_modules(inner), targets))
     with torch.random.fork_rng(), torch.device("meta") if is_on_meta(model) else nullcontext():
         torch.manual_seed(seed)
         try:
-            _inject(_inner(model), config, "default", _inner(model).dtype)
+            _inject(inner, config, "default", inner.dtype)
         except ValueError as error:
             raise ConfigError(f"model.lora.targets: {str(error).splitlines()[0]}") from error
     weights = dict(model.named_parameters())

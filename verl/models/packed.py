@@ -355,12 +355,8 @@ def _attention(
     and off.
     """
     if packed is None:
-        return cast(
-            "tuple[Tensor, Tensor | None]",
-            sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-            ),
-        )
+        kwargs |= {"dropout": dropout, "scaling": scaling}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
     if unknown or dropout or kwargs.get("is_causal") is False or query.shape[-1] != value.shape[-1]:
         raise _UnsupportedError(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +42,7 @@ def unwrapped(model: Any, *, together: bool = True) -> Any:
     if not isinstance(model, nn.Module) or not dist.is_available() or not dist.is_initialized():
         return model
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
 
     modules = [*model.modules()]
     if not any(isinstance(module, FullyShardedDataParallel | FSDPModule) for module in modules):
@@ -58,7 +57,13 @@ def unwrapped(model: Any, *, together: bool = True) -> Any:
     cls: Any = next(base for base in type(inner).__mro__ if not issubclass(base, FSDPModule))
     if not hasattr(cls, "_from_config"):
         raise ModelError(f"{cls.__name__} is no language model of transformers: give an AutoModelForCausalLM")
-    with _whole(model) as weights, torch.random.fork_rng():
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False), torch.random.fork_rng():
+        # Every parameter, whole, by its name without wrappers; tied ones under each name.
+        weights: dict[str, Any] = {
+            _WRAPPERS.sub("", name): w for name, w in model.named_parameters(remove_duplicate=False)
+        }
+        cut = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+        weights |= {n: w.full_tensor().detach().requires_grad_(w.requires_grad) for n, w in cut.items()}
         plain = cls._from_config(inner.config, dtype=inner.dtype)
         change_layers(plain, layer_changes(inner))
         return _filled(plain, weights, inner)
@@ -81,7 +86,7 @@ def _without_peft(model: Any) -> Any:
     return inner
 
 
-def _filled(plain: Any, weights: dict[str, nn.Parameter], inner: Any) -> Any:
+def _filled(plain: Any, weights: dict[str, Any], inner: Any) -> Any:
     for name, weight in plain.named_parameters():
         if name in weights:  # a missing one is an error of the load below
             weight.data = weight.data.to(weights[name].device, weights[name].dtype)
@@ -96,15 +101,3 @@ def _filled(plain: Any, weights: dict[str, nn.Parameter], inner: Any) -> Any:
         raise ModelError(f"the wrapped model is not what its configuration says: {error}") from error
     plain.generation_config = inner.generation_config
     return plain.eval()
-
-
-@contextmanager
-def _whole(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Every parameter, whole, by its name without wrappers; tied ones under each name."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        weights = {_WRAPPERS.sub("", name): w for name, w in model.named_parameters(remove_duplicate=False)}
-        cut = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
-        yield weights | {n: w.full_tensor().detach().requires_grad_(w.requires_grad) for n, w in cut.items()}
