@@ -112,7 +112,7 @@ def main() -> None:
     shared = SharedMemory(create=True, size=values.nbytes)
     source = memoryview(values).cast("B")
     copy = min(milliseconds(lambda: shared.buf.__setitem__(slice(len(source)), source), args.repeats))
-    move = min(milliseconds(lambda: one.call(Idle.update, large), args.repeats))
+    move = min(milliseconds(lambda: one.call(Idle.update, Batch(large.table.slice(0))), args.repeats))
     shared.close()
     shared.unlink()
     share = copy / move

@@ -13,11 +13,11 @@ import pytest
 
 import verl
 from verl.cluster import transport
-from verl.cluster.transport import Command, Event, LocalTransport, run
+from verl.cluster.transport import Command, Event, Transport, run
 from verl.errors import BrokenCollectiveError
 
 
-class Stuck(LocalTransport):
+class Stuck(Transport):
     """Two ranks: the other one fails at once, and this one's part returns only when the job is closed."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_freed(monkeypatch: pytest.Monk
 
 
 def test_who_stops_listening_ends_a_stream_of_one_process() -> None:
-    job, seen = LocalTransport("cpu"), list[int]()
+    job, seen = Transport("cpu"), list[int]()
 
     def numbers() -> Iterator[int]:
         for number in range(9):

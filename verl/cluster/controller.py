@@ -15,7 +15,7 @@ from verl._host.ranks import local_ranks, torchrun_ranks
 from verl.cluster.group import RankGroup
 from verl.cluster.placement import DeviceMesh, ResourcePool
 from verl.cluster.rank_context import TIMEOUT, RoleMeshes
-from verl.cluster.transport import Command, LocalTransport, Transport, run
+from verl.cluster.transport import Command, Transport, run
 from verl.errors import ConfigError
 from verl.models.lora import shape_of
 from verl.rollout.options import SamplerOptions
@@ -67,7 +67,7 @@ class Controller:
                 claim(f"{kind}:{index}")
             self.transport = torchrun_transport(timeout, kind)
         elif self.executor == "local":
-            self.transport = LocalTransport(self.device)
+            self.transport = Transport(self.device)
         #: Whether roles run in this process alone.
         self.is_local = self.executor == "local"
         #: Ranks in all.
@@ -129,8 +129,7 @@ class Controller:
             self._check_model(role, meshes, options, model, rollout)
         if self.is_local:
             claim(self.device)
-        transport = LocalTransport(self.device) if self.is_local else self.transport
-        return RankGroup(RoleMeshes(role, meshes), recipe, transport)
+        return RankGroup(RoleMeshes(role, meshes), recipe, Transport(self.device) if self.is_local else self.transport)
 
     def _check_model(
         self, role: str, meshes: Mapping[str, Mesh], options: TrainOptions, model: Any, rollout: Any

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import count
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from verl.batch import Batch
-from verl.cluster.rank_context import ROLE, RoleMeshes, dispatch_of
+from verl.cluster.rank_context import ROLE, STREAMS, RoleMeshes, dispatch_of
 from verl.cluster.transport import Command, Transport, run
 from verl.errors import ConfigError, DataError, nearest
 from verl.training.micro_batch import balanced
-from verl.weights.layout import Mesh
 
 logger = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -71,47 +70,39 @@ class RankGroup(Generic[W_co]):
             got = type(args[0]).__name__ if args else "none"
             raise DataError(f"'{what}' is split by rows: its first argument, not by keyword, is a Batch; got {got}")
         key, mesh = self._make(), self.meshes.mesh(spec.mesh)
-        if spec.split == "rows":
-            return self._call_rows(what, spec.collect, mesh, (key, name), args, kwargs)  # type: ignore[no-any-return]
-        stream = args[0] if args and isinstance(args[0], Iterator) else None
-        order = (key, name, args if stream is None else args[1:], kwargs)
-        first, *_ = mesh.answering()
-        commands = {r: Command("call", order, spec.collect != "none" and r == first) for r in mesh.ranks}
-        answers = run(self.transport, commands, what, stream=stream)
-        if spec.collect == "shards":
-            return _items(answers)  # type: ignore[return-value]
-        with _timed(what):
-            return dict(answers).get(first)  # type: ignore[return-value]
-
-    def _call_rows(
-        self, what: str, collect: str, mesh: Mesh, call: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Each data-parallel index gets its rows of a batch, and the first of the ranks that share them answers."""
-        batch, *rest = args
-        size, answering = mesh.layout.data_size, mesh.answering() if collect != "none" else ()
-        rows = [range(len(batch))] if size == 1 else balanced(batch, size)  # some may be empty
-        orders = [(*call, (part, *rest), kwargs) for part in ([batch] if size == 1 else map(batch.take, rows))]
-        index = {rank: (mesh.rows(rank) or (0, 1))[0] for rank in mesh.ranks}
-        commands = {rank: Command("call", orders[i], rank in answering) for rank, i in index.items()}
+        first: Any = args[0] if args and isinstance(args[0], Batch | Iterator) else None
+        order = (key, name, args if first is None else args[1:], kwargs)
+        of_rank: Mapping[int, Any] = dict.fromkeys(mesh.ranks)
+        by_rows, answering = spec.split == "rows", mesh.answering()
+        if by_rows:  # a data-parallel index gets its rows, perhaps none, and the first rank of those with them answers
+            size = mesh.layout.data_size
+            rows = balanced(first, size) if size > 1 else [range(len(first))]
+            of_rank = {rank: rows[(mesh.rows(rank) or (0, 1))[0]] for rank in mesh.ranks}
+        else:
+            answering = answering[:1]
+        answers_here = () if spec.collect == "none" else answering
+        kind, is_stream = ("stream", True) if spec.collect in STREAMS else ("call", False)
+        commands = {rank: Command(kind, order, rank in answers_here, part) for rank, part in of_rank.items()}
         # Ranks that share rows generate them together: while the caller pauses this stream they wait in a collective,
         # and the transport refuses other calls to them.
-        collective = collect == "batches" and len(answering) < mesh.size
-        answers = run(self.transport, commands, what, is_independent=True, collective=collective)
-        if collect == "batches":
-            return _items(answers)
-        with _timed(what):
-            of_rank = dict(answers)
-        if collect == "none":
-            return None
-        for part, rank in zip(rows, answering, strict=True):
-            answer = of_rank[rank]
+        collective = spec.collect == "batches" and len(answering) < mesh.size
+        answers = run(self.transport, commands, what, first=first, is_independent=by_rows, collective=collective)
+        if is_stream:
+            return _items(answers)  # type: ignore[return-value]
+        began = time.perf_counter()
+        found = dict(answers)
+        logger.debug("%s took %.3f s", what, time.perf_counter() - began)
+        if spec.collect != "rows":
+            return found.get(answering[0])  # type: ignore[return-value]
+        for rank in answering:
+            answer, part = found[rank], of_rank[rank]
             if not isinstance(answer, Batch) or len(answer) != len(part):
                 got = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
                 raise DataError(
                     f"'{what}' collects rows, and rank {rank} answered {len(part)} rows with {got}: return a Batch of "
                     "one row for each that came"
                 )
-        return joined(rows, [of_rank[rank] for rank in answering])
+        return joined(rows, [found[rank] for rank in answering])  # type: ignore[return-value]
 
 
 def _items(answers: Generator[tuple[int, Any], None, None]) -> Iterator[Any]:
@@ -119,13 +110,6 @@ def _items(answers: Generator[tuple[int, Any], None, None]) -> Iterator[Any]:
         for _, item in answers:
             yield item
             del item  # a shard is let go before the next one is made
-
-
-@contextmanager
-def _timed(what: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    logger.debug("%s took %.3f s", what, time.perf_counter() - began)
 
 
 def joined(rows: Sequence[Sequence[int]], answers: Sequence[Batch]) -> Batch:

@@ -9,48 +9,55 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from verl._host.ranks import who
-from verl.cluster.rank_context import STREAMS, RankContext, RoleMeshes, dispatch_of
+from verl.cluster.rank_context import RankContext, RoleMeshes
 
 logger = logging.getLogger(__name__)
 
 
-class Job(Protocol):
-    """This rank's side of a job."""
+class RankWorker:
+    """Carries out the commands of the driver, one after another. This one is the only rank; a `World` is one of many.
+
+    Args:
+        device: where this rank's tensors live.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.workers: dict[int, tuple[str, Any]] = {}
 
     def context(self, role: RoleMeshes) -> RankContext | None:
-        """This rank's context in a role; None if it has no part in it. Called on all ranks in the same order."""
+        """This rank's context in a role; None if it has no part in it. All ranks call this in the same order."""
+        return RankContext(role=role.role, device=self.device)
 
     def collective(self, what: str) -> AbstractContextManager[None]:
         """Inside, a broken collective raises `BrokenCollectiveError`."""
-
-
-class RankWorker:
-    """Carries out the commands of the driver, one after another."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.workers: dict[int, tuple[str, Any]] = {}
+        return nullcontext()
 
     def carry_out(
-        self, method: str, args: Sequence[Any], answers: bool, stream: Iterator[Any] | None = None
+        self, method: str, args: Sequence[Any], answers: bool, rows: Sequence[int] | None, first: Any = None
     ) -> Generator[Any, None, None]:
-        """Run a `transport.Command`; yields its result item by item, unless it needs no answer."""
-        items = getattr(self, method)(*args, *(() if stream is None else (stream,)))
+        """Run a `transport.Command`; yields its result item by item, unless it needs no answer.
+
+        Args:
+            first: goes before the other arguments, see `Transport.send`.
+        """
+        items = getattr(self, method)(*args, *(() if first is None else (part_of(first, rows),)))
         if answers:
             yield from items
         else:
             deque(items, maxlen=0)
-        deque(stream or (), maxlen=0)  # what was not drawn here other ranks wait for
+        if isinstance(first, Iterator):
+            deque(first, maxlen=0)  # what was not drawn here other ranks wait for
 
     def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> Iterable[Any]:
         """This rank's worker of a role, if it has one. Called on all ranks, in the same order."""
         with self._noted(role.role, "start"):
-            context = self.job.context(role)
+            context = self.context(role)
             if context is not None:
                 self.workers[key] = (role.role, recipe(context=context))
                 logger.info(
@@ -58,28 +65,28 @@ class RankWorker:
                 )
         return ()
 
-    def call(
-        self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *stream: Iterator[Any]
-    ) -> Iterator[Any]:
-        """Call a method of this rank's worker of a role, with the stream, if any, as its first argument; yields its
-        items, or its one result."""
+    def call(self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *first: Any) -> Iterator[Any]:
+        """Call a method of this rank's worker of a role; yields its items, or its one result."""
         role, worker = self.workers[key]
         with self._noted(role, method):
-            answer = getattr(worker, method)(*stream, *args, **kwargs)
-            if dispatch_of(type(worker), method).collect in STREAMS:
+            answer = getattr(worker, method)(*first, *args, **kwargs)
+            if isinstance(answer, Iterator):
                 yield from answer
             else:
                 yield answer
 
+    #: The same, whose items a transport sends one by one.
+    stream = call
+
     def run(self, function: Callable[..., Any], *args: Any) -> Iterable[Any]:
         """Call a function in this process."""
         name = getattr(function, "__name__", "everywhere")
-        with self.job.collective(name), _noted(f"in '{name}', {who()}"):
+        with self.collective(name), _noted(f"in '{name}', {who()}"):
             return (function(*args),)
 
     @contextmanager
     def _noted(self, role: str, method: str) -> Iterator[None]:
-        with self.job.collective(f"{role}.{method}"), _noted(f"in role '{role}', {who()}, call '{method}'"):
+        with self.collective(f"{role}.{method}"), _noted(f"in role '{role}', {who()}, call '{method}'"):
             yield
 
 
@@ -91,6 +98,11 @@ def _noted(text: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(text)
         raise
+
+
+def part_of(first: Any, rows: Sequence[int] | None) -> Any:
+    """The rows of a batch that are one rank's."""
+    return first if rows is None or len(rows) == len(first) else first.take(rows)
 
 
 def stacks() -> str:

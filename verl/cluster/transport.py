@@ -1,4 +1,4 @@
-"""How commands reach ranks: `Transport`, which torchrun and Ray each have one of, and `run`, which gathers the answers.
+"""How commands reach ranks: `Transport`, of which torchrun and Ray each have one, and `run`, which gathers the answers.
 
 RankGroup.call -> run -> Transport.send     -> RankWorker.carry_out -> the worker's method
                       <- Transport.receive  <-
@@ -10,12 +10,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from verl._host.device import count
-from verl.cluster.rank_context import TIMEOUT, RankContext, RoleMeshes
+from verl.cluster.rank_context import TIMEOUT
 from verl.cluster.rank_worker import RankWorker, stacks
 from verl.errors import BrokenCollectiveError, ClusterError
 
@@ -34,11 +33,13 @@ class Command(NamedTuple):
         method: a method of `RankWorker`, or "stacks".
         args: its arguments.
         answers: whether its result is sent back.
+        rows: this rank's rows of the batch that goes along; None: all.
     """
 
     method: str
     args: tuple[Any, ...] = ()
     answers: bool = True
+    rows: Sequence[int] | None = None
 
 
 class Event(NamedTuple):
@@ -49,8 +50,9 @@ class Event(NamedTuple):
     value: Any = None
 
 
-class Transport(Protocol):
-    """The way to the ranks of a job.
+class Transport:
+    """The way to the ranks of a job. This one has a single rank, in this process; each group has its own, so that its
+    worker is freed with it.
 
     Attributes:
         size: ranks of the job.
@@ -58,98 +60,53 @@ class Transport(Protocol):
         worker: its workers, once it `has_started`.
         timeout: seconds that ranks wait for each other.
         ended: why the processes were ended; None: they were not.
-        devices_a_machine: most devices of the placement's kind that a machine has for its ranks.
     """
 
-    timeout: float
-    ended: str | None
+    own_rank, size = 0, 1
+    timeout = TIMEOUT
+    ended: str | None = None
+    has_started = False
     worker: RankWorker
-    own_rank: int
-    size: int
+
+    def __init__(self, device: str) -> None:
+        self.worker = RankWorker(device)
 
     @property
-    def has_started(self) -> bool: ...
-    @property
-    def devices_a_machine(self) -> int: ...
+    def devices_a_machine(self) -> int:
+        """Most devices of the placement's kind that a machine has for its ranks."""
+        return count(self.worker.device.partition(":")[0])
 
     def start(self) -> None:
         """Start or join the processes, which the first `send` does otherwise."""
 
     def send(
-        self,
-        commands: Mapping[int, Command],
-        what: str,
-        stream: Iterator[Any] | None = None,
-        collective: bool = False,
-    ) -> tuple[Any, Iterator[Any] | None]:
+        self, commands: Mapping[int, Command], what: str, first: Any = None, collective: bool = False
+    ) -> tuple[Any, Any]:
         """Begin commands of other ranks, by rank.
 
         Args:
             what: "ROLE.METHOD", for messages.
-            stream: goes to all of them, as their last argument.
+            first: a batch or a stream that goes to all of them, as the first argument of the worker's method.
             collective: they compute together with this rank, and wait while it is not drawn.
 
         Returns:
-            What `receive` takes, and the stream for this rank, which feeds the others while it is drawn.
+            What `receive` takes, and `first` for this rank; a stream feeds the others while it is drawn.
 
         Raises:
             ClusterError: a rank is gone or busy, or the job has ended.
         """
+        return None, first
 
     def receive(self, sent: Any, seconds: float) -> list[Event]:
         """The next events; an empty list if no rank sent anything within `seconds`."""
-
-    def who(self, rank: int) -> str:
-        """A rank, for messages."""
-
-    def close(self, reason: str = ...) -> None:
-        """End the processes."""
-
-
-class _OneRank:
-    """See `rank_worker.Job`."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def context(self, role: RoleMeshes) -> RankContext:
-        return RankContext(role=role.role, device=self.device)
-
-    def collective(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class LocalTransport:
-    """One process: its rank is the only one. Each group has its own, so that its worker is freed with it."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.timeout, self.own_rank, self.size = device, TIMEOUT, 0, 1
-        self.ended: str | None = None
-        self.has_started = False
-        self.worker = RankWorker(_OneRank(device))
-
-    @property
-    def devices_a_machine(self) -> int:
-        return count(self.device.partition(":")[0])
-
-    def start(self) -> None: ...
-
-    def send(
-        self,
-        commands: Mapping[int, Command],
-        what: str,
-        stream: Iterator[Any] | None = None,
-        collective: bool = False,
-    ) -> tuple[None, Iterator[Any] | None]:
-        return None, stream
-
-    def receive(self, sent: None, seconds: float) -> list[Event]:
         return []
 
     def who(self, rank: int) -> str:
+        """A rank, for messages."""
         return "this process"
 
-    def close(self, reason: str = "") -> None: ...
+    def close(self, reason: str = "close() was called") -> None:
+        """End the processes."""
 
 
 def run(
@@ -157,7 +114,7 @@ def run(
     commands: Mapping[int, Command],
     what: str,
     *,
-    stream: Iterator[Any] | None = None,
+    first: Any = None,
     is_independent: bool = False,
     collective: bool = False,
     timeout: float | None = None,
@@ -165,7 +122,7 @@ def run(
     """Have ranks carry out their commands; yields each answer with its rank, as it comes.
 
     Args:
-        stream, collective: see `Transport.send`.
+        first, collective: see `Transport.send`.
         is_independent: ranks do not wait for each other, so that the failure of some leaves the others in step.
         timeout: seconds in which some rank must send something; None: the transport's.
 
@@ -174,11 +131,11 @@ def run(
         Exception: a worker's own.
     """
     here, is_read, has_dead = transport.own_rank, True, False
-    sent, stream = transport.send(commands, what, stream, collective)
+    sent, first = transport.send(commands, what, first, collective)
     if here in commands:  # begun after the others have theirs: a collective in it would wait for them
-        items = transport.worker.carry_out(*commands[here], stream)
-    else:
-        deque(stream or (), maxlen=0)
+        items = transport.worker.carry_out(*commands[here], first)
+    elif isinstance(first, Iterator):
+        deque(first, maxlen=0)
     pending, errors, since = {*commands}, dict[int, Exception](), time.monotonic()
     while pending:
         is_here, limit, had_errors = here in pending, timeout or transport.timeout, bool(errors)
@@ -192,8 +149,8 @@ def run(
             except Exception as error:
                 if len(commands) == 1:
                     raise
-                if isinstance(stream, Generator):
-                    stream.close()  # tells the others
+                if isinstance(first, Generator):
+                    first.close()  # tells the others
                 events.append(Event(here, "error", error))
         elif not events:
             break

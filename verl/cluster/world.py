@@ -13,20 +13,21 @@ import torch.distributed as dist
 
 from verl._host.ranks import who
 from verl.cluster.rank_context import ROLE, WEIGHTS, RankContext, RoleMeshes
+from verl.cluster.rank_worker import RankWorker
 from verl.errors import BrokenCollectiveError
 
 
-class World:
-    """This rank's side of a torch.distributed job.
+class World(RankWorker):
+    """One rank of a torch.distributed job.
 
     Args:
         store: which the ranks share; None: they `meet`.
         timeout: seconds for any collective.
-        device: where this rank's tensors live.
     """
 
     def __init__(self, rank: int, size: int, store: Any, timeout: float, device: str) -> None:
-        self.rank, self.size, self.timeout, self.device = rank, size, timeout, device
+        super().__init__(device)
+        self.rank, self.size, self.timeout, self._wait = rank, size, timeout, timedelta(seconds=timeout)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         if not dist.is_initialized():
@@ -34,10 +35,9 @@ class World:
 
             stay_on_loopback(size)
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-            wait = timedelta(seconds=timeout)
             store = meet(rank, size, timeout) if store is None else store
             with joining(store, rank, size, "the process group"):
-                dist.init_process_group(backend, rank=rank, world_size=size, timeout=wait, store=store)
+                dist.init_process_group(backend, rank=rank, world_size=size, timeout=self._wait, store=store)
         self._groups: dict[tuple[int, ...], Any] = {}
         #: Collectives that this rank is in, or that broke.
         self._open: set[object] = set()
@@ -46,21 +46,17 @@ class World:
         """The process group of some ranks; all ranks of the world make it, in the same order."""
         key = tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = self._new_group(key)
+            self._groups[key] = dist.new_group(list(key), timeout=self._wait)
         return self._groups[key]
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
-
     def context(self, role: RoleMeshes) -> RankContext | None:
-        """This rank's context in a role; None if it has no part in it. All ranks call this in the same order."""
         ranks = role.ranks
         groups = {name: self.group(mesh.ranks) for name, mesh in role.meshes.items() if mesh.size > 1}
         if len(ranks) > 1:
             groups[ROLE] = self.group(ranks)
         # Weights may move in the background: in a group of their own they cannot mix with the role's collectives.
         if role.has_transition:
-            groups[WEIGHTS] = self._new_group(ranks)
+            groups[WEIGHTS] = dist.new_group(list(ranks), timeout=self._wait)
         parts = {part: self.group(part) for mesh in role.meshes.values() for part in mesh.parts()}
         if self.rank not in ranks:
             return None
@@ -78,7 +74,6 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Inside, a broken collective raises `BrokenCollectiveError`."""
         self._open.add(token := object())
         is_broken = False
         try:

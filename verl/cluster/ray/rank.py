@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl._host.ranks import registry, who
-from verl.cluster.rank_worker import RankWorker, stacks
+from verl.cluster.rank_worker import stacks
 from verl.cluster.world import World
 from verl.errors import ClusterError
 from verl.weights.shard import Shard, in_buckets
@@ -80,23 +80,30 @@ class RayRank:
         registry.is_closed = True
         torch.set_num_threads(threads)
         store = self._store or TCPStore(*meeting, is_master=False, timeout=timedelta(seconds=timeout))
-        self.worker = RankWorker(World(rank, len(machines), store, timeout, device))
+        self.worker = World(rank, len(machines), store, timeout, device)
+
+    def carry_out(self, *command: Any) -> list[Any]:
+        """Run a command; its results, which come with the answer to the call: a stream costs two more messages."""
+        return [item for items in self.stream(*command) for item in items]
 
     @ray.method(num_returns="streaming")  # type: ignore[untyped-decorator]
-    def carry_out(
-        self, name: str, args: tuple[Any, ...], answers: bool, bunches: Sequence[Any] | None
+    def stream(
+        self, name: str, args: Any, answers: bool, rows: Sequence[int] | None, first: Any
     ) -> Iterator[list[Any]]:
         """Run a command; yields lists of its results: buckets of shards, anything else one by one.
 
         Args:
-            bunches: references to the lists of the stream, which becomes the last argument.
+            args: pickled, if they are small.
+            first: a batch, or of a stream references to lists of its items.
         """
-        if hasattr(self, name):  # before it has a `RankWorker`
+        args = pickle.loads(args) if isinstance(args, bytes) else args
+        if not hasattr(World, name):  # before there is one
             yield [getattr(self, name)(*args)]
             return
-        stream = None if bunches is None else chain.from_iterable(ray.get(b, timeout=_FETCH) for b in bunches)
+        if isinstance(first, list):
+            first = chain.from_iterable(ray.get(bunch, timeout=_FETCH) for bunch in first)
         try:
-            items = self.worker.carry_out(name, args, answers, stream)
+            items = self.worker.carry_out(name, args, answers, rows, first)
             for first in items:
                 if isinstance(first, Shard):
                     yield from in_buckets(chain([first], items))
@@ -104,12 +111,14 @@ class RayRank:
                     yield [first]
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            raise WorkerError(_portable(error), f"{who()}, {args[1] if name == 'call' else name}:\n{text}") from None
+            raise WorkerError(
+                _portable(error), f"{who()}, {args[1] if name in ('call', 'stream') else name}:\n{text}"
+            ) from None
 
-    @ray.method(concurrency_group="watch", num_returns="streaming")  # type: ignore[untyped-decorator]
-    def watch(self, *command: Any) -> Iterator[list[str]]:
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def watch(self, *command: Any) -> list[str]:
         """The stack of every thread, while another method runs."""
-        yield [stacks()]
+        return [stacks()]
 
 
 def _portable(error: Exception) -> Exception:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -16,18 +17,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl._host.ray_session import START_DEADLINE, connect
 from verl._host.user_functions import user_modules
 from verl.cluster.placement import Device, DeviceMesh
-from verl.cluster.rank_worker import RankWorker
 from verl.cluster.ray.rank import RayRank, WorkerError
-from verl.cluster.transport import Command, Event, run
+from verl.cluster.transport import Command, Event, Transport, run
 from verl.errors import ClusterError, ConfigError
 from verl.weights.shard import in_buckets
 
 _LEAST_CPUS = 0.02
+#: Bytes of arguments that travel within the call.
+_INLINE = 1 << 16
 _NODE_KEYS = ("NodeName", "NodeID", "NodeManagerAddress", "NodeManagerHostname")
 _ACCELERATOR = "ray.io/accelerator-type"
 
 
-class RayTransport:
+class RayTransport(Transport):
     """The processes of one placement, started at the first use; its device i is rank i of their world. See `Transport`.
 
     The cluster is the one that this process is connected to, else the one at `RAY_ADDRESS`, else one that is started
@@ -41,21 +43,17 @@ class RayTransport:
     """
 
     own_rank = -1
-    worker: RankWorker
 
     def __init__(self, mesh: DeviceMesh, timeout: float) -> None:
         self.mesh, self.timeout, self.size = mesh, timeout, len(mesh.devices)
-        self.ended: str | None = None
         self._lock = threading.RLock()  # commands reach all ranks in one order
         self._workers: list[Any] = []
         self._about: list[dict[str, Any]] = [{"host": "?", "pid": "?"}] * self.size
         self._group: PlacementGroup | None = None
+        #: The last batch that was sent, and its reference: the calls of a step read the same one.
+        self._put: tuple[Callable[[], Any], Any] = (lambda: None), None
         connect()
         self._cpus = _check(mesh)
-
-    @property
-    def has_started(self) -> bool:
-        return bool(self._workers)
 
     @property
     def devices_a_machine(self) -> int:
@@ -69,7 +67,7 @@ class RayTransport:
             ClusterError: what the placement asks for is taken by others, or a process does not start.
         """
         with self._lock:
-            if self._workers or self.ended is not None:
+            if self.has_started or self.ended is not None:
                 return
             kind = self.mesh.devices[0].kind
             nodes = _nodes()
@@ -89,6 +87,7 @@ class RayTransport:
                 where = PlacementGroupSchedulingStrategy(self._group, index)
                 share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
                 self._workers.append(actor_class.options(scheduling_strategy=where, **share).remote())
+            self.has_started = True
             self._meet("cuda:0" if kind == "cuda" else "cpu")
 
     def _meet(self, device: str) -> None:
@@ -108,25 +107,26 @@ class RayTransport:
         each({rank: Command("join", args) for rank, args in enumerate(joins)})
 
     def send(
-        self,
-        commands: Mapping[int, Command],
-        what: str,
-        stream: Iterator[Any] | None = None,
-        collective: bool = False,
+        self, commands: Mapping[int, Command], what: str, first: Any = None, collective: bool = False
     ) -> tuple[dict[Any, int], None]:
         with self._lock:
             for module in user_modules.values():  # what comes of a user's own file, and is no module elsewhere
                 ray.cloudpickle.register_pickle_by_value(module)
-            bunches = None if stream is None else [ray.put(bunch) for bunch in in_buckets(stream)]
+            if isinstance(first, Iterator):
+                first = [ray.put(bunch) for bunch in in_buckets(first)]
+            elif first is not None:
+                if self._put[0]() is not first.table:
+                    self._put = weakref.ref(first.table), ray.put(first)
+                first = self._put[1]
             # What cannot travel is refused before the start. Several ranks may get the same.
-            put = {id(command.args): ray.put(command.args) for command in commands.values()}
+            shared = {id(command.args): _shared(command.args) for command in commands.values()}
             self.start()
             if self.ended is not None:
                 raise ClusterError(f"the ranks have been ended: {self.ended}")
             sent = {}
-            for rank, (name, args, answers) in commands.items():
-                method = self._workers[rank].watch if name == "stacks" else self._workers[rank].carry_out
-                sent[method.remote(name, put[id(args)], answers, bunches)] = rank
+            for rank, (name, args, answers, rows) in commands.items():
+                method = getattr(self._workers[rank], {"stacks": "watch", "stream": "stream"}.get(name, "carry_out"))
+                sent[method.remote(name, shared[id(args)], answers, rows, first)] = rank
         return sent, None
 
     def receive(self, sent: dict[Any, int], seconds: float) -> list[Event]:
@@ -135,8 +135,12 @@ class RayTransport:
         for call in done:
             rank = sent[call]
             try:
-                events += [Event(rank, "item", item) for item in ray.get(next(call), timeout=START_DEADLINE)]
-                continue
+                is_stream = isinstance(call, ray.ObjectRefGenerator)
+                items = ray.get(next(call) if is_stream else call, timeout=START_DEADLINE)
+                events += [Event(rank, "item", item) for item in items]
+                if is_stream:
+                    continue
+                events.append(Event(rank, "end"))
             except StopIteration:
                 events.append(Event(rank, "end"))
             except ray.exceptions.RayTaskError as error:
@@ -166,6 +170,13 @@ class RayTransport:
                     ray.kill(worker)
                 if self._group is not None:
                     remove_placement_group(self._group)
+
+
+def _shared(args: tuple[Any, ...]) -> Any:
+    """Arguments for several ranks: pickled, or a reference to them in the object store if they are large."""
+    buffers: list[Any] = []
+    pickled = ray.cloudpickle.dumps(args, buffer_callback=buffers.append)
+    return ray.put(args) if buffers or len(pickled) > _INLINE else pickled
 
 
 def _check(mesh: DeviceMesh) -> float:

@@ -23,12 +23,11 @@ from typing import Any
 
 from verl._host import ranks
 from verl._host.ranks import local_ranks, rank_here, registry, torchrun_ranks
-from verl.cluster.rank_context import TIMEOUT
-from verl.cluster.rank_worker import RankWorker
+from verl.cluster.rank_worker import part_of
 from verl.cluster.torchrun.codec import decode_error
 from verl.cluster.torchrun.link import Link, Message, control_group
 from verl.cluster.torchrun.worker_loop import LEAVING, WorkerLoop
-from verl.cluster.transport import GRACE, STUCK, Command, Event, after, died
+from verl.cluster.transport import GRACE, STUCK, Command, Event, Transport, after, died
 from verl.cluster.world import World
 from verl.errors import BrokenCollectiveError, ClusterError
 
@@ -52,25 +51,24 @@ class _Sent:
     inbox: queue.SimpleQueue[tuple[int, Message]] = field(default_factory=queue.SimpleQueue)
 
 
-class TorchrunTransport:
+class TorchrunTransport(Transport):
     """The ranks of this torchrun job; there is one a process. See `Transport`.
 
     Attributes:
         kind: "cpu" or "cuda".
     """
 
-    own_rank = 0
-    worker: RankWorker
-
     def __init__(self) -> None:
-        self.timeout, self.kind = TIMEOUT, "cpu"
-        self.ended: str | None = None
-        self.size, self.devices_a_machine, self.has_started = torchrun_ranks(), local_ranks(), False
+        self.kind, self.size = "cpu", torchrun_ranks()
         self._links: dict[int, Link] = {}
         self._about: dict[int, Mapping[str, Any]] = {}
         self._gone: dict[int, str] = {}
         self._lock = threading.RLock()  # commands reach all ranks in the order in which they are carried out here
         self._serials, self._sent = itertools.count(1), dict[int, _Sent]()
+
+    @property
+    def devices_a_machine(self) -> int:
+        return local_ranks()
 
     def start(self) -> None:
         """Connect all ranks. On rank 0 it returns once all are connected, on another rank it never returns.
@@ -85,7 +83,7 @@ class TorchrunTransport:
             device = f"cuda:{local}" if self.kind == "cuda" else self.kind
             world = World(rank_here(), self.size, None, self.timeout, device)
             group = control_group(world.rank, world.size, self.timeout)
-            self.worker, registry.is_closed, self.has_started = RankWorker(world), True, True
+            self.worker, registry.is_closed, self.has_started = world, True, True
             if world.rank != 0:
                 WorkerLoop(self.worker, group).run()
             self._meet(group, world)
@@ -109,19 +107,18 @@ class TorchrunTransport:
                 raise ClusterError(reason)
 
     def send(
-        self,
-        commands: Mapping[int, Command],
-        what: str,
-        stream: Iterator[Any] | None = None,
-        collective: bool = False,
-    ) -> tuple[_Sent, Iterator[Any] | None]:
+        self, commands: Mapping[int, Command], what: str, first: Any = None, collective: bool = False
+    ) -> tuple[_Sent, Any]:
         self.start()
-        serial, messages, encoded = next(self._serials), {}, dict[int, Message]()
-        for rank, (method, args, answers) in commands.items():
+        is_stream, serial, messages = isinstance(first, Iterator), next(self._serials), {}
+        encoded = dict[tuple[int, int], Message]()
+        for rank, (method, args, answers, rows) in commands.items():
             if rank in self._links:
-                if id(args) not in encoded:  # several ranks may get the same
-                    encoded[id(args)] = Message.of("command", serial, (what, method, args, stream is not None))
-                messages[rank] = replace(encoded[id(args)], answers=answers)
+                same = id(args), id(rows)  # several ranks may get the same
+                if same not in encoded:
+                    part = None if is_stream or first is None else part_of(first, rows)
+                    encoded[same] = Message.of("command", serial, (what, method, args, is_stream, part))
+                messages[rank] = replace(encoded[same], answers=answers)
         sent = _Sent(serial, what, {*messages}, collective)
         with self._lock:
             if what == "stacks":  # a rank that is stopped does not take it
@@ -136,7 +133,7 @@ class TorchrunTransport:
                     self._links[rank].send(message)
                 except BrokenCollectiveError as error:  # before the reading thread has noticed
                     self._deliver(rank, Message("gone", tree=str(error)))
-        return sent, None if stream is None else self._fed(stream, [*messages])
+        return sent, self._fed(first, [*messages]) if is_stream else first
 
     def _check_free(self, ranks_: Iterable[int], what: str) -> None:
         if self.ended is not None:

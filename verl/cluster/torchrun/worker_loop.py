@@ -55,10 +55,10 @@ class WorkerLoop:
 
     def _carry_out(self, message: Message) -> None:
         try:
-            what, method, args, has_stream = message.body
+            what, method, args, is_stream, first = message.body
             self.doing = f"in '{what}'"
-            stream = self._stream() if has_stream else None
-            for item in self.worker.carry_out(method, args, message.answers, stream):
+            first = self._stream() if is_stream else first
+            for item in self.worker.carry_out(method, args, message.answers, None, first):
                 self.link.send(Message.of("item", message.serial, item))
             ended = Message("end", message.serial)
         except Exception as error:
