@@ -26,7 +26,7 @@ class Reference:
     """A frozen copy of the actor as it was, another model, or the actor without its adapters.
 
     Args:
-        first: what the reference of adapters reads beside their base, see `verl.models.lora.reference_weights`.
+        first: what the reference of adapters reads besides their base, see `verl.models.lora.reference_weights`.
 
     Attributes:
         model: None before it is frozen, and where it is the actor without its adapters.
