@@ -90,19 +90,19 @@ class RankGroup(Generic[W_co]):
         if is_stream:
             return _items(answers)  # type: ignore[return-value]
         began = time.perf_counter()
-        found = dict(answers)
+        by_rank = dict(answers)
         logger.debug("%s took %.3f s", what, time.perf_counter() - began)
         if spec.collect != "rows":
-            return found.get(answering[0])  # type: ignore[return-value]
+            return by_rank.get(answering[0])  # type: ignore[return-value]
         for rank in answering:
-            answer, part = found[rank], of_rank[rank]
+            answer, part = by_rank[rank], of_rank[rank]
             if not isinstance(answer, Batch) or len(answer) != len(part):
                 got = f"{len(answer)} rows" if isinstance(answer, Batch) else type(answer).__name__
                 raise DataError(
                     f"'{what}' collects rows, and rank {rank} answered {len(part)} rows with {got}: return a Batch of "
                     "one row for each that came"
                 )
-        return joined(rows, [found[rank] for rank in answering])  # type: ignore[return-value]
+        return joined(rows, [by_rank[rank] for rank in answering])  # type: ignore[return-value]
 
 
 def _items(answers: Generator[tuple[int, Any], None, None]) -> Iterator[Any]:
