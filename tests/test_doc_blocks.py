@@ -144,7 +144,7 @@ def of_the_package(kind: Any) -> bool:
 @pytest.mark.parametrize("name", RUN)
 def test_a_block_runs_as_it_stands(name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for known, names in ((registry, "_ALGORITHMS"), (nodes, "_REGISTERED"), (rewards, "REGISTERED")):
+    for known, names in ((registry, "_ALGORITHMS"), (nodes, "_REGISTERED"), (rewards, "REWARDS")):
         kinds = {name: kind for name, kind in getattr(known, names).items() if of_the_package(kind)}
         monkeypatch.setattr(known, names, kinds)  # without what other tests and blocks register
     scope: dict[str, Any] = {"__name__": "block", "MODEL": str(tiny)}

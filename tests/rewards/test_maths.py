@@ -250,7 +250,7 @@ def test_registered_rewards_are_taken_by_name_with_their_options() -> None:
 
 
 def test_wrong_names_and_options_of_registered_rewards_are_told() -> None:
-    for name, words in (("test_short", "taken by .*short"), ("task", "a built-in reward")):
+    for name, words in (("test_short", "taken by .*short"), ("task", "taken by .*TaskReward")):
         with pytest.raises(ConfigError, match=words):
             verl.register_reward(name)(lambda texts: [0.0])
     with pytest.raises(ConfigError, match=r"'test_longer_than'.*least"):

@@ -46,7 +46,10 @@ def score_by_source(data_source: str, solution_str: str, ground_truth: Any) -> f
         return float(bool(numbers) and numbers[-1].replace(",", "") == str(ground_truth))
     if data_source in MATH:
         inside = boxes(solution_str)
-        return float(bool(inside) and _spelt(inside[-1]) == _spelt(str(ground_truth)))
+        answers = [*inside[-1:], str(ground_truth)]
+        for pattern, plain in _SPELLINGS:
+            answers = [re.sub(pattern, plain, answer) for answer in answers]
+        return float(bool(inside) and answers[0] == answers[1])
     raise RewardError(f"rows of data_source '{data_source}' have no score here ({', '.join(_KNOWN)} have{_OWN})")
 
 
@@ -56,9 +59,3 @@ vars(score_by_source).update(
         f"{where}: the column 'data_source' has", rows["data_source"], _KNOWN, DataError, _OWN
     ),
 )
-
-
-def _spelt(answer: str) -> str:
-    for pattern, plain in _SPELLINGS:
-        answer = re.sub(pattern, plain, answer)
-    return answer

@@ -155,34 +155,25 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
     """
     blocks: list[tuple[str, list[str]]] = []
     opened: re.Match[str] | None = None
+    indent = 0  # characters before the fence; behind text in its line, none
     for line in _LINE_END.split(text):
-        fence = _FENCE.fullmatch(line) if opened is None else _ends(opened, line)
+        fence = _FENCE.fullmatch(line)
         if opened is None and (fence is None or (fence["fence"][0] == "`" and "`" in fence["label"])):
             fence = _LATE_FENCE.search(_INLINE.sub("", line))
+        if opened is not None and fence is not None:
+            is_end = fence["fence"].startswith(opened["fence"]) and len(fence["before"]) < indent + _FURTHER_IN
+            fence = fence if is_end else None
         if fence is None:
             if opened is not None:
                 outside = len(line) - len(line.lstrip(" \t>"))
-                blocks[-1][1].append(line[min(outside, _indent(opened)) :])
+                blocks[-1][1].append(line[min(outside, indent) :])
             continue
         language = _LANGUAGE.match(fence["label"])
         if opened is None or fence["label"].strip():
             blocks.append((language[1].casefold() if language else "", []))
-            opened = fence
+            opened, indent = fence, len(fence.groupdict().get("before", ""))
         else:
             opened = None
     if opened is not None and blocks[-1][1] and blocks[-1][1][-1].strip() in ("`", "``", "~", "~~"):
         blocks[-1][1].pop()  # a closing fence that was cut off
     return [(language, "\n".join(lines)) for language, lines in blocks]
-
-
-def _ends(opened: re.Match[str], line: str) -> re.Match[str] | None:
-    """The fence that ends a block, if this line is one."""
-    fence = _FENCE.fullmatch(line)
-    if fence is None or not fence["fence"].startswith(opened["fence"]):
-        return None
-    return fence if len(fence["before"]) < _indent(opened) + _FURTHER_IN else None
-
-
-def _indent(fence: re.Match[str]) -> int:
-    """Characters before a fence; behind text in its line, none."""
-    return len(fence.groupdict().get("before", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl.batch import Batch
@@ -19,6 +20,7 @@ from verl.rewards.source import RewardResult, leaves
 PARAMETER = "environments"
 
 
+@dataclass(eq=False)
 class EnvironmentReward:
     """`get_reward()` of the environments of one class, called when their episodes ended.
 
@@ -30,19 +32,19 @@ class EnvironmentReward:
 
     whole_batch = False
     columns = ("episode_reward?", "environment?")
-
-    def __init__(self, name: str, chosen_by: Sequence[str] | None = None, missing: str | None = None) -> None:
-        self.name, self._chosen_by, self._missing = name, chosen_by, missing
+    name: str
+    chosen_by: Sequence[str] | None = None
+    missing: str | None = None
 
     async def score(self, batch: Batch) -> RewardResult:
         rewards = batch["episode_reward"] if "episode_reward" in batch else [None] * len(batch)
-        if self._chosen_by is not None:
-            rewards = [r if e in self._chosen_by else None for r, e in zip(rewards, batch["environment"], strict=True)]
+        if self.chosen_by is not None:
+            rewards = [r if e in self.chosen_by else None for r, e in zip(rewards, batch["environment"], strict=True)]
         scores = [None if reward is None else read_score(reward) for reward in rewards]
         return RewardResult(
             [None if score is None else score.value for score in scores],
             reasons=[
-                self._missing if score is None else score.reason and f"{self.name}.get_reward() {score.reason}"
+                self.missing if score is None else score.reason and f"{self.name}.get_reward() {score.reason}"
                 for score in scores
             ],
         )
@@ -74,7 +76,7 @@ class EnvironmentSum(CompositeReward):
                 "nothing rewards the episodes: give the trainer a reward, or the environment get_reward()"
             )
         super().__init__(parts, make_reward, partial=True)
-        self._episode = episode
+        self._episode, self.check_values = episode, episode.check_values
         for source in leaves(self):
             if isinstance(source, FunctionReward) and PARAMETER in source.signature.named:
                 self._bind(source)
@@ -90,10 +92,6 @@ class EnvironmentSum(CompositeReward):
         source.signature = source.signature._replace(required=source.signature.required - {PARAMETER})
         source.group = _EnvironmentCaller(source.function, source.name, self._episode)
         self._episode.is_read = True
-
-    def check_values(self, where: str, batch: Batch) -> None:
-        """Raises DataError if a row chooses an environment that there is not."""
-        self._episode.check_values(where, batch)
 
     async def score(self, batch: Batch) -> RewardResult:
         if not self._episode.is_read:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 _WINDOW, _ENOUGH = 256, 64
 
 
+@dataclass(eq=False)
 class Failures:
     """The failures among the latest 256 samples, and whether any sample has ever succeeded.
 
@@ -15,10 +17,9 @@ class Failures:
         most: the share that may fail; 1: all may.
     """
 
-    def __init__(self, most: float) -> None:
-        self.most = most
-        self._recent: deque[bool] = deque(maxlen=_WINDOW)
-        self._any_worked = False
+    most: float
+    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _any_worked: bool = False
 
     def add(self, failed: Iterable[bool]) -> None:
         for one in failed:

@@ -7,17 +7,16 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from verl._base.keywords import takes
 from verl._host.user_functions import split_spec
 from verl.errors import ConfigError, nearest, shown
-from verl.rewards.calls import Caller
 from verl.rewards.composite import CompositeReward, Smoothed
 from verl.rewards.functions import FunctionReward, OnFailure
-from verl.rewards.registry import REGISTERED, REWARDS
+from verl.rewards.registry import REWARDS
 from verl.rewards.source import RewardSource, source_of
 
 #: Options of a reward in workers that are not passed on to the reward within each of them.
@@ -45,9 +44,7 @@ def make_reward(source: Any, **options: Any) -> RewardSource:
         return make_reward(**{**options, **source})
     smoothing = options.pop("smoothing", None)
     reward = _make(source, options)
-    if smoothing is not None:
-        reward = Smoothed(reward, smoothing)
-    return reward
+    return reward if smoothing is None else Smoothed(reward, smoothing)
 
 
 def _make(source: Any, options: dict[str, Any]) -> RewardSource:
@@ -58,22 +55,18 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return source
     addresses = [source] if isinstance(source, str) else source if isinstance(source, list | tuple) else []
     if addresses and all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in addresses):
-        from verl.rewards.remote import JudgeReward, RemoteReward
-
-        return _build(JudgeReward if "template" in options else RemoteReward, options, source)
+        return _build(f"verl.rewards.remote.{'Judge' if 'template' in options else 'Remote'}Reward", options, source)
     if isinstance(source, Mapping | list | tuple):
         return CompositeReward(source, make_reward, **options)
     is_path = isinstance(source, str | os.PathLike)
     if is_path and split_spec(str(source))[0].suffix == ".py" and not os.path.isdir(source):
         return _build(FunctionReward, options, str(source))
-    if isinstance(source, str) and (reward := REGISTERED.get(source)) is not None:
-        return _make(_called(reward, source, options), options)
     if isinstance(source, str) and source in REWARDS:
-        return _by_name(source, options)
+        return _named(source, options)
     if isinstance(source, str) and (name := misspelt(source)):
         raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
     if is_path or hasattr(source, "forward"):
-        return _model(source, options)
+        return _build(REWARDS["rm_hf"], options, source)
     if callable(source):
         return _build(FunctionReward, options, source)
     raise ConfigError(
@@ -82,9 +75,24 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
     )
 
 
-def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
-    """A registered function as it is, or an object of a registered class, made with its own options, which are taken
-    out of `options`. Messages use its `name`, too."""
+def _named(name: str, options: dict[str, Any]) -> RewardSource:
+    """A built-in reward; or a registered one: a function, or an object of a class, made with its own options, which are
+    taken out of `options`. Messages use its `name`, too."""
+    reward: Any = REWARDS[name]
+    if name == "rm_hf":
+        if "model_name" not in options:
+            raise ConfigError(
+                "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
+            )
+        return _build(reward, options, options.pop("model_name"))
+    if name in ("code", "code_evaluator") and (evaluator := options.pop("evaluator", "tests")) != "tests":
+        if evaluator != "codebleu":
+            raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
+        reward = "verl.rewards.codebleu.CodeBleuReward"
+    if name == "data_source":
+        return _build(FunctionReward, options, _imported(reward))
+    if isinstance(reward, str):
+        return _build(reward, options)
     if inspect.isclass(reward):
         chosen = {option: options.pop(option) for option in inspect.signature(reward).parameters if option in options}
         try:
@@ -93,49 +101,24 @@ def _called(reward: Any, name: str, options: dict[str, Any]) -> Any:
             raise ConfigError(f"reward '{name}': {error}") from error
     if not isinstance(reward, RewardSource):
         options.setdefault("name", name)
-    return reward
+    return _make(reward, options)
 
 
-def _by_name(name: str, options: dict[str, Any]) -> RewardSource:
-    """A built-in reward, whose module is imported when it is chosen."""
-    if name == "data_source":
-        from verl.rewards.by_source import score_by_source
-
-        return _build(FunctionReward, options, score_by_source)
-    if name == "math":
-        from verl.rewards.maths import MathReward
-
-        return _build(MathReward, options)
-    if name in ("task", "reasoning_gym"):
-        from verl.rewards.reasoning_gym import TaskReward
-
-        return _build(TaskReward, options)
-    if name == "rm_hf":
-        if "model_name" not in options:
-            raise ConfigError(
-                "reward 'rm_hf' needs model_name, a directory or a name (in a run of one task: reward.model)"
-            )
-        return _model(options.pop("model_name"), options)
-    evaluator = options.pop("evaluator", "tests")
-    if evaluator == "tests":
-        from verl.rewards.code import CodeReward
-
-        return _build(CodeReward, options)
-    if evaluator == "codebleu":
-        from verl.rewards.codebleu import CodeBleuReward
-
-        return _build(CodeBleuReward, options)
-    raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
+def _imported(reward: str) -> Any:
+    """A built-in reward, whose module is imported when it is chosen: some import torch or transformers."""
+    module, _, name = reward.rpartition(".")
+    return getattr(import_module(module), name)
 
 
-def _model(source: Any, options: dict[str, Any]) -> RewardSource:
-    from verl.rewards.model import RewardModel  # it imports transformers, without which settings are checked
+def _build(reward: type[FunctionReward] | str, options: dict[str, Any], *source: Any) -> FunctionReward:
+    """A reward of some kind; with `workers`, one whose calls are made by them.
 
-    return _build(RewardModel, options, source)
-
-
-def _build(kind: type[FunctionReward], options: dict[str, Any], *source: Any) -> FunctionReward:
-    known = {*inspect.signature(kind).parameters, *OnFailure.__annotations__} - {"source", "options"}
+    Raises:
+        ConfigError: it has no such option; or its calls wait for servers, and workers are to make them.
+    """
+    kind: type[FunctionReward] = _imported(reward) if isinstance(reward, str) else reward
+    parameters = inspect.signature(kind).parameters
+    known = {*parameters, *OnFailure.__annotations__} - {"source", "options"}
     workers = options.get("workers")
     if workers and not callable(workers):
         raise ConfigError(f"{kind.__name__}: workers are given to the Reward, not to one of its parts")
@@ -143,7 +126,20 @@ def _build(kind: type[FunctionReward], options: dict[str, Any], *source: Any) ->
     for option in options:
         if option not in known:
             raise ConfigError(f"{kind.__name__} has no option '{option}': {takes(option) or nearest(option, known)}")
-    return _in_workers(kind, source, options, workers) if workers else kind(*source, **options)
+    if not workers:
+        return kind(*source, **options)
+    if not kind.fits_workers:
+        raise ConfigError(f"{kind.__name__}: its calls wait for servers, up to 64 at a time: leave workers out")
+    outer = {name: parameter.default for name, parameter in parameters.items()} | options
+    inner = {name: value for name, value in options.items() if name not in _OURS}
+    return FunctionReward(
+        PortableFunction(kind, source, inner),
+        timeout=outer["timeout"] + kind.grace,
+        batch_size=outer.get("batch_size"),
+        workers=workers,
+        name=outer["name"],
+        **{name: options[name] for name in _OURS if name in options and name != "name"},
+    )
 
 
 class PortableFunction:
@@ -157,10 +153,10 @@ class PortableFunction:
 
     def __init__(self, kind: type[FunctionReward], source: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.kind, self.source, self.options = kind, source, options
-        self.__name__ = kind.__name__
-        self.judges = kind.judges
+        self.__name__, self.judges = kind.__name__, kind.judges
         parameters = list(inspect.signature(kind.scores).parameters.values())  # type: ignore[attr-defined]
         self.__signature__ = inspect.Signature(parameters[1:])
+        self._function: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         from verl.models.portable import PortableModel
@@ -168,41 +164,19 @@ class PortableFunction:
         source = tuple(PortableModel(one) if hasattr(one, "forward") else one for one in self.source)
         return PortableFunction, (self.kind, source, self.options)
 
-    def load(self) -> None:
+    def load(self) -> Callable[..., Any]:
         """Make the reward.
 
         Raises:
             ModelError, ConfigError: it cannot be made.
         """
-        _ = self._function
-
-    @cached_property
-    def _function(self) -> Callable[..., Any]:
-        return self.kind(*(getattr(one, "model", one) for one in self.source), **self.options).function
+        if self._function is None:
+            source = (getattr(one, "model", one) for one in self.source)
+            self._function = self.kind(*source, **self.options).function
+        return self._function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-
-def _in_workers(
-    kind: type[FunctionReward], source: tuple[Any, ...], options: dict[str, Any], workers: Callable[..., Caller]
-) -> FunctionReward:
-    """A reward of some kind whose calls are made by workers; arguments as of `PortableFunction` and `FunctionReward`.
-
-    Raises:
-        ConfigError: its calls wait for servers.
-    """
-    if not kind.fits_workers:
-        raise ConfigError(f"{kind.__name__}: its calls wait for servers, up to 64 at a time: leave workers out")
-    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
-    inner = {name: value for name, value in options.items() if name not in _OURS}
-    return FunctionReward(
-        PortableFunction(kind, source, inner),
-        timeout=options.get("timeout", defaults["timeout"]) + kind.grace,
-        batch_size=options.get("batch_size", defaults.get("batch_size")),
-        workers=workers,
-        **{"name": defaults["name"]} | {name: options[name] for name in _OURS if name in options},
-    )
+        return self.load()(*args, **kwargs)
 
 
 def misspelt(source: str) -> str | None:

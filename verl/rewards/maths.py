@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Unpack
 
 from verl._base.checked import checked
@@ -26,14 +27,15 @@ Alternatives = Literal["any", "all"]
 
 
 logger = logging.getLogger(__name__)
-#: Words of which an answer with one is not an answer with the other, whatever is equal beside them.
-_OPPOSITES = """
+#: Words of which an answer with one is not an answer with the other, whatever is equal beside them: "increasing on
+#: (0, 1)", "decreasing on (0, 1)".
+_OPPOSITES = [{*pair.split()} for pair in re.split(r"\s{2,}|\n", """
 increasing decreasing  increases decreases  positive negative  even odd  maximum minimum  largest smallest
 greatest least  up down  left right  above below  profit loss  gain loss  converges diverges
 convergent divergent  rational irrational  clockwise counterclockwise  north south  east west  true false
 acute obtuse  concave convex  inside outside  before after  real imaginary  prime composite
 linear nonlinear  finite infinite
-"""
+""".strip())]  # fmt: skip
 #: Answers of the data that are judged against themselves before a run.
 _JUDGED = 200
 
@@ -103,13 +105,13 @@ class MathReward(FunctionReward):
             logger.warning("%s, and abstain or score 0: %s", text, "; ".join(wrong[:5]))
 
 
+@dataclass(frozen=True)
 class _Equality:
     """The reward function of `MathReward`."""
 
     judges = "last_turn"
-
-    def __init__(self, alternatives: Alternatives, unevaluated: bool) -> None:
-        self.alternatives, self.unevaluated = alternatives, unevaluated
+    alternatives: Alternatives
+    unevaluated: bool
 
     def load(self) -> None:
         """Import the library, which takes seconds, before the deadline of a sample begins."""
@@ -180,20 +182,16 @@ def _is_one(gold_text: str, response: str, unevaluated: bool) -> bool:
         return True
     if gold is None:
         raise RewardError(f"the row's answer cannot be read: {gold_text[-100:]!r}")
+    words, others = ({*re.findall("[a-z]+", text.casefold())} for text in (wanted, said))
+    if any(len(words & pair) == len(others & pair) == 1 and words & pair != others & pair for pair in _OPPOSITES):
+        return False
     answer = read(said)
     try:
-        return answer is not None and not _contradicts(wanted, said) and is_same(gold, answer, unevaluated)
+        return answer is not None and is_same(gold, answer, unevaluated)
     except UnsureError as error:
         raise RewardError(
             f"the row's answer {wanted[-100:]!r} and {said[-100:]!r} cannot be compared: {error}"
         ) from None
-
-
-def _contradicts(one: str, two: str) -> bool:
-    """Whether one text has a word and the other its opposite: "increasing on (0, 1)", "decreasing on (0, 1)"."""
-    words, others = ({*re.findall("[a-z]+", text.casefold())} for text in (one, two))
-    pairs = [{*pair.split()} for pair in re.split(r"\s{2,}|\n", _OPPOSITES.strip())]
-    return any(len(words & pair) == len(others & pair) == 1 and words & pair != others & pair for pair in pairs)
 
 
 def _bare(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -92,6 +93,7 @@ class RewardModel(FunctionReward):
         return list(tokens if self.max_length is None else tokens[-self.max_length :])
 
 
+@dataclass(eq=False)
 class TokenScorer:
     """Scores of texts that are token ids, by a sequence classifier of transformers or a `ValueModel`.
 
@@ -100,12 +102,12 @@ class TokenScorer:
         device: where it runs from the first call on; None: the accelerator where there is one.
     """
 
-    def __init__(self, model: Any, batch_size: int, device: str | torch.device | None = None) -> None:
-        self.model, self.batch_size = model, batch_size
-        self._device = None if device is None else str(device)
+    model: Any
+    batch_size: int
+    device: str | torch.device | None = None
 
     def __call__(self, tokens: list[list[int]]) -> list[float]:
-        put(self.model, self._device)
+        put(self.model, None if self.device is None else str(self.device))
         order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
         scores = [0.0] * len(tokens)
         for start in range(0, len(order), self.batch_size):

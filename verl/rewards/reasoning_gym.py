@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack
 
 from verl._base.checked import checked
@@ -59,14 +60,14 @@ class TaskReward(FunctionReward):
             )
 
 
+@dataclass(eq=False)
 class _Verifier:
     """The reward function of `TaskReward`."""
 
     judges = "last_turn"
-
-    def __init__(self, answer: Answer, exact: bool) -> None:
-        self.answer, self.exact = answer, exact
-        self.verifiers: dict[str, Any] = {}
+    answer: Answer
+    exact: bool
+    verifiers: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, solution_str: str, reasoning_gym: str) -> dict[str, float]:
         task, options, entry = decode_problem(reasoning_gym)

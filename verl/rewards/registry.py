@@ -11,10 +11,17 @@ from verl._base.record import Name
 from verl.errors import ConfigError
 
 RewardT = TypeVar("RewardT", bound=Callable[..., Any])
-#: Functions and classes of users, by name.
-REGISTERED: dict[str, Any] = {}
-#: Names that `Reward` and settings take: the built-in ones, and those that are registered.
-REWARDS = {"task", "code", "code_evaluator", "data_source", "math", "reasoning_gym", "rm_hf"}
+#: By the names that `Reward` and settings take: the built-in ones, each by its module and name there, and functions and
+#: classes of users.
+REWARDS: dict[str, Any] = {
+    "task": "verl.rewards.reasoning_gym.TaskReward",
+    "reasoning_gym": "verl.rewards.reasoning_gym.TaskReward",
+    "code": "verl.rewards.code.CodeReward",
+    "code_evaluator": "verl.rewards.code.CodeReward",
+    "data_source": "verl.rewards.by_source.score_by_source",
+    "math": "verl.rewards.maths.MathReward",
+    "rm_hf": "verl.rewards.model.RewardModel",
+}
 
 
 @checked
@@ -30,10 +37,7 @@ def register_reward(name: Name) -> Callable[[RewardT], RewardT]:
     def register(reward: RewardT) -> RewardT:
         if not callable(reward):
             raise ConfigError(f"reward '{name}' must be a function or a class, not a {type(reward).__name__}")
-        if name in REWARDS and name not in REGISTERED:
-            raise ConfigError(f"reward name '{name}' is taken by a built-in reward: choose another")
-        give_name(REGISTERED, "reward", name, reward)
-        REWARDS.add(name)
+        give_name(REWARDS, "reward", name, reward)
         return reward
 
     return register

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Annotated, Any, Unpack
 
 from verl._base.checked import checked
@@ -88,10 +88,8 @@ class _ServedReward(FunctionReward):
                 except RolloutError as error:
                     return [failure(str(error))] * rows
 
-        async def every() -> list[list[Score]]:
-            return await asyncio.gather(*starmap(one, calls))
-
-        return list(chain.from_iterable(await asyncio.wrap_future(self.pool.submit(every()))))
+        futures = [asyncio.wrap_future(self.pool.submit(one(*call))) for call in calls]
+        return list(chain.from_iterable(await asyncio.gather(*futures)))
 
 
 class RemoteReward(_ServedReward):

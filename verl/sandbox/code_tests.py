@@ -297,14 +297,16 @@ def judge(
 def _prints(run: Run, wanted: str) -> bool:
     """Whether a program ended well and printed this, but for blank lines around it, blanks at the ends of lines and
     between numbers, and digits of a fraction that are beyond its precision."""
-    lines, others = (text.strip("\r\n \t").split("\n") for text in (run.stdout, wanted))
-    return run.status == "ok" and len(lines) == len(others) and all(map(_same_line, lines, others))
-
-
-def _same_line(line: str, wanted: str) -> bool:
-    line, wanted = line.strip(" \t\r"), wanted.strip(" \t\r")
-    numbers, others = _BLANKS.split(line), _BLANKS.split(wanted)
-    return line == wanted or (len(numbers) == len(others) and all(map(_same_number, numbers, others)))
+    lines, others = (
+        [line.strip(" \t\r") for line in text.strip("\r\n \t").split("\n")] for text in (run.stdout, wanted)
+    )
+    if run.status != "ok" or len(lines) != len(others):
+        return False
+    for line, other in zip(lines, others, strict=True):
+        numbers, right = _BLANKS.split(line), _BLANKS.split(other)
+        if line != other and (len(numbers) != len(right) or not all(map(_same_number, numbers, right))):
+            return False
+    return True
 
 
 def _same_number(text: str, wanted: str) -> bool:

@@ -127,14 +127,6 @@ def mark(value: Any, *recipe: Any) -> Any:
     return value
 
 
-def forwarded(name: str) -> Callable[..., Any]:
-    return lambda remote, *rest: remote._held.link.query(name, remote, *rest)
-
-
-def compared(name: str) -> Callable[..., Any]:
-    return lambda remote, other: remote._held.link.compare(name, remote, other)
-
-
 def computed(name: str, is_swapped: bool = False) -> Callable[..., Any]:
     def compute(remote: Any, other: Any) -> Any:
         link = remote._held.link
@@ -146,10 +138,12 @@ def computed(name: str, is_swapped: bool = False) -> Callable[..., Any]:
     return compute
 
 
-for _kind, _names in ((forwarded, FORWARDED), (compared, COMPARED), (computed, COMPUTED)):
-    for _name in _names.split():
-        setattr(Remote, f"__{_name}__", _kind(_name))
+for _name in FORWARDED.split():
+    setattr(Remote, f"__{_name}__", lambda remote, *rest, _name=_name: remote._held.link.query(_name, remote, *rest))
+for _name in COMPARED.split():
+    setattr(Remote, f"__{_name}__", lambda remote, other, _name=_name: remote._held.link.compare(_name, remote, other))
 for _name in COMPUTED.split():
+    setattr(Remote, f"__{_name}__", computed(_name))
     setattr(Remote, f"__r{_name}__", computed(_name, True))
 
 

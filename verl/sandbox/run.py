@@ -216,18 +216,15 @@ def command_job(
     # Its own name stays, as an environment of Python is known by it.
     program = os.path.join(os.path.realpath(os.path.dirname(program)), os.path.basename(program))
     words = [program, *(os.path.abspath(word) if os.path.isfile(word) else word for word in words[1:])]
-    installed = [*_installed(Path(program)), *_installed(Path(program).resolve())]
+    installed: list[Path] = []
+    for path in (Path(program), Path(program).resolve()):
+        folder = path.parent.parent
+        is_python = (folder / "pyvenv.cfg").exists() or any(folder.glob("lib/python3*/os.py"))
+        installed += [path, folder] if is_python else [path]
     listed = (*_library_paths(), *_SYSTEM, *map(str, installed), *filter(os.path.isfile, words[1:]), *readable)
     paths = outermost(os.path.abspath(path) for path in listed if os.path.exists(path))
     usual = {"PATH": f"{os.path.dirname(program)}:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
     return {**asdict(limits), **network, "command": words, "env": {**usual, **env}, "fds": [], "paths": paths}
-
-
-def _installed(program: Path) -> list[Path]:
-    """A program, and, of one in an environment of Python, that environment."""
-    folder = program.parent.parent
-    is_python = (folder / "pyvenv.cfg").exists() or any(folder.glob("lib/python3*/os.py"))
-    return [program, folder] if is_python else [program]
 
 
 @functools.cache

@@ -6,7 +6,6 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import takewhile
 from typing import Any, ClassVar
 
@@ -51,6 +50,10 @@ class TRLLoader(OfflineDatasetLoader):
     cursor: ClassVar[type[Cursor]] = EpochCursor
     #: Whether rows lose what is behind `max_length`.
     cuts: ClassVar[bool] = True
+    #: Whether all that the reader gives is trained, its prompt too; whether both responses of a pair begin behind the
+    #: same tokens.
+    whole = False
+    shares_prompts: ClassVar[bool] = False
     #: With TRL they count in the loss.
     refuses_equal_pairs: ClassVar[bool] = False
 
@@ -85,17 +88,14 @@ class TRLLoader(OfflineDatasetLoader):
         self._begin()
 
     def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
-        self._warn_of_replies(chat)
-        return [self._cut(self._row(chat, row)) for row in self._rows.rows()]
-
-    def _warn_of_replies(self, chat: ChatTokenizer) -> None:
-        """Those of chats, which the template writes; this package's own loaders refuse them."""
-        reasons = []
+        reasons, rows = [], []
         for row in self._rows.rows():
-            if row.get("messages") is None:
-                continue
-            try:
-                encode_row(chat, row)
+            prompt, tokens = self._pair(chat, row)
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, tokens, strict=False))
+            rows.append((tokens, 0 if self.whole else sum(1 for _ in same)))
+            try:  # this package's own loaders refuse replies that the template of a chat writes so
+                if row.get("messages") is not None:
+                    encode_row(chat, row)
             except DataError as error:
                 reasons.append(f"row {row['group']}: {error}")
         if reasons:
@@ -107,11 +107,11 @@ class TRLLoader(OfflineDatasetLoader):
                 len(self._rows),
                 reasons[0],
             )
-
-    def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
-        prompt, whole = self._pair(chat, row)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
-        return whole[:shared], whole[shared:], [1] * (len(whole) - shared)
+        for pair in self._rows.group_indices() if self.shares_prompts else ():
+            least = min(rows[index][1] for index in pair)
+            for index in pair:
+                rows[index] = rows[index][0], least
+        return [self._cut((ids[:split], ids[split:], [1] * (len(ids) - split))) for ids, split in rows]
 
     def _pair(self, chat: ChatTokenizer, row: Any) -> tuple[list[int], list[int]]:
         """Tokens of the prompt alone, and of prompt and reply."""
@@ -240,22 +240,11 @@ class TextLoader(TRLLoader):
             return list(map(self._cut, OfflineDatasetLoader._encoded(self, chat)))
         return super()._encoded(chat)
 
-    def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
-        if not self.whole:
-            return super()._row(chat, row)
-        _, whole = self._pair(chat, row)
-        return [], whole, [1] * len(whole)
-
 
 class PairLoader(TRLLoader):
     """Of `DPOTrainer`: both responses of a pair begin behind the same tokens."""
 
-    def _row(self, chat: ChatTokenizer, row: Any) -> Encoded:
-        prompt, reply, _ = super()._row(chat, row)
-        other = super()._row(chat, self._by_label[row["group"], 1 - row["label"]])[0]
-        shared = min(len(prompt), len(other))
-        reply = [*prompt[shared:], *reply]
-        return prompt[:shared], reply, [1] * len(reply)
+    shares_prompts = True
 
     def columns(self) -> dict[str, list[Any]]:
         names = ("prompt_tokens", "response_tokens")
@@ -266,10 +255,6 @@ class PairLoader(TRLLoader):
             "chosen_ids": [replies[chosen] for chosen, _ in pairs],
             "rejected_ids": [replies[rejected] for _, rejected in pairs],
         }
-
-    @cached_property
-    def _by_label(self) -> dict[tuple[str, float], Any]:
-        return {(row["group"], row["label"]): row for row in self._rows.rows()}
 
 
 class ScoredLoader(TRLLoader):

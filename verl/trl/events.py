@@ -85,6 +85,7 @@ class Events(ABC):
 
     args: Any
     trainer: Trainer
+    eval_dataset: Any
     updates: int = 1
     _total: int
     _per_epoch: float
@@ -185,8 +186,21 @@ class Events(ABC):
         if self.control.should_training_stop or self.control.should_epoch_stop:
             trainer.stop()
 
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Measure held-out data; the metrics, whose names begin with `eval_`, of several by name with `eval_NAME_`.
+
+        Raises:
+            ConfigError: there is no such data.
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if rows is None:
+            raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
+        if not isinstance(rows, Mapping):
+            return self._measure(rows, "eval_")
+        parts = [self._measure(rows[name], f"eval_{name}_") for name in rows]  # several data sets
+        return {name: value for part in parts for name, value in part.items()}
+
     def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
-        """Evaluate rows; the metrics as TRL names them."""
         began = time.monotonic()
         metrics = {**self._evaluate(rows), "num_tokens": float(self.state.num_input_tokens_seen)}
         metrics["runtime"] = seconds = max(time.monotonic() - began, 1e-9)
@@ -202,9 +216,9 @@ class Events(ABC):
     def _evaluate(self, rows: Any) -> Mapping[str, Any]:
         """Metrics of held-out data, as `Trainer` names them."""
 
-    @abstractmethod
     def _evaluate_and_log(self) -> None:
-        """Measure `eval_dataset`, for the callbacks and for our log."""
+        measured = {f"eval/{name.removeprefix('eval_')}": value for name, value in self.evaluate().items()}
+        self.trainer.logger.log(self.trainer.steps, measured)
 
     def log_metric(self, name: str, value: float) -> None:
         """A number of a reward function, of which the log gets the mean."""

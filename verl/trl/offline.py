@@ -45,7 +45,6 @@ class _Offline(BaseTrainer):
         """The rows of a stream that `max_steps` steps read, in its order."""
         if hasattr(rows, "__len__"):
             return rows
-        self._check_stream()
         args = self.args
         if args.max_steps <= 0:
             raise ConfigError("the data have no length: say max_steps=...")
@@ -55,16 +54,11 @@ class _Offline(BaseTrainer):
             args.shuffle_dataset = False
         return list(islice(rows, int(args.max_steps) * args.samples()))
 
-    def _check_stream(self) -> None:
-        """Raises ConfigError for an argument that does not go with rows without a length."""
-
     def _recorded(self, rows: Any) -> TRLLoader:
         args = self.args
         if isinstance(rows, TokenRows):
             return rows.loader
-        if not hasattr(rows, "__len__"):
-            self._check_stream()
-            rows = list(rows)
+        rows = rows if hasattr(rows, "__len__") else list(rows)
         loader = self.reads(rows, self.actor.tokenizer, args, args.samples())
         if lost := {what: count for what, count in loader.counts.items() if what != "longest" and count}:
             logger.info("max_length=%s: %s", args.max_length, lost)
@@ -158,9 +152,12 @@ class _WithReference(_Offline):
         self._reference = ref_model
         super().__init__(model, args, **more)
 
-    def _check_stream(self) -> None:
-        if self.args.precompute_ref_log_probs:
-            raise ConfigError("precompute_ref_log_probs=True is not supported with IterableDataset: leave it out")
+    def _data(self) -> tuple[Any, float]:
+        held_out = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else [self.eval_dataset]
+        for rows in (self.train_dataset, *held_out):
+            if rows is not None and not hasattr(rows, "__len__") and self.args.precompute_ref_log_probs:
+                raise ConfigError("precompute_ref_log_probs=True is not supported with IterableDataset: leave it out")
+        return super()._data()
 
     def _actor(self, *args: Any) -> Actor:
         actor = super()._actor(*args)

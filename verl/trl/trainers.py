@@ -146,20 +146,6 @@ class BaseTrainer(Events):
         metrics = self._finish() | {"epoch": self.state.epoch}
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Measure held-out data; the metrics, whose names begin with `eval_`, of several by name with `eval_NAME_`.
-
-        Raises:
-            ConfigError: there is no such data.
-        """
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        if rows is None:
-            raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
-        if isinstance(rows, Mapping):  # several data sets
-            parts = [self._measure(rows[name], f"eval_{name}_") for name in rows]
-            return {name: value for part in parts for name, value in part.items()}
-        return self._measure(rows, "eval_")
-
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model and its tokenizer as a Hugging Face directory; of a model with adapters, these alone.
 
@@ -167,12 +153,6 @@ class BaseTrainer(Events):
             output_dir: None: `args.output_dir`.
         """
         self.actor.save_pretrained(str(output_dir or self._folder), adapter=has_adapters(self.actor.modules))
-
-    def _evaluate_and_log(self) -> None:
-        measured = self.evaluate()
-        self.trainer.logger.log(
-            self.trainer.steps, {f"eval/{name.removeprefix('eval_')}": value for name, value in measured.items()}
-        )
 
     def _check_model(self, model: Any) -> None:
         """Raises ConfigError where TRL adds a loss that balances the experts; and adds TRL's tags to the model."""
