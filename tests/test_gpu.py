@@ -68,9 +68,9 @@ def test_recorded_steps_ahead_give_the_tokens_of_steps_in_turn(tiny: Path, kind:
     for ahead in (False, True):
         engine = EmbeddedEngine(packed, eos_token_ids=(2,), seed=0, max_length=64, compiled=False, look_ahead=ahead)
         samples.append({sample.id: sample for sample in generate(engine, requests)})
-    assert engine.runner.decoder is not None and engine.runner.decoder._steps
+    assert engine.runner.decode_steps
     if kind == "cuda" and flash.flash_attention(engine.cache.values, paged=True) is not None:
-        assert all(step._recorded is not None for step in engine.runner.decoder._steps.values())
+        assert all(step._recorded is not None for step in engine.runner.decode_steps.values())
     # Keys may be split differently, so a tie of two tokens may be decided otherwise: then what follows differs.
     first, second = samples
     same = [first[name].tokens == sample.tokens for name, sample in second.items()]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.kernels.compiled import kernels
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.embedded import sampler
-from verl.rollout.embedded.sampler import BLOCK, SamplingTable
+from verl.rollout.embedded.sampler import BLOCK
 
 both = pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 
@@ -23,16 +23,20 @@ def grid(count: int) -> torch.Tensor:
 
 
 def sample(
-    logits: torch.Tensor, uniforms: torch.Tensor, table: SamplingTable, compiled: bool
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    params: Sequence[SamplingParams],
+    compiled: bool,
+    edits: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kernel = kernels(logits.dtype, logits.device) if compiled else None
     assert (kernel is not None) == compiled
-    return sampler.sample(logits, uniforms, table, kernel)
+    flags, table = sampler.sampling_table(params, uniforms.numpy())
+    return sampler.sample(logits, flags, torch.from_numpy(table), kernel, edits or {})
 
 
 def draw(row: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor, compiled: bool) -> tuple[torch.Tensor, ...]:
-    table = SamplingTable.of([params] * len(uniforms))
-    return sample(row.repeat(len(uniforms), 1), uniforms, table, compiled)
+    return sample(row.repeat(len(uniforms), 1), uniforms, [params] * len(uniforms), compiled)
 
 
 @pytest.mark.quick("1.0-dtype0-torch", "0.6-dtype1-torch", "0.6-dtype0-kernel", "1.0-dtype2-kernel")
@@ -129,10 +133,10 @@ def test_rows_do_not_influence_each_other(compiled: bool) -> None:
     params = [kinds[i % len(kinds)] for i in range(40)]
     banned = {i: (int(logits[i].argmax()), 5) for i in range(0, 40, 3)}
     uniforms = torch.rand(40, dtype=torch.float64)
-    tokens, log_probs = sample(logits.clone(), uniforms, SamplingTable.of(params, without(banned)), compiled)
+    tokens, log_probs = sample(logits.clone(), uniforms, params, compiled, without(banned))
     for i in range(40):
-        table = SamplingTable.of([params[i]], without({0: banned[i]} if i in banned else {}))
-        token, log_prob = sample(logits[i : i + 1].clone(), uniforms[i : i + 1], table, compiled)
+        edits = without({0: banned[i]} if i in banned else {})
+        token, log_prob = sample(logits[i : i + 1].clone(), uniforms[i : i + 1], [params[i]], compiled, edits)
         assert (token.item(), log_prob.item()) == (tokens[i].item(), log_probs[i].item())
         assert i not in banned or token.item() not in banned[i]
 
@@ -152,9 +156,9 @@ def test_kernel_and_torch_choose_alike() -> None:
     uniforms = torch.rand(200, dtype=torch.float64)
     options = itertools.product((0, 1.0), (0, 9), (0.9, 1), (0, 0.1))
     kinds = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in options]
-    table = SamplingTable.of([kinds[i % len(kinds)] for i in range(200)])
-    kernel = sample(logits.clone(), uniforms, table, True)
-    torch_code = sample(logits.clone(), uniforms, table, False)
+    params = [kinds[i % len(kinds)] for i in range(200)]
+    kernel = sample(logits.clone(), uniforms, params, True)
+    torch_code = sample(logits.clone(), uniforms, params, False)
     assert torch.equal(kernel[0], torch_code[0])
     torch.testing.assert_close(kernel[1], torch_code[1], atol=2e-6, rtol=0)
 
@@ -193,8 +197,8 @@ def test_parameters_out_of_range_are_refused(wrong: dict[str, object]) -> None:
 def test_a_banned_token_that_had_all_the_probability_leaves_a_proper_choice(compiled: bool) -> None:
     logits = torch.zeros(2, 300)
     logits[:, 7] = 500.0
-    table = SamplingTable.of([SamplingParams(), SamplingParams(temperature=0)], without({0: (7,), 1: (7,)}))
-    tokens, log_probs = sample(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), table, compiled)
+    params, edits = [SamplingParams(), SamplingParams(temperature=0)], without({0: (7,), 1: (7,)})
+    tokens, log_probs = sample(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), params, compiled, edits)
     # Uniform over the 299 others; its log-prob is that of the full distribution.
     assert tokens.tolist() == [150, 0]
     torch.testing.assert_close(log_probs, torch.full((2,), -500.0, dtype=torch.float64))
@@ -202,8 +206,9 @@ def test_a_banned_token_that_had_all_the_probability_leaves_a_proper_choice(comp
 
 @both
 def test_an_edit_that_leaves_nothing_is_told_by_the_log_prob(compiled: bool) -> None:
-    table = SamplingTable.of([SamplingParams()] * 2, {1: lambda logits: logits - torch.inf})
-    tokens, log_probs = sample(torch.zeros(2, 300), torch.tensor([0.5, 0.5], dtype=torch.float64), table, compiled)
+    params, edits = [SamplingParams()] * 2, {1: lambda logits: logits - torch.inf}
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    tokens, log_probs = sample(torch.zeros(2, 300), half, params, compiled, edits)
     assert tokens[0] == 150
     assert log_probs.isfinite().tolist() == [True, False]
     assert log_probs[1] == -torch.inf
@@ -214,8 +219,7 @@ def test_broken_weights_are_no_choice_of_an_edit(compiled: bool) -> None:
     logits = torch.zeros(3, 40)
     logits[:2] = torch.nan
     edits = {0: lambda x: x, 2: lambda x: torch.full_like(x, -torch.inf)}
-    table = SamplingTable.of([SamplingParams()] * 3, edits)
-    _, log_probs = sample(logits, grid(3), table, compiled)
+    _, log_probs = sample(logits, grid(3), [SamplingParams()] * 3, compiled, edits)
     assert log_probs[:2].isnan().all() and log_probs[2] == -torch.inf
 
 

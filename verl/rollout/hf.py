@@ -131,7 +131,7 @@ class HFEngine:
                 logits = self._forward()
                 sample_next(self._batch, logits, self.policy_version, kernels(logits.dtype, logits.device)).take()
             except BaseException:
-                self._restart_batch()  # the cache is ahead of the responses
+                self.sleep()  # the cache is ahead of the responses
                 raise
         done = [response for response in self._by_id.values() if response.finish is not None]
         for response in done:
@@ -152,12 +152,14 @@ class HFEngine:
             CheckpointError: a shard does not fit the model.
         """
         take_model_shards(self.model, shards)
-        self._restart_batch()
+        self.sleep()
         self.policy_version = version
 
     def sleep(self) -> None:
-        """Free the memory of the cache; unfinished requests are kept."""
-        self._restart_batch()
+        """Free the memory of the cache. Unfinished requests are kept: the running ones are put back in the queue, and
+        continue after their rows are recomputed."""
+        self._waiting.extendleft(reversed(self._batch))
+        self._forget_batch()
 
     def wake(self) -> None:
         """Nothing to do: each batch makes its own cache."""
@@ -167,11 +169,6 @@ class HFEngine:
         self._cache: Any = None
         self._cache_is_long = False
         self._mask = torch.empty(0, 0, dtype=torch.int64)
-
-    def _restart_batch(self) -> None:
-        """Put the running responses back in the queue; they continue after their rows are recomputed."""
-        self._waiting.extendleft(reversed(self._batch))
-        self._forget_batch()
 
     def _keep(self, rows: list[int]) -> None:
         """Drop all other rows of the batch."""
@@ -188,16 +185,13 @@ class HFEngine:
     def _forward(self) -> Tensor:
         """Logits `[B, V]` of each response's next token, in fp32 (fp64 for an fp64 model)."""
         rows = [[*r.prompt, *r.tokens] for r in self._batch]
-        kinds = {self._is_long(row) for row in rows}
+        kinds = {len(row) > self._original_length for row in rows}
         cached = self.cached and len(kinds) == 1
         if not cached or self._cache_is_long not in kinds:
             self._cache = None
         with evaluating(self.model):
             logits = self._logits_by_cache(rows) if cached else self._logits_of_whole_rows(rows)
         return logits if logits.dtype == torch.float64 else logits.float()
-
-    def _is_long(self, row: list[int]) -> bool:
-        return len(row) > self._original_length
 
     def _logits_by_cache(self, rows: list[list[int]]) -> Tensor:
         device = self.model.device
@@ -208,7 +202,7 @@ class HFEngine:
             mask = [[0] * n + [1] * len(row) for n, row in zip(padding, rows, strict=True)]
             self._cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
             self._mask = torch.tensor(mask, device=device)
-            self._cache_is_long = self._is_long(rows[0])
+            self._cache_is_long = longest > self._original_length
         else:
             tokens = torch.tensor([row[-1:] for row in rows], device=device)
             self._mask = torch.cat([self._mask, torch.ones_like(tokens)], 1)
@@ -226,7 +220,7 @@ class HFEngine:
         size = max(1, _LOGITS // (max(map(len, rows)) * self._vocab_size))
         by_row: dict[int, Tensor] = {}
         for is_long in (False, True):
-            alike = [i for i, row in enumerate(rows) if self._is_long(row) == is_long]
+            alike = [i for i, row in enumerate(rows) if (len(row) > self._original_length) == is_long]
             for some in (alike[start : start + size] for start in range(0, len(alike), size)):
                 longest = max(len(rows[i]) for i in some)
                 padded = [rows[i] + rows[i][:1] * (longest - len(rows[i])) for i in some]

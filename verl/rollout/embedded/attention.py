@@ -66,11 +66,6 @@ class BatchTensors(NamedTuple):
         max_q = max(end - begin for begin, end in pairwise(lists[0]))
         return cls(tokens, positions, sampled_rows, slots[:count], *sequences, max_q=max_q, max_k=max(batch.used))
 
-    def known_tokens(self, last_sampled: Tensor) -> Tensor:
-        """The tokens `[T']`, with tokens in flight taken from `last_sampled`."""
-        sampled = last_sampled.index_select(0, self.sampled_rows.clamp(min=0))
-        return torch.where(self.sampled_rows < 0, self.tokens, sampled)
-
 
 def copy_blocks(cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy the contents of blocks, (from, to) each, of all layers."""

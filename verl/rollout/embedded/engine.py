@@ -168,7 +168,8 @@ class EmbeddedEngine:
                 self._take(self._pending)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.
-            self._preempt_all()
+            self._pending = []
+            self.scheduler.preempt_all()
             self.cache.clear()
             raise
         done, self._finished = self._finished, []
@@ -184,7 +185,8 @@ class EmbeddedEngine:
             response = self._by_id.get(name)
             if response is not None and response.finish is None:
                 response.finish = "abort"
-                self._end(response)
+                self.scheduler.end(response)
+                self._finished.append(response)
 
     def load_shards(self, shards: Iterable[Shard], version: int) -> None:
         """Take new weights in place; nothing is copied for tensors that are the model's own.
@@ -228,10 +230,10 @@ class EmbeddedEngine:
         state = [(weight.data_ptr(), weight._version) for weight in weights]
         if state != self._model_state:
             if [address for address, _ in state] != [address for address, _ in self._model_state]:
-                self.runner.forget_steps()
+                self.runner.decode_steps.clear()
             self._model_state = state
             self.cache.clear()
-        self.runner.look_at_model()
+        self.runner.forward = self.packed.choose_forward()
 
     def _take(self, taken: list[PendingTokens]) -> None:
         """Add sampled tokens to their responses, and free the blocks of those that have ended."""
@@ -242,25 +244,19 @@ class EmbeddedEngine:
             finally:
                 for response in going_on:
                     if response.finish is not None:
-                        self._end(response)
+                        self.scheduler.end(response)
+                        self._finished.append(response)
             self.stats.generated_tokens += len(going_on)
         if taken is self._pending:
             self._pending = []
-
-    def _end(self, response: Response) -> None:
-        self.scheduler.end(response)
-        self._finished.append(response)
 
     def _pause(self) -> None:
         """Read what is in flight, and preempt all responses; where that fails, unread tokens are sampled again."""
         try:
             self._take(self._pending)
         finally:
-            self._preempt_all()
-
-    def _preempt_all(self) -> None:
-        self._pending = []
-        self.scheduler.preempt_all()
+            self._pending = []
+            self.scheduler.preempt_all()
 
 
 def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_length: int, compiled: bool) -> KVCache:

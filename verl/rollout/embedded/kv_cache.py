@@ -23,7 +23,7 @@ from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import and_, eq
 
 import torch
@@ -47,12 +47,6 @@ def blocks_for(tokens: int, size: int = BLOCK) -> int:
     return -(-tokens // size)
 
 
-def _block_shapes(head_dim: int, dtype: torch.dtype, size: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """The shapes of a block of keys and of a block of values, of one layer and head."""
-    pair = 2 if dtype == torch.bfloat16 else 1
-    return (-(-head_dim // pair), size, pair), (size // pair, -(-head_dim // _WIDTH) * _WIDTH, pair)
-
-
 class KVCache:
     """Storage and book-keeping of N blocks.
 
@@ -61,6 +55,7 @@ class KVCache:
 
     Attributes:
         block: tokens of a block; the kernels for the CPU have 32.
+        nbytes: memory of the blocks while awake.
         keys, values: `[L, N, B, K, D]`, or for kernels `[L, N, K, D / P, B, P]` and `[L, N, K, B / P, W, P]`; absent
             while asleep.
         kernels: those that the layout is for, if any.
@@ -83,19 +78,16 @@ class KVCache:
         self.block = block
         self._layers, self.heads, self.head_dim = num_layers, num_heads, head_dim
         self.dtype, self.device = dtype, device
+        self.nbytes = num_blocks * self.block_bytes(num_layers, num_heads, head_dim, dtype, block)
         self.kernels = kernels(dtype, device) if compiled else None
         self.clear()
         self.allocate()
 
     @staticmethod
     def block_bytes(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, size: int = BLOCK) -> int:
-        keys, values = _block_shapes(head_dim, dtype, size)
-        return num_layers * num_heads * (math.prod(keys) + math.prod(values)) * dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the blocks while awake."""
-        return self.num_blocks * self.block_bytes(self._layers, self.heads, self.head_dim, self.dtype, self.block)
+        pair = 2 if dtype == torch.bfloat16 else 1
+        widths = blocks_for(head_dim, pair) * pair + blocks_for(head_dim, _WIDTH) * _WIDTH
+        return num_layers * num_heads * size * widths * dtype.itemsize
 
     def allocate(self) -> None:
         """Allocate the memory. On CPU pages are committed at the first write, low block numbers first.
@@ -105,7 +97,9 @@ class KVCache:
         """
         shapes: list[tuple[int, ...]] = [(self.block, self.heads, self.head_dim)] * 2
         if self.kernels is not None:
-            shapes = [(self.heads, *shape) for shape in _block_shapes(self.head_dim, self.dtype, self.block)]
+            pair, width = 2 if self.dtype == torch.bfloat16 else 1, blocks_for(self.head_dim, _WIDTH) * _WIDTH
+            keys, values = (blocks_for(self.head_dim, pair), self.block, pair), (self.block // pair, width, pair)
+            shapes = [(self.heads, *keys), (self.heads, *values)]
         try:
             self.keys, self.values = map(self._empty, shapes)
         except (OSError, RuntimeError) as error:  # of mmap, of torch
@@ -158,12 +152,7 @@ class KVCache:
     def take_prompt(self, tokens: Sequence[int]) -> list[int] | None:
         """Blocks for a prompt, which shares those of a known prefix; None, and nothing taken, if too few are free."""
         hashes = prefix_digests(tokens, self.block)[1:]
-        shared: list[int] = []
-        for digest in hashes:
-            block = self._by_hash.get(digest)
-            if block is None:
-                break
-            shared.append(block)
+        shared = [self._by_hash[digest] for digest in takewhile(self._by_hash.__contains__, hashes)]
         idle = sum(block in self._idle for block in shared)
         needed = blocks_for(len(tokens), self.block) - len(shared)
         if needed > self.available - idle:

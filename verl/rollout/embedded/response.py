@@ -17,8 +17,8 @@ from verl._host.device import HostCopy, to_device
 from verl.data.text import ResponseText
 from verl.errors import RolloutError, shown
 from verl.kernels.compiled import Kernels
-from verl.rollout.base import Finish, LongPromptError, Request, Sample, SamplingParams
-from verl.rollout.embedded.sampler import SamplingTable, sample, stream_key, uniforms
+from verl.rollout.base import Finish, LongPromptError, Request, Sample
+from verl.rollout.embedded.sampler import SamplingFlags, sample, sampling_table, stream_key, uniforms
 from verl.rollout.stop_strings import StopWatch, special_token
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ class Response:
         self.top_log_probs: list[list[tuple[int, float]]] = []
         self.policy_version = 0
         self.finish: Finish | None = None if self.max_new_tokens else "length"
+        #: The `finish` where a stop string or a guard ends it: under a grammar it is incomplete then.
+        self.cut: Finish = "stop" if grammar is None else "length"
         self.in_flight = self.computed = self.row = 0
         self.prompt_state: PromptState | None = None
         self.blocks: list[int] = []
@@ -127,11 +129,6 @@ class Response:
             self.finish = self.cut
         elif last:
             self.finish = "length"
-
-    @property
-    def cut(self) -> Finish:
-        """The `finish` of a response that a stop string or a guard ended: under a grammar it is incomplete."""
-        return "stop" if self.mask is None else "length"
 
     @property
     def is_edited(self) -> bool:
@@ -182,18 +179,16 @@ def sample_next(
     """
     edits = {row: r.edit for row, r in enumerate(responses) if r.is_edited}
     tops = {row: logits[row].clone() for row, response in enumerate(responses) if response.request.top_log_probs}
-    params, numbers = sampling_inputs(responses, len(logits))
-    table = SamplingTable.of(params, edits, logits.device)
-    sampled = sample(logits, to_device(torch.from_numpy(numbers), logits.device), table, kernels)
+    flags, table = next_sampling(responses, len(logits))
+    sampled = sample(logits, flags, to_device(torch.from_numpy(table), logits.device), kernels, edits)
     return PendingTokens(responses, *sampled, policy_version, logits.dtype, edits, tops)
 
 
-def sampling_inputs(responses: Sequence[Response], rows: int) -> tuple[list[SamplingParams], npt.NDArray[np.float64]]:
-    """Parameters and uniform numbers `[N]` of the responses' next tokens, padded to `rows`."""
-    numbers = np.zeros(rows)
-    numbers[: len(responses)] = uniforms([r.stream for r in responses], [r.sampled for r in responses])
-    padding = [responses[0].params] * (rows - len(responses))
-    return [*(r.params for r in responses), *padding], numbers
+def next_sampling(responses: Sequence[Response], rows: int) -> tuple[SamplingFlags, npt.NDArray[np.float64]]:
+    """The `sampling_table` of the responses' next tokens, padded to `rows`."""
+    padding = rows - len(responses)
+    numbers = np.pad(uniforms([r.stream for r in responses], [r.sampled for r in responses]), (0, padding))
+    return sampling_table([*(r.params for r in responses), *[responses[0].params] * padding], numbers)
 
 
 class PendingTokens:
@@ -245,17 +240,12 @@ class PendingTokens:
                 response.finish = "reject"
                 continue
             if row in self._tops:
-                tops = _top_log_probs(response, int(token), log_prob, self._tops[row])
-                response.top_log_probs.append(tops)
+                logits = self._tops[row]
+                values, likeliest = logits.double().topk(min(response.request.top_log_probs, len(logits)))
+                tops = log_prob + (values - logits[int(token)].double()) / (response.params.temperature or 1.0)
+                response.top_log_probs.append([*zip(likeliest.tolist(), tops.tolist(), strict=True)])
             response.append(int(token), log_prob, self._version)
         _check_guards([response for response, *_ in rows])
-
-
-def _top_log_probs(response: Response, token: int, log_prob: float, logits: Tensor) -> list[tuple[int, float]]:
-    """The likeliest tokens of these logits `[V]` and their log-probs, given a token and its log-prob."""
-    values, tokens = logits.double().topk(min(response.request.top_log_probs, len(logits)))
-    log_probs = log_prob + (values - logits[token].double()) / (response.params.temperature or 1.0)
-    return list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
 
 
 def _check_guards(responses: Sequence[Response]) -> None:

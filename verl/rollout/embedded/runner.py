@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,11 @@ from verl.errors import RolloutError
 from verl.kernels.compiled import kernels
 from verl.models.packed import PackedModel, evaluating
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks
+from verl.rollout.embedded.decode import DecodeStep
 from verl.rollout.embedded.kv_cache import KVCache
-from verl.rollout.embedded.response import PendingTokens, Response, sample_next
+from verl.rollout.embedded.response import PendingTokens, Response, next_sampling, sample_next
+from verl.rollout.embedded.sampler import SamplingFlags
 from verl.rollout.embedded.scheduler import EngineStats, ScheduledBatch
-
-if TYPE_CHECKING:
-    from verl.rollout.embedded.decode import Decoder
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
 # rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
@@ -58,7 +56,9 @@ class ModelRunner:
     Attributes:
         is_driver: whether this rank schedules and samples.
         last_sampled: `[max_batch]` or more, int64: the tokens sampled last, by row; None without looking ahead.
-        decoder: runs decode steps in fixed buffers, which a CUDA graph needs; where it looks ahead without our kernels.
+        forward: of the model's modules as they are, see `PackedModel.choose_forward`.
+        decode_steps: by rows with padding and how they are sampled, decode steps in fixed buffers, which a CUDA graph
+            needs: where it looks ahead without our kernels.
     """
 
     def __init__(
@@ -79,48 +79,39 @@ class ModelRunner:
         self.is_driver = self.group is None or dist.get_rank() == self._driver
         #: Whether the workers are computing a command: they take no other one then.
         self._is_computing = False
-        self._max_batch = max_batch
+        self._max_batch, self.max_length = max_batch, max_length
         self.last_sampled: Tensor | None = None
-        self.decoder: Decoder | None = None
         if look_ahead:
-            self.last_sampled = torch.zeros(
-                max(max_batch, self.padded(max_batch)), dtype=torch.int64, device=cache.device
-            )
-            if cache.kernels is None and not batch_invariant:
-                from verl.rollout.embedded.decode import Decoder
-
-                self.decoder = Decoder(packed, cache, self.last_sampled, max_length=max_length)
+            rows = max(max_batch, self.padded(max_batch))
+            self.last_sampled = torch.zeros(rows, dtype=torch.int64, device=cache.device)
+        self._in_fixed_buffers = look_ahead and cache.kernels is None and not batch_invariant
+        self.decode_steps: dict[tuple[int, SamplingFlags | None], DecodeStep] = {}
         has_kernels = compiled and self.group is None and kernels(packed.dtype, cache.device) is not None
         self._plain_head = has_kernels and _head_is_plain(packed)
         precise = torch.promote_types(packed.dtype, torch.float32)
         self._kernels = kernels(packed.dtype if self._plain_head else precise, cache.device) if compiled else None
         self._logit_space = torch.empty(0, dtype=packed.dtype)
         self._no_states = torch.empty(0, packed.hidden_size, dtype=packed.dtype, device=cache.device)
-        self.look_at_model()
-
-    def look_at_model(self) -> None:
-        """Choose the forward and find the head again: the model's modules may have changed."""
-        self._model_forward = self.packed.choose_forward()
-        self._head: Any = self.packed.model.get_output_embeddings()
+        self.forward = packed.choose_forward()
 
     @torch.no_grad()
     def run(self, batch: ScheduledBatch, policy_version: int) -> list[PendingTokens]:
         """Compute the tokens of the batch, and sample one for each of its `samples`.
 
-        In a decode step (`ScheduledBatch.is_decode`) the batch has the last token of each response: its keys and values
-        are written to its slot, and the next token is sampled from the logits of its hidden state.
+        In a decode step the batch has the last token of each response: its keys and values are written to its slot, and
+        the next token is sampled from the logits of its hidden state.
         """
         self.stats.steps += bool(batch.tokens)
         with ExitStack() as stack:
             if self.group is not None and (batch.tokens or batch.copies):
-                text = torch.frombuffer(bytearray(batch.to_json()), dtype=torch.uint8)
-                stack.enter_context(self._command(_HIDDEN, len(text), text))
+                text = bytearray(json.dumps(vars(batch) | {"completed": [], "samples": []}).encode())
+                stack.enter_context(self._command(_HIDDEN, len(text), torch.frombuffer(text, dtype=torch.uint8)))
             if self.packed.model.training:
                 stack.enter_context(evaluating(self.packed.model))
             copy_blocks(self.cache, batch.copies)
-            # The same forward and sampling in fixed buffers; it fills `last_sampled` itself.
-            if self.decoder is not None and batch.is_decode and self.packed.ready is None:
-                return [self.decoder.step(batch, self.padded(len(batch.samples)), policy_version)]
+            is_decode = bool(batch.samples) and [i for _, i in batch.samples] == [*range(len(batch.tokens))]
+            if is_decode and self._in_fixed_buffers and self.packed.ready is None:
+                return [self._decode(batch, policy_version)]
             hidden = self._forward(batch)
         for prompt, index in batch.completed:
             prompt.hidden = hidden[index].clone()
@@ -136,15 +127,10 @@ class ModelRunner:
     def end(self) -> None:
         """Free what is kept between steps, and end the workers' loops."""
         self._logit_space = torch.empty(0, dtype=self.packed.dtype)
-        self.forget_steps()
+        self.decode_steps.clear()
         if self.group is not None and self.is_driver and not self._is_computing:
             self._broadcast(torch.tensor([_END, 0]))
         self._is_computing = False
-
-    def forget_steps(self) -> None:
-        """Drop recorded decode steps: weights or KV cache have moved in memory."""
-        if self.decoder is not None:
-            self.decoder.forget()
 
     @torch.no_grad()
     def worker_loop(self) -> None:
@@ -181,16 +167,39 @@ class ModelRunner:
         """Final hidden states `[T, d]` of the batch's tokens."""
         if not batch.tokens:
             return self._no_states
-        # While weights are on their way, layers wait for them in the model's own code alone.
-        forward = self._model_forward if self.packed.ready is None else self.packed.hidden
         states = []
         for part in [batch] if self._rows is None else batch.split(self._rows):
             count = len(part.tokens)
-            tensors = BatchTensors.of(part, self.cache.device, self.padded(count))
-            tokens = tensors.tokens if self.last_sampled is None else tensors.known_tokens(self.last_sampled)
-            hidden = forward(tokens, tensors.positions, PagedAttention(self.cache, tensors, self._rows))
-            states.append(hidden[:count])
+            states.append(self.hidden(BatchTensors.of(part, self.cache.device, self.padded(count)))[:count])
         return states[0] if len(states) == 1 else torch.cat(states)
+
+    def hidden(self, tensors: BatchTensors) -> Tensor:
+        """Final hidden states `[T', d]`; tokens in flight are read from `last_sampled`."""
+        tokens = tensors.tokens
+        if self.last_sampled is not None:
+            sampled = self.last_sampled.index_select(0, tensors.sampled_rows.clamp(min=0))
+            tokens = torch.where(tensors.sampled_rows < 0, tokens, sampled)
+        # While weights are on their way, layers wait for them in the model's own code alone.
+        forward = self.forward if self.packed.ready is None else self.packed.hidden
+        return forward(tokens, tensors.positions, PagedAttention(self.cache, tensors, self._rows))
+
+    def _decode(self, batch: ScheduledBatch, policy_version: int) -> PendingTokens:
+        """Sample the next token of each response, given its last one, by the same operations in fixed buffers."""
+        responses, rows = [response for response, _ in batch.samples], self.padded(len(batch.samples))
+        flags, table = next_sampling(responses, rows)
+        # Edits are the caller's code, so what they change is sampled outside of the recorded step; so is what keeps its
+        # logits.
+        outside = any(r.is_edited or r.request.top_log_probs for r in responses)
+        key = rows, None if outside else flags
+        step = self.decode_steps.get(key) or self.decode_steps.setdefault(key, DecodeStep(self, *key))
+        step.run(batch, table)
+        if outside:
+            pending = sample_next(responses, step.logits, policy_version)
+        else:
+            pending = PendingTokens(responses, step.tokens, step.log_probs, policy_version, step.logits.dtype)
+        assert self.last_sampled is not None
+        self.last_sampled[:rows].copy_(pending.tokens)
+        return pending
 
     def _sample(self, samples: list[tuple[Response, int]], hidden: Tensor, policy_version: int) -> list[PendingTokens]:
         """Sample a token for each of `samples`, given the states `[T, d]` of the step."""
@@ -224,7 +233,7 @@ class ModelRunner:
                 return self.packed.logits(states)
         if not self._plain_head:
             return self.packed.logits(states)
-        weight, bias = self._head.weight, self._head.bias
+        weight, bias = self.packed.head()
         if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
             # torch would take MKL, which copies the whole head into blocks for the few rows of a decode step; oneDNN,
             # as in bf16, reads it where it lies: at 32 rows in half of the time.

@@ -18,7 +18,7 @@ Legend: N rows, V vocabulary, B = ceil(V / BLOCK) blocks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ def uniforms(keys: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float6
 
 
 class SamplingFlags(NamedTuple):
-    """What there is to do for the rows of a table, known to the host: a question to tensors would wait for the device.
+    """What there is to do for some rows, known to the host: a question to tensors would wait for the device.
 
     Attributes:
         is_greedy, is_scaled, has_top_p, has_min_p: whether there is a row with this.
@@ -74,55 +74,40 @@ class SamplingFlags(NamedTuple):
     has_top_p: bool
     has_min_p: bool
 
-    @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> SamplingFlags:
-        params = {id(p): p for p in params}.values()  # mostly a few objects; their hash takes longer
-        sampled = [p for p in params if p.temperature]
-        top_k = max((p.top_k for p in sampled), default=0)
-        return cls(
-            is_greedy=len(sampled) < len(params),
-            is_scaled=any(p.temperature != 1 for p in sampled),
-            top_k=1 << (top_k - 1).bit_length() if top_k else 0,
-            has_top_p=any(p.top_p < 1 for p in sampled),
-            has_min_p=any(p.min_p > 0 for p in sampled),
-        )
 
-
-def numbers_of(params: Sequence[SamplingParams]) -> list[list[float]]:
-    """Inverse temperatures (0: greedy), top-k, top-p and min-p, a list each."""
+def sampling_table(
+    params: Sequence[SamplingParams], uniforms: npt.ArrayLike
+) -> tuple[SamplingFlags, npt.NDArray[np.float64]]:
+    """How rows are sampled: flags, and `[5, N]` uniforms, inverse temperatures (0: greedy), top-k, top-p and min-p."""
     inverse = [1 / p.temperature if p.temperature else 0.0 for p in params]
-    return [inverse, [float(p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-
-
-class SamplingTable(NamedTuple):
-    """How N rows are sampled. `numbers`: `[4, N]` fp64, see `numbers_of`. `edits[row]` returns the logits `[V]` to
-    sample the row from, given its own, which it may overwrite."""
-
-    flags: SamplingFlags
-    numbers: Tensor
-    edits: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({})
-
-    @classmethod
-    def of(
-        cls,
-        params: Sequence[SamplingParams],
-        edits: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> SamplingTable:
-        numbers = torch.tensor(numbers_of(params), dtype=torch.float64)
-        return cls(SamplingFlags.of(params), to_device(numbers, torch.device(device)), edits or {})
+    filters = ([p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
+    unlike = {id(p): p for p in params}.values()  # mostly a few objects; their hash takes longer
+    sampled = [p for p in unlike if p.temperature]
+    top_k = max((p.top_k for p in sampled), default=0)
+    flags = SamplingFlags(
+        is_greedy=len(sampled) < len(unlike),
+        is_scaled=any(p.temperature != 1 for p in sampled),
+        top_k=1 << (top_k - 1).bit_length() if top_k else 0,
+        has_top_p=any(p.top_p < 1 for p in sampled),
+        has_min_p=any(p.min_p > 0 for p in sampled),
+    )
+    return flags, np.array([uniforms, inverse, *filters], np.float64)
 
 
 def sample(
-    logits: Tensor, uniforms: Tensor, table: SamplingTable, kernels: Kernels | None = None
+    logits: Tensor,
+    flags: SamplingFlags,
+    table: Tensor,
+    kernels: Kernels | None = None,
+    edits: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
     """One token a row, and its log-prob under the temperature-scaled full distribution.
 
     Args:
         logits: `[N, V]`; computed in fp64 if they are fp64, else in fp32. May be overwritten.
-        uniforms: `[N]` fp64 in [0, 1).
-        table: parameters of the N rows.
+        flags, table: of the N rows, see `sampling_table`.
         kernels: those for the dtype of the logits; None: the torch code computes the same.
+        edits: by row, functions to the logits `[V]` to sample it from, given its own, which they may overwrite.
 
     Returns:
         Tokens `[N]` int64, and log-probs `[N]` fp64 of the logits before any edit: NaN where a row's logits are
@@ -131,11 +116,11 @@ def sample(
     Deviation: where weights tie at the boundary of top-k or top-p all of them are kept, so that the outcome
     does not depend on an order of sorting.
     """
-    if table.edits:
-        return _sample_edited(logits, uniforms, table, kernels)
+    if edits:
+        return _sample_edited(logits, flags, table, kernels, edits)
     if kernels is None:
-        return _sample_torch(logits.to(torch.promote_types(logits.dtype, torch.float32)), uniforms, table)
-    inverse, top_k, top_p, min_p = table.numbers
+        return _sample_torch(logits.to(torch.promote_types(logits.dtype, torch.float32)), flags, table)
+    uniforms, inverse, top_k, top_p, min_p = table
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float64)
     columns = (uniforms, inverse, top_k.long(), top_p, min_p, tokens, log_probs)
@@ -144,35 +129,39 @@ def sample(
 
 
 def _sample_edited(
-    logits: Tensor, uniforms: Tensor, table: SamplingTable, kernels: Kernels | None
+    logits: Tensor,
+    flags: SamplingFlags,
+    table: Tensor,
+    kernels: Kernels | None,
+    edits: Mapping[int, Callable[[Tensor], Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """All rows as if there were no edits, then those that have one again."""
-    rows = to_device(torch.tensor(list(table.edits)), logits.device)
+    rows = to_device(torch.tensor(list(edits)), logits.device)
     full = logits.index_select(0, rows).to(torch.promote_types(logits.dtype, torch.float32))
-    edits = zip(full.clone(), table.edits.values(), strict=True)
-    edited = torch.stack([edit(row) for row, edit in edits]).to(full)
-    top = edited.amax(-1)
-    tokens, log_probs = sample(logits, uniforms, table._replace(edits={}), kernels)
-    special = SamplingTable(table.flags, table.numbers.index_select(1, rows))
+    edited = torch.stack([edit(row) for row, edit in zip(full.clone(), edits.values(), strict=True)]).to(full)
+    top, special = edited.amax(-1), table.index_select(1, rows)
+    tokens, log_probs = sample(logits, flags, table, kernels)
     if kernels is not None and full.dtype != logits.dtype:
         kernels = compiled.kernels(full.dtype, full.device)
-    chosen, _ = sample(edited, uniforms.index_select(0, rows), special, kernels)
+    chosen, _ = sample(edited, flags, special, kernels)
     # What an edit rules out belongs to the distribution that the log-prob is of.
-    inverse = special.numbers[0].masked_fill(special.numbers[0] == 0, 1.0)
+    inverse = special[1].masked_fill(special[1] == 0, 1.0)
     both = full.gather(1, torch.stack([chosen, tokens.index_select(0, rows)], 1)).double()
     chosen_log_probs = log_probs.index_select(0, rows) + (both[:, 0] - both[:, 1]) * inverse
     chosen_log_probs.masked_fill_(top == -torch.inf, -torch.inf).masked_fill_(~(top < torch.inf), torch.nan)
     return tokens.index_copy(0, rows, chosen), log_probs.index_copy(0, rows, chosen_log_probs)
 
 
-def _sample_torch(logits: Tensor, uniforms: Tensor, table: SamplingTable) -> tuple[Tensor, Tensor]:
+def _sample_torch(logits: Tensor, flags: SamplingFlags, table: Tensor) -> tuple[Tensor, Tensor]:
     """`sample` in torch operations; fp32 or fp64 logits are overwritten."""
-    greedy = table.numbers[0] == 0
-    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, table.numbers[0]), table.flags)
+    uniforms, inverse, top_k, top_p, min_p = table
+    greedy = inverse == 0
+    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, inverse), flags)
     log_total = sums.double().sum(-1).log()
-    if table.flags.top_k or table.flags.has_top_p or table.flags.has_min_p:
+    if flags.top_k or flags.has_top_p or flags.has_min_p:
         # The log-prob below is of a kept token, whose weight stays as it is.
-        _filter(weights, sums, table)
+        _filter(weights, flags, top_k, top_p, min_p)
+        _block_sums(weights, sums)
     tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))
     log_probs = weights.gather(1, tokens[:, None])[:, 0].double().log() - log_total
     return tokens, log_probs
@@ -205,10 +194,9 @@ def _block_sums(weights: Tensor, out: Tensor) -> None:
         torch.sum(weights[:, whole:], -1, out=out[:, -1])
 
 
-def _filter(weights: Tensor, sums: Tensor, table: SamplingTable) -> None:
+def _filter(weights: Tensor, flags: SamplingFlags, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
     """Set the weights of tokens that may not be sampled to 0; order as in transformers: top-k, top-p, min-p. Rows
     without a filter stay as they are."""
-    flags, (_, top_k, top_p, min_p) = table.flags, table.numbers
     if flags.top_k:
         count, top_k = min(flags.top_k, weights.shape[1]), top_k.long()
         smallest = weights.topk(count, -1).values.gather(1, (top_k - 1).clamp(0, count - 1)[:, None])
@@ -217,7 +205,6 @@ def _filter(weights: Tensor, sums: Tensor, table: SamplingTable) -> None:
         weights *= weights >= _smallest_top_p(weights, top_p)[:, None]
     if flags.has_min_p:
         weights *= weights >= min_p[:, None].to(weights.dtype)
-    _block_sums(weights, sums)
 
 
 def _smallest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The schedule of generation: `Scheduler.schedule` makes the `ScheduledBatch` of a step, `ModelRunner.run` computes it.
 
         add                         waiting  <-----------------------.
-                                       | _admit: blocks are taken    | _preempt: the cache is full, or
-                                       v                             | is out of date (`preempt_all`)
+                                       | _admit: blocks are taken    | _make_room: the cache is full;
+                                       v                             | preempt_all: it is out of date
           .------------------------>running -------------------------'
           |                            |
           |                            | _make_room: a block for the next token
@@ -36,7 +36,6 @@ beginning of one more (the partial-block prefix cache).
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -108,15 +107,6 @@ class ScheduledBatch:
         self.shared.append(min(shared, len(self.blocks[-1])))
         return len(self.tokens) - 1
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether each token is the last one of a response, whose next one is sampled from it."""
-        return bool(self.samples) and [index for _, index in self.samples] == [*range(len(self.tokens))]
-
-    def to_json(self) -> bytes:
-        """The batch without requests, for the workers of tensor parallelism."""
-        return json.dumps(vars(self) | {"completed": [], "samples": []}).encode()
-
     def split(self, size: int) -> list[ScheduledBatch]:
         """The same tokens as batches of at most `size`, to be computed in this order."""
         parts: list[ScheduledBatch] = []
@@ -132,6 +122,7 @@ class ScheduledBatch:
         return parts
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Continuous batching: decides which responses run, and what of them and of their prompts a step computes.
 
@@ -150,16 +141,14 @@ class Scheduler:
         prompts: of the running responses, by their tokens.
     """
 
-    def __init__(
-        self, cache: KVCache, stats: EngineStats, *, max_batch: int, step_tokens: int, cache_responses: bool = True
-    ) -> None:
-        self.cache, self.stats = cache, stats
-        self.cache_responses = cache_responses
-        self.max_batch = max_batch
-        self.step_tokens = step_tokens
-        self.waiting: deque[Response] = deque()
-        self.running: list[Response] = []
-        self.prompts: dict[tuple[int, ...], PromptState] = {}
+    cache: KVCache
+    stats: EngineStats
+    max_batch: int
+    step_tokens: int
+    cache_responses: bool = True
+    waiting: deque[Response] = field(default_factory=deque)
+    running: list[Response] = field(default_factory=list)
+    prompts: dict[tuple[int, ...], PromptState] = field(default_factory=dict)
 
     def schedule(self) -> ScheduledBatch:
         """The next step. Blocks and tokens count as filled and computed from here on."""
@@ -186,8 +175,9 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Let all running responses wait again, in the order in which they run; tokens in flight are forgotten, for
         responses preempted earlier too, and sampled again."""
-        for response in reversed(self.running.copy()):
-            self._preempt(response)
+        while self.running:
+            self.waiting.appendleft(self.running[-1])
+            self._leave(self.running[-1])
         for response in self.waiting:
             response.in_flight = 0
 
@@ -228,7 +218,8 @@ class Scheduler:
                     response.blocks += block
                 else:
                     self.stats.preemptions += 1
-                    self._preempt(self.running[-1])
+                    self.waiting.appendleft(self.running[-1])
+                    self._leave(self.running[-1])
 
     def _plan_prompts(self, batch: ScheduledBatch) -> None:
         """Plan chunks of prompts in their order of arrival."""
@@ -290,7 +281,7 @@ class Scheduler:
         its tokens."""
         budget, size = max(0, self.step_tokens - len(batch.tokens)), self.cache.block
         computed = [each for each in self.prompts.values() if each.computed == len(each.tokens)]
-        for prompt, response in [(each, response) for each in computed for response in each.running]:
+        for prompt, response in ((each, response) for each in computed for response in each.running):
             if response.sampled >= response.max_new_tokens:  # its last token is in flight
                 continue
             most, row, index = max(1, budget), -1, -1
@@ -325,7 +316,3 @@ class Scheduler:
         if not prompt.running:
             del self.prompts[response.prompt_key]
             self.cache.drop(prompt.blocks)
-
-    def _preempt(self, response: Response) -> None:
-        self._leave(response)
-        self.waiting.appendleft(response)
