@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from verl.models.memory import ModelSize
 from verl.models.options import LoraOptions
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.vllm.engine import VLLMEngine
-from verl.rollout.vllm.transport import DeviceTransport, FileTransport
+from verl.rollout.vllm.transport import Transport, in_device_memory, in_file
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
 
@@ -258,7 +259,7 @@ def test_what_fails_before_weights_are_put_in_place_leaves_the_old_ones(
     with pytest.raises(OSError, match="disk"):
         engine.load_shards(stream(), 9)
     monkeypatch.setattr("verl.rollout.vllm.transport.load_file", None)
-    monkeypatch.setattr(engine, "_transport", FileTransport())
+    monkeypatch.setattr(engine, "_publish", in_file)
     with pytest.raises(RolloutError, match=r"did not take the weights of version 9"):
         engine.load_shards(model_shards(model), 9)
     monkeypatch.undo()
@@ -268,11 +269,10 @@ def test_what_fails_before_weights_are_put_in_place_leaves_the_old_ones(
     engine.load_shards(model_shards(model), 9)
 
 
-class Damaged(FileTransport):
-    @contextmanager
-    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        with super().publish(shards) as message:
-            yield {**message, "checksum": "0"}
+@contextmanager
+def damaged(shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    with in_file(shards) as message:
+        yield {**message, "checksum": "0"}
 
 
 def test_untied_weights_travel_by_file_too_and_damage_is_seen(
@@ -288,11 +288,11 @@ def test_untied_weights_travel_by_file_too_and_damage_is_seen(
     with pytest.raises(ConfigError, match="holds no block"):
         VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, kv_memory=40 * token)
     nudge(model)
-    monkeypatch.setattr(engine, "_transport", FileTransport())
+    monkeypatch.setattr(engine, "_publish", in_file)
     engine.load_shards(model_shards(model), 1)
     samples = list(generate(engine, requests("f", SamplingParams(max_new_tokens=20))))
     assert differences(model, samples).max() < 1e-3
-    monkeypatch.setattr(engine, "_transport", Damaged())
+    monkeypatch.setattr(engine, "_publish", damaged)
     with pytest.raises(RolloutError, match="not those that were sent"):
         engine.load_shards(model_shards(model), 2)
     assert {s.policy_version for s in generate(engine, requests("f", SamplingParams(max_new_tokens=20)))} == {1}
@@ -318,11 +318,13 @@ def test_bf16_is_as_near_after_updates_as_a_fresh_engine(
     assert after < 1.2 * fresh
 
 
-@pytest.mark.parametrize("transport", [FileTransport(), DeviceTransport("cpu", 2)], ids=["file", "device"])
+@pytest.mark.parametrize(
+    "transport", [in_file, partial(in_device_memory, device="cpu", ranks=2)], ids=["file", "device"]
+)
 def test_two_ranks_share_the_model(
     make_model: Callable[..., PreTrainedModel],
     tokenizer: PreTrainedTokenizerFast,
-    transport: FileTransport | DeviceTransport,
+    transport: Transport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights come in a file, or, in many bunches, in memory that the workers open, as that of a GPU would be."""
@@ -330,8 +332,8 @@ def test_two_ranks_share_the_model(
     model = make_model("llama", torch.float32)
     engine = started(model, tokenizer, tensor_parallel_size=2)
     try:
-        assert isinstance(engine._transport, FileTransport)
-        engine._transport = transport
+        assert engine._publish is in_file
+        engine._publish = transport
         nudge(model)
         engine.load_shards(model_shards(model), 1)
         samples = list(generate(engine, requests("t", SamplingParams(max_new_tokens=12, temperature=0.8))))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,10 @@ from transformers import PreTrainedModel
 from tests import forked
 from verl.rollout.vllm import transport as vllm_transport
 from verl.rollout.vllm.transport import (
-    DeviceTransport,
-    FileTransport,
     Transport,
     device_checksum,
+    in_device_memory,
+    in_file,
     received,
     transport_for,
 )
@@ -47,10 +48,12 @@ def shards(make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.Monke
     return [*split_large(model_shards(make_model("llama", torch.float32))), *halves, *strange]
 
 
-@pytest.mark.parametrize("transport", [FileTransport(), DeviceTransport("cpu", 2)], ids=["file", "device"])
+@pytest.mark.parametrize(
+    "transport", [in_file, partial(in_device_memory, device="cpu", ranks=2)], ids=["file", "device"]
+)
 def test_another_process_reads_what_was_lent(shards: list[Shard], transport: Transport) -> None:
     assert any(not shard.is_whole for shard in shards)
-    with transport.publish(shards) as message:
+    with transport(shards) as message:
         text = json.dumps(message)
         for rank in ("0", "1"):
             done = forked.run([sys.executable, "-c", READER, rank], input=text)
@@ -61,9 +64,10 @@ def test_another_process_reads_what_was_lent(shards: list[Shard], transport: Tra
 
 def test_what_was_received_is_the_workers_own(shards: list[Shard]) -> None:
     """vLLM may keep pieces until a layer is whole, after the sender has used its memory again."""
-    with DeviceTransport("cpu", 1).publish(shards) as message:
+    with in_device_memory(shards, "cpu", 1) as message:
         found = received(message, 0, "cpu")
-        opened = vllm_transport.MEMORIES["cpu"].open(*vllm_transport._as_handle(message["handles"][0]))
+        handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in message["handles"][0]]
+        opened = vllm_transport.MEMORIES["cpu"].open(*handle)
         torch.empty(0, dtype=torch.uint8).set_(opened).zero_()
         with pytest.raises(ValueError, match="not those that were sent"):
             received(message, 0, "cpu")
@@ -75,7 +79,7 @@ def test_a_handle_is_for_one_reader(shards: list[Shard], monkeypatch: pytest.Mon
     opened: list[tuple[Any, ...]] = []
     memory = vllm_transport.Memory(lambda storage: next(shared), lambda *handle: opened.append(handle))  # type: ignore[arg-type]
     monkeypatch.setattr(vllm_transport, "MEMORIES", {"cpu": memory})
-    with DeviceTransport("cpu", 2).publish(shards) as message:
+    with in_device_memory(shards, "cpu", 2) as message:
         for rank in (1, 0):
             with pytest.raises(AttributeError):  # there is no storage here
                 received(message, rank, "cpu")
@@ -104,26 +108,27 @@ def test_a_device_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=seen[index]))
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *handle: opened.append(handle), raising=False)
     storage: Any = SimpleNamespace(_share_cuda_=lambda: (1, b"handle", 64, 0, b"counter", 0, b"event", True))
-    handle = vllm_transport._as_plain(vllm_transport.MEMORIES["cuda"].share(storage))
-    json.dumps(handle)
+    handle = vllm_transport.MEMORIES["cuda"].share(storage)
     seen.reverse()
-    vllm_transport.MEMORIES["cuda"].open(*vllm_transport._as_handle(handle))
+    vllm_transport.MEMORIES["cuda"].open(*handle)
     assert opened == [(0, b"handle", 64, 0, b"counter", 0, b"event", True)]
     seen.remove("GPU-b")
     with pytest.raises(ValueError, match=r"on device GPU-b, which this worker does not see, only \['GPU-a'\]"):
-        vllm_transport.MEMORIES["cuda"].open(*vllm_transport._as_handle(handle))
+        vllm_transport.MEMORIES["cuda"].open(*handle)
 
 
 @pytest.mark.parametrize(
-    ("trainer", "engine", "kind"),
+    ("trainer", "engine", "way"),
     [
-        ("cuda:1", "cuda:1", DeviceTransport),
-        ("cpu", "cuda", FileTransport),
-        ("cpu", "cpu", FileTransport),
+        ("cuda:1", "cuda:1", in_device_memory),
+        ("cpu", "cuda", in_file),
+        ("cpu", "cpu", in_file),
     ],
 )
-def test_weights_of_a_gpu_stay_on_it(trainer: str, engine: str, kind: type[Transport]) -> None:
-    assert type(transport_for(trainer, engine, 2)) is kind
+def test_weights_of_a_gpu_stay_on_it(trainer: str, engine: str, way: Callable[..., Any]) -> None:
+    transport = transport_for(trainer, engine, 2)
+    assert transport is way or (isinstance(transport, partial) and transport.func is way)
+    assert not isinstance(transport, partial) or transport.keywords == {"device": trainer, "ranks": 2}
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

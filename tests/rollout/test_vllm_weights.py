@@ -15,7 +15,7 @@ from tests import ranks
 from tests.tensor_memory import TensorMemory
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.vllm.engine import VLLMEngine
-from verl.rollout.vllm.transport import LiveTransport
+from verl.rollout.vllm.transport import in_process
 from verl.weights.shard import Shard
 from verl.weights.shards import model_shards
 
@@ -65,7 +65,7 @@ def test_pieces_are_put_in_place(
     found, peak = [], 0
     for versions in (3, 1):
         engine = VLLMEngine(model, tokenizer, eos_token_ids=(2,), seed=0, max_num_seqs=16, kv_memory=1 << 23)
-        assert isinstance(engine._transport, LiveTransport)  # the weights are counted in this process
+        assert engine._publish is in_process  # the weights are counted in this process
         for version in range(versions):
             if versions > 1:
                 with torch.no_grad():

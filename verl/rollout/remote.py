@@ -21,7 +21,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.response import check_prompt
 from verl.rollout.vllm.requests import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
-from verl.rollout.vllm.transport import FileTransport
+from verl.rollout.vllm.transport import in_file
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class RemoteEngine:
             RolloutError: it does not take them, or serves others afterwards.
         """
         weights = list(shards)
-        with FileTransport().publish(weights) as file:
+        with in_file(weights) as file:
             self._wait(
                 self._update({"version": version, "tied": self._tied, "weights": file}, weights), "take the weights"
             )
@@ -284,7 +284,7 @@ class ServerEngine(RemoteEngine):
                 raise RolloutError("it failed to take the weights")
             if server.weights != version or await self._served(server) != {version}:
                 logger.warning("rollout server %s gets the weights of version %d again", server.url, version)
-                with FileTransport().publish(weights) as file:
+                with in_file(weights) as file:
                     await self._give(server, {"version": version, "tied": self._tied, "weights": file})
             server.checked = True
 

@@ -7,8 +7,7 @@ A sample's tokens are determined by (run seed, sample id) up to rounding; vLLM s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from verl.rollout.embedded.response import check_prompt
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.vllm import start
 from verl.rollout.vllm.requests import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
-from verl.rollout.vllm.transport import LiveTransport, Transport, transport_for
+from verl.rollout.vllm.transport import Transport, in_file, in_process, transport_for
 from verl.weights.shard import Shard, in_buckets, split_large
 from verl.weights.shards import tied_names
 
@@ -90,9 +89,9 @@ class VLLMEngine:
         self._broken: str | None = None
         #: What has no memory now, by vLLM's names.
         self._asleep: set[str] = set()
-        self._transport: Transport = LiveTransport()
+        self._publish: Transport = in_process
         if tensor_parallel_size > 1 or torch.distributed.is_initialized():  # vLLM has processes of its own then
-            self._transport = transport_for(trainer, where, tensor_parallel_size)
+            self._publish = transport_for(trainer, where, tensor_parallel_size)
         self.llm = start.start(
             model,
             tokenizer,
@@ -118,7 +117,7 @@ class VLLMEngine:
             NoWeightsError: the weights were dropped in sleep.
             RolloutError: it is invalid, its id is in use, or vLLM does not support it.
         """
-        version = self._version()
+        self._check()
         check_new(request, self._running)
         check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
         if request.processors or request.guard is not None or request.top_log_probs:
@@ -131,11 +130,11 @@ class VLLMEngine:
         check_temperature(request, self._scaled)
         room = self.max_length - len(prompt)
         if min(request.params.max_new_tokens, room) == 0:
-            self._ready.append(Sample(request.id, [], [], "length", version))
+            self._ready.append(Sample(request.id, [], [], "length", self.policy_version))
             return
         params = sampling_arguments(request, self.seed, self.eos_token_ids, room)
         self._submit(request.id, prompt, params | {"flat_logprobs": True})
-        self._running[request.id] = request, version
+        self._running[request.id] = request, self.policy_version
 
     def step(self) -> list[Sample]:
         """One step of vLLM's engine; the samples that finished.
@@ -144,7 +143,7 @@ class VLLMEngine:
             NoWeightsError: the weights were dropped in sleep.
             RolloutError: vLLM failed; it is not used again.
         """
-        self._version()
+        self._check()
         if self._running or self._scoring:
             self._advance()
         done, self._ready = self._ready, []
@@ -192,21 +191,32 @@ class VLLMEngine:
             RolloutError: the weights are incomplete or were not taken. If none was applied, the old ones stay; if there
                 were none, it may be given weights again; else the engine is not used again.
         """
-        self._check_alive()
-        bunches = in_buckets(split_large(shards), on_host=self._transport.on_host)
+        self._check(has_weights=False)
+        bunches = in_buckets(split_large(shards), on_host=self._publish is in_file)
         coming = [next(bunches, [])]  # of a stream that fails at once, nothing is applied
         self._wake("weights")
-        with self._all_or_broken(version):
+        before, dropped = self._served(), self.lacks_weights
+        try:
             self.llm.start_weight_update()
-            while coming:  # one is let go before the next is made
-                self._send(version, coming.pop())
+            while coming:
+                with self._publish(coming.pop()) as weights:
+                    update = {"version": version, "tied": self._tied, "weights": weights}
+                    self.llm.update_weights({"update_info": update})
+                del update, weights  # before the next are made
                 coming += islice(bunches, 1)
+        except BaseException as error:  # vLLM's own, of any kind, or the stream's
+            # A part of it may have been applied over weights that were served.
+            if not dropped and (self._served() != before or None in before):
+                self._broken = f"it has a part of the weights of version {version}: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
+            raise RolloutError(f"vLLM did not take the weights of version {version}: {error}") from error
         self._call(self.llm.finish_weight_update, str(version))
         self._wake("kv_cache")
         self._call(self.llm.reset_prefix_cache, reset_running_requests=True)
         if (served := self._served()) != {version}:
             self._broken = f"it serves weights of versions {served}, not {version}"
-            self._check_alive()
+            self._check()
         self.policy_version, self.lacks_weights = version, False
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
@@ -216,7 +226,7 @@ class VLLMEngine:
             NoWeightsError: the weights were dropped in sleep.
             RolloutError: a request is unfinished, or vLLM failed.
         """
-        self._version()
+        self._check()
         if self.unfinished:
             raise RolloutError(f"the engine cannot score: {self.unfinished} requests are unfinished")
         self._submit("score", [*prompt_tokens, *response_tokens], {"max_tokens": 1, "prompt_logprobs": 0})
@@ -271,24 +281,6 @@ class VLLMEngine:
         text = cut_text(self._decode, tokens, request.params) if request.params.stop else None
         return Sample(request.id, tokens, sampled(completion.logprobs), finish, version, text)
 
-    def _send(self, version: int, shards: Sequence[Shard]) -> None:
-        with self._transport.publish(shards) as weights:
-            self.llm.update_weights({"update_info": {"version": version, "tied": self._tied, "weights": weights}})
-
-    @contextmanager
-    def _all_or_broken(self, version: int) -> Iterator[None]:
-        """Where an update fails after a part of it was applied over weights that were served, the engine is not used
-        again."""
-        before, dropped = self._served(), self.lacks_weights
-        try:
-            yield
-        except BaseException as error:  # vLLM's own, of any kind, or the stream's
-            if not dropped and (self._served() != before or None in before):
-                self._broken = f"it has a part of the weights of version {version}: {type(error).__name__}: {error}"
-            if not isinstance(error, Exception):
-                raise
-            raise RolloutError(f"vLLM did not take the weights of version {version}: {error}") from error
-
     def _served(self) -> set[int | None]:
         return {answer["version"] for answer in self._call(self.llm.collective_rpc, "verl_served")}
 
@@ -299,13 +291,8 @@ class VLLMEngine:
             self._broken = f"{type(error).__name__}: {error}"
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}") from error
 
-    def _version(self) -> int:
-        """That of the weights that are served."""
-        self._check_alive()
-        if self.lacks_weights:
-            raise NoWeightsError("vLLM dropped its weights in its sleep: give it some (load_shards) first")
-        return self.policy_version
-
-    def _check_alive(self) -> None:
+    def _check(self, has_weights: bool = True) -> None:
         if self._broken is not None:
             raise RolloutError(f"vLLM failed and is not used again: {self._broken}")
+        if has_weights and self.lacks_weights:
+            raise NoWeightsError("vLLM dropped its weights in its sleep: give it some (load_shards) first")

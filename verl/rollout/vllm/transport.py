@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,89 +28,62 @@ from verl.weights.shard import Shard, checksum
 _ALIGNED = 256
 
 
-class Transport(Protocol):
-    """One way to publish shards to workers.
-
-    Attributes:
-        on_host: whether shards are wanted on the CPU.
-    """
-
-    on_host: bool
-
-    def publish(self, shards: Sequence[Shard]) -> AbstractContextManager[dict[str, Any]]:
-        """A message from which `received` makes the shards until the end of the block; for other processes it is JSON
-        but for tuples. Its `slices` are the name and shape of each shard's weight, and the offset there."""
+#: One way to publish shards to workers: a message from which `received` makes them until the end of the block; for
+#: other processes it is JSON but for tuples. `slices` are the name and shape of each shard's weight, and its offset.
+Transport: TypeAlias = Callable[[Sequence[Shard]], AbstractContextManager[dict[str, Any]]]
 
 
 def transport_for(trainer: str, engine: str, ranks: int) -> Transport:
     """How weights of a trainer on one device reach an engine with this many ranks, in other processes."""
-    if trainer.startswith("cuda") and engine.startswith("cuda"):
-        return DeviceTransport(trainer, ranks)
-    return FileTransport()
+    on_device = trainer.startswith("cuda") and engine.startswith("cuda")
+    return partial(in_device_memory, device=trainer, ranks=ranks) if on_device else in_file
 
 
-class LiveTransport:
-    """The shards' own tensors, for a worker in this process."""
-
-    on_host = False
-
-    @contextmanager
-    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        """`slices`, `tensors`."""
-        yield {"slices": _slices(shards), "tensors": [shard.tensor for shard in shards]}
+@contextmanager
+def in_process(shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    """`shards` themselves, for a worker in this process."""
+    yield {"shards": shards}
 
 
-class FileTransport:
-    """A safetensors file, in /dev/shm if there is one, deleted at the end of the block."""
-
-    on_host = True
-
-    @contextmanager
-    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        """`path`, `slices` and `checksum`."""
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
-            path = Path(folder) / "weights.safetensors"
-            shards = [replace(shard, tensor=shard.tensor.detach().cpu().contiguous()) for shard in shards]
-            save_file({str(number): shard.tensor for number, shard in enumerate(shards)}, path)
-            yield {"path": str(path), "slices": _slices(shards), "checksum": checksum(shards)}
+@contextmanager
+def in_file(shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    """A safetensors file, in /dev/shm if there is one, deleted afterwards: `path`, `slices` and `checksum`."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
+        path = Path(folder) / "weights.safetensors"
+        shards = [replace(shard, tensor=shard.tensor.detach().cpu().contiguous()) for shard in shards]
+        save_file({str(number): shard.tensor for number, shard in enumerate(shards)}, path)
+        slices = [(shard.name, shard.global_shape, shard.offset) for shard in shards]
+        yield {"path": str(path), "slices": slices, "checksum": checksum(shards)}
 
 
-class DeviceTransport:
-    """One buffer on a device, which holds some shards and is opened by the workers: nothing passes through the
-    host.
+@contextmanager
+def in_device_memory(shards: Sequence[Shard], device: str, ranks: int) -> Iterator[dict[str, Any]]:
+    """One buffer on a device, which the workers open, so that nothing passes through the host: `memory`, `handles` (one
+    a rank), `views` (dtype, shape and first byte of each), `slices`, `checksum`.
 
     Args:
         device: where the buffer is; its kind is one of `MEMORIES`.
         ranks: workers. Each gets a handle of its own, since a handle counts one reader.
     """
-
-    on_host = False
-
-    def __init__(self, device: str, ranks: int) -> None:
-        self._device, self._ranks = torch.device(device), ranks
-
-    @contextmanager
-    def publish(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        """`memory`, `handles` (one a rank), `views` (dtype, shape and first byte of each), `slices`, `checksum`."""
-        sizes = [math.ceil(shard.nbytes / _ALIGNED) * _ALIGNED for shard in shards]
-        buffer = torch.zeros(max(sum(sizes), _ALIGNED), dtype=torch.uint8, device=self._device)
-        views = [
-            (str(shard.tensor.dtype).removeprefix("torch."), tuple(shard.tensor.shape), begin)
-            for shard, begin in zip(shards, accumulate(sizes, initial=0), strict=False)
-        ]
-        for view, shard in zip(_views(buffer, views), shards, strict=True):
-            view.copy_(shard.tensor.detach())
-        memory = MEMORIES[self._device.type]
-        message = {
-            "memory": self._device.type,
-            "views": views,
-            "slices": _slices(shards),
-            "checksum": device_checksum(buffer),
-            "handles": [_as_plain(memory.share(buffer.untyped_storage())) for _ in range(self._ranks)],
-        }
-        synchronize()  # what fills the buffer is done before another process reads it
-        yield message
+    sizes = [math.ceil(shard.nbytes / _ALIGNED) * _ALIGNED for shard in shards]
+    buffer = torch.zeros(max(sum(sizes), _ALIGNED), dtype=torch.uint8, device=device)
+    views = [
+        (str(shard.tensor.dtype).removeprefix("torch."), tuple(shard.tensor.shape), begin)
+        for shard, begin in zip(shards, accumulate(sizes, initial=0), strict=False)
+    ]
+    for view, shard in zip(_views(buffer, views), shards, strict=True):
+        view.copy_(shard.tensor.detach())
+    handles = [MEMORIES[buffer.device.type].share(buffer.untyped_storage()) for _ in range(ranks)]
+    message = {
+        "memory": buffer.device.type,
+        "views": views,
+        "slices": [(shard.name, shard.global_shape, shard.offset) for shard in shards],
+        "checksum": device_checksum(buffer),
+        "handles": [[part.hex() if isinstance(part, bytes) else part for part in handle] for handle in handles],
+    }
+    synchronize()  # what fills the buffer is done before another process reads it
+    yield message
 
 
 class Memory(NamedTuple):
@@ -152,10 +126,10 @@ def received(message: Mapping[str, Any], rank: int, device: torch.device | str) 
     Raises:
         ValueError: they cannot be reached, or are not those that were sent.
     """
+    if "shards" in message:
+        return list(message["shards"])
     path = message.get("path")
-    if "tensors" in message:
-        tensors = message["tensors"]
-    elif "memory" in message:
+    if "memory" in message:
         tensors = _from_device(message, rank, torch.device(device))
     elif path is None or not Path(path).is_file():
         raise ValueError(f"no weights came: there is no file '{path}' where this worker runs")
@@ -173,17 +147,14 @@ def _from_device(message: Mapping[str, Any], rank: int, device: torch.device) ->
     memory = MEMORIES.get(message["memory"])
     if memory is None:
         raise ValueError(f"this worker cannot open memory of '{message['memory']}', only of {', '.join(MEMORIES)}")
-    storage = memory.open(*_as_handle(message["handles"][rank]))
+    handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in message["handles"][rank]]
+    storage = memory.open(*handle)
     shared = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     # A copy, since vLLM may keep shards until a layer is whole, and the sender uses its memory again.
     buffer = shared.to(device, copy=True)
     if device_checksum(buffer) != message["checksum"]:  # it waits for the copy
         raise ValueError("the weights in device memory are not those that were sent")
     return _views(buffer, message["views"])
-
-
-def _slices(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(shard.name, shard.global_shape, shard.offset) for shard in shards]
 
 
 def device_checksum(buffer: Tensor) -> str:
@@ -203,11 +174,3 @@ def _views(buffer: Tensor, views: Sequence[Sequence[Any]]) -> list[Tensor]:
         end = begin + math.prod(shape) * dtype.itemsize
         tensors.append(buffer[begin:end].view(dtype).view(tuple(shape)))
     return tensors
-
-
-def _as_plain(handle: Sequence[Any]) -> list[Any]:
-    return [part.hex() if isinstance(part, bytes) else part for part in handle]
-
-
-def _as_handle(plain: Sequence[Any]) -> list[Any]:
-    return [bytes.fromhex(part) if isinstance(part, str) else part for part in plain]

@@ -9,7 +9,7 @@ weight each time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,6 @@ class BlockTarget(NamedTuple):
     stride: tuple[int, ...]
     start: int
 
-    def target(self) -> Tensor:
-        whole = getattr(self.module, self.tensor).data
-        return torch.as_strided(whole, self.shape, self.stride, whole.storage_offset() + self.start)
-
 
 class _Route(NamedTuple):
     """How a weight is loaded: the names of vLLM's parameters that it fills (None: it did not say), their modules, and
@@ -60,6 +56,7 @@ class WeightSink:
         self._model, self._config = model, config
         #: Of the weights that are put in place, once a version was loaded.
         self._in_place: dict[str, _Route] = {}
+        self._in_place_modules: set[nn.Module] = set()
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -67,8 +64,16 @@ class WeightSink:
         _put_back(self._model, self._config)
         initialize_layerwise_reload(self._model)
         self._expected = {name for name, _ in self._model.named_parameters()}
-        self._tensors = _Tensors(self._model)
-        for module in self._plain_modules():
+        # By their storage: most are not allocated yet.
+        self._owners = {
+            tensor.untyped_storage()._cdata: (module, name, tensor)
+            for module in self._model.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        #: Parts that a loader has copied to; vLLM copies again once a layer is whole.
+        self._filled: set[tuple[Any, ...]] = set()
+        for module in self._in_place_modules:
             _put_back(module, self._config)
         self._routes: dict[str, _Route] = {}
         self._left: dict[str, int] = {}
@@ -84,8 +89,10 @@ class WeightSink:
         if name == _HEAD:
             self._sample_head(shard)
         if (route := self._in_place.get(name)) is not None:
-            for block_target in route.targets or ():
-                fill_block(block_target.offset, block_target.target(), shard)
+            for block in route.targets or ():
+                whole = getattr(block.module, block.tensor).data
+                rows = torch.as_strided(whole, block.shape, block.stride, whole.storage_offset() + block.start)
+                fill_block(block.offset, rows, shard)
             self._loaded |= route.loads or set()
             return
         if not shard.is_whole:
@@ -94,7 +101,7 @@ class WeightSink:
             if self._left[name]:
                 return
             tensor = self._parts.pop(name)
-        with _Copies(tensor, self._tensors) as copies:
+        with _Copies(tensor, self._owners, self._filled) as copies:
             model: Any = self._model
             loads = model.load_weights([(name, tensor)])
         if loads is None:
@@ -117,74 +124,59 @@ class WeightSink:
         lacking = sorted({name for name, left in self._left.items() if left > 0} | (self._expected - self._loaded))
         if lacking:
             raise ValueError(f"{len(lacking)} weights of the model did not come, such as {lacking[0]}")
-        for module in self._plain_modules():
+        for module in self._in_place_modules:
             method: Any = getattr(module, "quant_method", None)
             if method is not None:
                 method.process_weights_after_loading(module)
         finalize_layerwise_reload(self._model, self._config)
         if self._head is not None:
-            _check_head(self._model, self._head)
+            _check_head(self._model, self._head, self._columns)
         self._in_place = self._in_place or _in_place(self._routes)
-
-    def _plain_modules(self) -> set[nn.Module]:
-        return {module for route in self._in_place.values() for module in route.modules}
+        self._in_place_modules = {module for route in self._in_place.values() for module in route.modules}
 
     def _sample_head(self, shard: Shard) -> None:
         """Keep the columns of the output layer that are read back later."""
         rows, width = shard.global_shape
-        columns = _columns(width)
         if self._head is None:
-            self._head = shard.tensor.new_empty(rows, len(columns))
+            self._columns = sorted({0, width // 3, width - 1})
+            self._head = shard.tensor.new_empty(rows, len(self._columns))
         (low, left), (height, size) = shard.offset, shard.tensor.shape
-        for index, column in enumerate(columns):
+        for index, column in enumerate(self._columns):
             if left <= column < left + size:
                 self._head[low : low + height, index] = shard.tensor[:, column - left]
-
-
-class _Tensors:
-    """The tensors of a model as loaders fill them, by their storage: most are not allocated yet."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._owner = {
-            tensor.untyped_storage()._cdata: (module, name, tensor)
-            for module in model.modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        }
-        #: Parts that a loader has copied to; vLLM copies again once a layer is whole.
-        self.filled: set[tuple[Any, ...]] = set()
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._owner
-
-    def block_target(self, offset: tuple[int, ...], target: Tensor) -> BlockTarget:
-        module, name, whole = self._owner[target.untyped_storage()._cdata]
-        start = int(target.storage_offset() - whole.storage_offset())
-        return BlockTarget(offset, module, name, tuple(target.shape), target.stride(), start)
 
 
 class _Copies(TorchDispatchMode):
     """Inside, what a loader copies out of a weight is recorded.
 
+    Args:
+        owners: by their storage, the model's tensors, with their modules and names.
+        filled: parts of them that were copied to; grows.
+
     Attributes:
         targets: of the blocks; None: something else than a block was copied.
     """
 
-    def __init__(self, weight: Tensor, tensors: _Tensors) -> None:
+    def __init__(
+        self, weight: Tensor, owners: Mapping[int, tuple[nn.Module, str, Tensor]], filled: set[tuple[Any, ...]]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weight, self._tensors = weight, tensors
+        self._weight, self._owners, self._filled = weight, owners, filled
         self.targets: tuple[BlockTarget, ...] | None = () if weight.is_contiguous() else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0] in self._tensors and args[1] not in self._tensors:
-            self._copied(args[0], args[1])
+        if func is torch.ops.aten.copy_.default:
+            to, source = args[:2]
+            owner = self._owners.get(to.untyped_storage()._cdata)
+            if owner is not None and source.untyped_storage()._cdata not in self._owners:
+                self._copied(*owner, to, source)
         return func(*args, **(kwargs or {}))
 
-    def _copied(self, target: Tensor, source: Tensor) -> None:
-        part = target.untyped_storage()._cdata, target.storage_offset(), tuple(target.shape)
-        if part in self._tensors.filled:
+    def _copied(self, module: nn.Module, name: str, whole: Tensor, target: Tensor, source: Tensor) -> None:
+        part = module, name, target.storage_offset(), tuple(target.shape)
+        if part in self._filled:
             return
-        self._tensors.filled.add(part)
+        self._filled.add(part)
         weight = self._weight
         is_of_it = source.untyped_storage()._cdata == weight.untyped_storage()._cdata
         if self.targets is None or not is_of_it or source.stride() != weight.stride() or source.shape != target.shape:
@@ -194,7 +186,9 @@ class _Copies(TorchDispatchMode):
         for stride in weight.stride():
             index, rest = divmod(rest, stride)
             offset.append(index)
-        self.targets = (*self.targets, self._tensors.block_target(tuple(offset), target))
+        start = int(target.storage_offset() - whole.storage_offset())
+        block = BlockTarget(tuple(offset), module, name, tuple(target.shape), target.stride(), start)
+        self.targets = (*self.targets, block)
 
 
 def _in_place(routes: Mapping[str, _Route]) -> dict[str, _Route]:
@@ -234,25 +228,20 @@ def _put_back(model: nn.Module, config: Any) -> None:
     finalize_layerwise_reload(model, config)
 
 
-def _columns(width: int) -> list[int]:
-    return sorted({0, width // 3, width - 1})
-
-
-def _check_head(model: nn.Module, sent: Tensor) -> None:
+def _check_head(model: nn.Module, sent: Tensor, columns: Sequence[int]) -> None:
     """Read columns of the output layer back by multiplying unit vectors, which is exact: a layer with a packed copy (as
     a tied one on CPU) might otherwise keep old weights unnoticed.
 
     Args:
-        sent: the columns `_columns`, as they came.
+        sent: these columns, as they came.
     """
     head: Any = getattr(model, "lm_head", None)
     method: Any = getattr(head, "quant_method", None)
     if head is None or "Unquantized" not in type(method).__name__:
         return
     width = head.weight.shape[1]
-    columns = torch.tensor(_columns(width))
     units = torch.zeros(len(columns), width, dtype=head.weight.dtype, device=head.weight.device)
-    units[torch.arange(len(columns)), columns] = 1
+    units[torch.arange(len(columns)), torch.tensor(columns)] = 1
     served = method.apply(head, units, bias=None)
     start, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
     if not torch.equal(served[:, : end - start], sent[start:end].t().to(served)):
