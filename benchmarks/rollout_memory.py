@@ -39,8 +39,8 @@ def workspace(engine: Any) -> int:
     """Bytes that generation needs beside weights and KV cache: activations of a step, its logits, and on CPU what
     oneDNN keeps for products in half precision. Processors and top-p need some more rows of logits per response."""
     packed = engine.packed
-    padded, scheduler = engine.runner.padded, engine.scheduler
-    tokens, rows = padded(scheduler.step_tokens + scheduler.max_batch), padded(scheduler.max_batch)
+    padded, options = engine.runner.padded, engine.options
+    tokens, rows = padded(options.step_tokens + options.max_batch), padded(options.max_batch)
     width = getattr(packed.config, "intermediate_size", None) or 4 * packed.hidden_size
     heads = (packed.num_heads + packed.num_kv_heads) * packed.head_dim
     layer = 4 * packed.hidden_size + 2 * heads + 2 * width

@@ -65,7 +65,7 @@ def test_ragged_rows_equal_buckets(rows: list[Row], window: int | None, heads: t
     inputs = [torch.randn(size, n, 8, dtype=torch.float64, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
     outer = torch.randn(size, heads[0], 8, dtype=torch.float64)
     expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)
-    output = varlen.varlen_attend(varlen_attn, *inputs, varlen.VarlenKeys(rows), SCALE, window)
+    output = varlen.VarlenKeys(rows).attend(varlen_attn, *inputs, SCALE, window)
     assert (output - expected).abs().max() < 1e-12
     wanted = torch.autograd.grad(expected, inputs, outer)
     for one, other in zip(torch.autograd.grad(output, inputs, outer), wanted, strict=True):
@@ -207,7 +207,7 @@ def test_an_older_torch_takes_the_package(package: Package, window: int | None, 
     rows = [Row(0, 4), Row(4, 3, Row(0, 4)), Row(7, 2, Row(0, 4))]
     inputs = [torch.randn(9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)
-    found = varlen.varlen_attend(kernel, *inputs, varlen.VarlenKeys(rows), SCALE, window)
+    found = varlen.VarlenKeys(rows).attend(kernel, *inputs, SCALE, window)
     assert (found - expected).abs().max() < 1e-12
     assert [call["deterministic"] for call in calls] == [True]
 
@@ -267,7 +267,7 @@ def test_a_torch_without_pages_takes_its_kernel_for_training(
     rows = [Row(0, 4), Row(4, 3, Row(0, 4))]
     inputs = [torch.randn(7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     expected = attend(*inputs, Segments(rows, (), torch.device("cpu")).buckets, SCALE, window)
-    found = varlen.varlen_attend(kernel, *inputs, varlen.VarlenKeys(rows), SCALE, window)
+    found = varlen.VarlenKeys(rows).attend(kernel, *inputs, SCALE, window)
     assert (found - expected).abs().max() < 1e-12
 
 

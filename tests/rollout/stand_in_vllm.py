@@ -62,9 +62,9 @@ class LLM:
     def update_weights(self, request: Mapping[str, Any]) -> None:
         weights, state = request["update_info"]["weights"], self.model.state_dict()
         self.served = None
-        for (name, _, offset), piece in zip(weights["slices"], weights["tensors"], strict=True):
-            block = tuple(slice(low, low + size) for low, size in zip(offset, piece.shape, strict=True))
-            state[name][block] = piece
+        for shard in weights["shards"]:
+            sides = zip(shard.offset, shard.tensor.shape, strict=True)
+            state[shard.name][tuple(slice(low, low + size) for low, size in sides)] = shard.tensor
 
     def finish_weight_update(self, version: str) -> None:
         if self.broken:

@@ -194,6 +194,6 @@ def test_what_cannot_be_is_said(tiny: Path) -> None:
     engine = verl.Actor.from_pretrained(str(tiny)).group.worker.rollout_engine
     with pytest.raises(RolloutError, match="leave ignore_eos out"):
         engine.add(Request("x", [5], SamplingParams(ignore_eos=True), grammar=Grammar.regex("a")))
-    engine._response.keywords["tokenizer"] = None
+    engine._responses = engine._responses._replace(tokenizer=None)
     with pytest.raises(RolloutError, match="no tokenizer"):
         engine.add(Request("x", [5], grammar=Grammar.regex("a")))

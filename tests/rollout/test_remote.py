@@ -363,5 +363,5 @@ def test_addresses_are_checked() -> None:
 def test_what_cannot_be_sent_is_refused(serve: Callable[..., Plain]) -> None:
     with pytest.raises(RolloutError, match="'x' has a grammar"):
         engine(serve(1)).add(Request("x", [20, 30], PARAMS, grammar=Grammar.regex("a")))
-    with pytest.raises(RolloutError, match="log-probs of other tokens, which cannot be sent"):
+    with pytest.raises(RolloutError, match="log-probs of other tokens: use the engine embedded or hf"):
         engine(serve(1)).add(Request("x", [20, 30], PARAMS, top_log_probs=1))

@@ -94,7 +94,7 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(
         compiled=False,
         look_ahead=ahead,
     )
-    assert engine.cache.block == 16 and engine.look_ahead == (ahead is None)
+    assert engine.cache.block == 16 and engine.options.look_ahead == (ahead is None)
     samples = run(engine, requests)
     assert calls
     assert engine.cache.available == engine.cache.num_blocks == blocks

@@ -35,7 +35,7 @@ from verl._base.autograd import add_rows
 from verl._host.device import is_host, to_device
 from verl.attention import flash
 from verl.attention.prefix_tree import Indices, PrefixTree, families, joined, prefix_tree
-from verl.attention.varlen import VarlenKeys, varlen_attend
+from verl.attention.varlen import VarlenKeys
 from verl.errors import DataError
 from verl.kernels.compiled import VECTOR, layer_kernels
 
@@ -199,7 +199,7 @@ class Segments:
     ) -> Tensor:
         """The attention output `[T, H, D]`. The same for every layer."""
         if (kernel := flash.flash_attention(v_TKD)) is not None:
-            return varlen_attend(kernel, q_THD, k_TKD, v_TKD, self._varlen, scale, window)
+            return self._varlen.attend(kernel, q_THD, k_TKD, v_TKD, scale, window)
         return attend(q_THD, k_TKD, v_TKD, self.buckets, scale, window)
 
     @cached_property

@@ -11,7 +11,7 @@ Legend: T flat tokens, N rows, U gathered keys, P tokens of prefixes, H query he
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,18 @@ class VarlenKeys:
             for index in (keys, own_keys, shared, *rounds)
         )
 
+    def attend(
+        self, kernel: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """The attention output `[T, H, D]`. `window`: tokens that each sees, itself included."""
+        # Under autocast, rotary embeddings leave query and key in fp32.
+        q_THD, k_TKD = q_THD.to(v_TKD.dtype), k_TKD.to(v_TKD.dtype)
+        lists = (self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k)
+        window_size = (-1 if window is None else window - 1, 0)
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": q_THD.shape[1] != k_TKD.shape[1]}
+        out_THD: Tensor = kernel(q_THD, self.gather(k_TKD), self.gather(v_TKD), *lists, **options)
+        return out_THD
+
     def gather(self, x_TKD: Tensor) -> Tensor:
         """The keys or values `[U, K, D]` of each row."""
         return x_TKD if self.keys is None else _Gather.apply(x_TKD, self)  # type: ignore[no-untyped-call]
@@ -87,21 +99,3 @@ class _Gather(torch.autograd.Function):
         for copies in varlen.rounds:
             shared[: len(copies)] += grad_UKD.index_select(0, copies)
         return total_TKD.index_copy_(0, varlen.shared, shared.to(grad_UKD.dtype)), None
-
-
-def varlen_attend(
-    kernel: Callable[..., Tensor],
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    varlen: VarlenKeys,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """The attention output `[T, H, D]`. `window`: tokens that each sees, itself included."""
-    # Under autocast, rotary embeddings leave query and key in fp32.
-    q_THD, k_TKD = q_THD.to(v_TKD.dtype), k_TKD.to(v_TKD.dtype)
-    lists = (varlen.cu_seq_q, varlen.cu_seq_k, varlen.max_q, varlen.max_k)
-    window_size = (-1 if window is None else window - 1, 0)
-    options = {"scale": scale, "window_size": window_size, "enable_gqa": q_THD.shape[1] != k_TKD.shape[1]}
-    return kernel(q_THD, varlen.gather(k_TKD), varlen.gather(v_TKD), *lists, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from verl.errors import ConfigError
@@ -13,6 +14,7 @@ from verl.rollout.hooks import Guard, Verdict
 from verl.rollout.turns import Turns
 
 
+@dataclass(eq=False)
 class ScoreGuard:
     """A guard with a threshold: a text that scores below `minimum` gets the verdict.
 
@@ -24,21 +26,18 @@ class ScoreGuard:
         verdict: "reject" discards the response, "stop" ends it as it is.
     """
 
-    def __init__(
-        self,
-        score: Callable[[list[str]], Sequence[float]],
-        minimum: float,
-        *,
-        every: int = 16,
-        verdict: Verdict = "reject",
-    ) -> None:
-        self.score, self.minimum, self.every, self.verdict = score, minimum, every, verdict
+    score: Callable[[list[str]], Sequence[float]]
+    minimum: float
+    _: KW_ONLY
+    every: int = 16
+    verdict: Verdict = "reject"
 
     def __call__(self, texts: Sequence[str]) -> list[Verdict]:
         # NaN does not pass.
         return [None if score >= self.minimum else self.verdict for score in self.score(list(texts))]
 
 
+@dataclass(eq=False, kw_only=True)
 class ConstrainedEpisode:
     """A single turn under constraints; a response that violates one is discarded and another one is sampled.
 
@@ -57,25 +56,19 @@ class ConstrainedEpisode:
         ConfigError: there is no constraint, or `max_resamples` is negative.
     """
 
-    #: Samples do not follow the model's distribution; the trainer warns of it.
-    masks: bool
+    grammar: Grammar | Callable[[Mapping[str, Any]], Grammar | None] | None = None
+    guard: Guard | None = None
+    accept: Callable[[str, Mapping[str, Any]], bool | Awaitable[bool]] | None = None
+    max_resamples: int = 3
+    deadline: float = DEADLINE
 
-    def __init__(
-        self,
-        *,
-        grammar: Grammar | Callable[[Mapping[str, Any]], Grammar | None] | None = None,
-        guard: Guard | None = None,
-        accept: Callable[[str, Mapping[str, Any]], bool | Awaitable[bool]] | None = None,
-        max_resamples: int = 3,
-        deadline: float = DEADLINE,
-    ) -> None:
-        if grammar is None and guard is None and accept is None:
+    def __post_init__(self) -> None:
+        if self.grammar is None and self.guard is None and self.accept is None:
             raise ConfigError("a constrained episode needs a grammar, a guard or accept")
-        if max_resamples < 0:
-            raise ConfigError(f"max_resamples must be at least 0, got {max_resamples}")
-        self.grammar, self.guard, self.accept = grammar, guard, accept
-        self.max_resamples, self.deadline = max_resamples, deadline
-        self.masks = grammar is not None
+        if self.max_resamples < 0:
+            raise ConfigError(f"max_resamples must be at least 0, got {self.max_resamples}")
+        #: Whether samples do not follow the model's distribution; the trainer warns of it.
+        self.masks = self.grammar is not None
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         assert client.text is not None

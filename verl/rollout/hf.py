@@ -15,7 +15,6 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,7 +27,7 @@ from verl.models.lora import adapters_off
 from verl.models.packed import evaluating
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, SamplingParams, check_new
-from verl.rollout.embedded.response import Response, sample_next
+from verl.rollout.embedded.response import Response, ResponseOptions, sample_next
 from verl.weights.shard import Shard
 from verl.weights.shards import take_model_shards
 
@@ -84,14 +83,7 @@ class HFEngine:
         self.policy_version = 0
         self._original_length = original_length(config) or _UNLIMITED
         self._vocab_size = int(config.vocab_size)
-        self._response = partial(
-            Response,
-            seed=seed,
-            vocab_size=self._vocab_size,
-            max_length=self.max_length,
-            eos_token_ids=tuple(eos_token_ids),
-            tokenizer=tokenizer,
-        )
+        self._responses = ResponseOptions(seed, self._vocab_size, self.max_length, tuple(eos_token_ids), tokenizer)
         self._accepted = inspect.signature(model.forward).parameters
         self._waiting: deque[Response] = deque()
         self._by_id: dict[str, Response] = {}
@@ -111,7 +103,7 @@ class HFEngine:
             RolloutError: it is invalid, or its id is in use.
         """
         check_new(request, self._by_id)
-        self._by_id[request.id] = self._response(request)
+        self._by_id[request.id] = Response(request, self._responses)
         self._waiting.append(self._by_id[request.id])
 
     @torch.no_grad()
@@ -191,7 +183,7 @@ class HFEngine:
             self._cache = None
         with evaluating(self.model):
             logits = self._logits_by_cache(rows) if cached else self._logits_of_whole_rows(rows)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _logits_by_cache(self, rows: list[list[int]]) -> Tensor:
         device = self.model.device
@@ -245,33 +237,28 @@ class HFEngine:
         ids = (torch.tensor([row], device=self.model.device) for rows in steps for row in rows)
         with evaluating(self.model):
             plain = torch.stack([self.model(input_ids=row, use_cache=False).logits[0, -1] for row in ids])
-        plain = plain if plain.dtype == torch.float64 else plain.float()
+        plain = plain.to(torch.promote_types(plain.dtype, torch.float32))
         if not plain.isfinite().all():
             return  # sampling raises an error for broken weights
         try:
-            difference = self._difference(steps, plain)
-            reason = "" if difference <= tolerance else f"logits differ by {difference:.1%}"
+            if (difference := self._difference(steps, plain)) <= tolerance:
+                return
+            reason = f"logits differ by {difference:.1%}"
         except Exception as error:  # a model's code may fail in any way on this cache
             reason = f"{type(error).__name__}: {error}"
-        if not reason:
-            return
         self.cached = False
-        difference = self._difference(steps, plain)
-        if not difference <= tolerance:
+        if not (difference := self._difference(steps, plain)) <= tolerance:
             raise ModelError(
                 f"the logits of {name} depend on tokens to come or on other rows (they differ by {difference:.1%}): "
                 "it cannot be sampled from"
             )
-        logger.warning(
-            "%s cannot use a cache over padded rows (%s): every step computes whole rows, and the time grows with the "
-            "square of their length",
-            *(name, reason),
-        )
+        text = "%s cannot use a cache over padded rows (%s): every step computes whole rows, and the time grows"
+        logger.warning(text + " with the square of their length", name, reason)
 
     def _difference(self, steps: list[list[list[int]]], plain: Tensor) -> float:
         """The largest relative difference between `plain` and our logits of these steps' rows."""
         requests = [Request(str(i), row, SamplingParams(max_new_tokens=1)) for i, row in enumerate(steps[0])]
-        self._batch = [self._response(request) for request in requests]
+        self._batch = [Response(request, self._responses) for request in requests]
         try:
             logits = [self._forward()]
             for rows in steps[1:]:

@@ -19,8 +19,7 @@ from verl._host.http_servers import NoServerError, Server, ServerPool, check_mod
 from verl._host.user_calls import DEADLINE
 from verl.errors import RolloutError
 from verl.rollout.base import Request, Sample, check_new
-from verl.rollout.embedded.response import check_prompt
-from verl.rollout.vllm.requests import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
+from verl.rollout.vllm.requests import FINISH, check_request, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm.transport import in_file
 from verl.weights.shard import Shard
 
@@ -95,14 +94,10 @@ class RemoteEngine:
         check_new(request, self._asked)
         if self._broken is not None:
             raise RolloutError(f"the engine is not used again: {self._broken}")
-        if request.processors or request.guard is not None or request.top_log_probs:
-            parts = "logits processors, a guard or log-probs of other tokens"
-            raise RolloutError(f"request '{request.id}' has {parts}, which cannot be sent")
         if request.grammar is not None:
             why = "its log-probs would be the masked model's, not the trainer's; use the engine embedded, hf or vllm"
             raise RolloutError(f"request '{request.id}' has a grammar: {why} (in process)")
-        check_temperature(request, self._scaled)
-        check_prompt(request.id, list(request.prompt_tokens), self._vocab_size, self._max_length)
+        check_request(request, self._scaled, self._vocab_size, self._max_length)
         future = self._submit(self._answer(request))
         self._asked[request.id] = future
         future.add_done_callback(lambda done: self._done.put((request.id, done)))

@@ -50,13 +50,13 @@ class DecodeStep:
 
     def run(self, batch: ScheduledBatch, sampling: npt.NDArray[np.float64]) -> None:
         """Copy the step's numbers, `sampling_table` among them, to the device, and compute it."""
-        # Padding is a first token whose key and value go to the spare block.
+        # Padding is a first token whose key and value go to the block behind the others.
         count = len(batch.tokens)
         numbers = np.zeros(self.numbers.shape, np.int64)
         numbers[_IN_FLIGHT] = -1
-        numbers[_SLOT] = self._cache.spare * self._cache.block
+        numbers[_SLOT] = self._cache.num_blocks * self._cache.block
         numbers[_USED] = 1
-        numbers[_TABLE] = self._cache.spare
+        numbers[_TABLE] = self._cache.num_blocks
         numbers[:_UNIFORM, :count] = batch.tokens, batch.positions, batch.sampled_rows, batch.slots, batch.used
         numbers[_UNIFORM:_TABLE] = sampling.view(np.int64)
         for row, blocks in enumerate(batch.blocks):

@@ -11,8 +11,8 @@ does not wait for the host. A response whose end is found that way has one token
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from verl.models.packed import PackedModel
 from verl.models.rope import original_length
 from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.kv_cache import KVCache, block_tokens, blocks_for
-from verl.rollout.embedded.response import PendingTokens, Response
+from verl.rollout.embedded.response import PendingTokens, Response, ResponseOptions
 from verl.rollout.embedded.runner import ModelRunner
-from verl.rollout.embedded.scheduler import EngineStats, Scheduler
+from verl.rollout.embedded.scheduler import EngineOptions, EngineStats, Scheduler
 from verl.weights.shard import Shard, local_part
 from verl.weights.shards import take_model_shards
 
@@ -44,17 +44,10 @@ class EmbeddedEngine:
         eos_token_ids: tokens that end a response.
         seed: the run's seed.
         tokenizer: for stop strings, guards and grammars.
-        max_batch: responses that run at a time.
         kv_memory: bytes of the KV cache; None: as much as `max_batch` responses of `max_length` need, half of the
             free memory at most. Without the CPU's kernels one more block is allocated, which padding is written to.
         max_length: prompt and response together; None: what the model allows.
-        step_tokens: prompt tokens computed in one step, besides one token of each running response.
-        batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same in any
-            batch and after any preemption, at the price of speed; prompts do not share what was computed for
-            responses.
-        compiled: on CPU use the compiled kernels where they can be built.
-        look_ahead: launch a step before the tokens of the one before are read, decode steps from fixed buffers; None:
-            on an accelerator. Not where ranks share the model.
+        **options: the fields of `EngineOptions`.
 
     Raises:
         ModelError: the model has no packed forward, or its layers have keys and values of different shapes.
@@ -70,50 +63,28 @@ class EmbeddedEngine:
         eos_token_ids: Sequence[int],
         seed: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        max_batch: int = 256,
         kv_memory: int | None = None,
         max_length: int | None = None,
-        step_tokens: int = 2048,
-        batch_invariant: bool = False,
-        compiled: bool = True,
-        look_ahead: bool | None = None,
+        **options: Any,
     ) -> None:
         if not packed.supports_paged:
             lack = "keys and values of one shape, once a layer," if packed.supports_packed else "packed forward"
             raise ModelError(f"{type(packed.model).__name__} has no {lack}: generate with the 'hf' rollout engine")
-        if max_batch < 1 or step_tokens < 1:
-            raise ConfigError(f"rollout: max_batch ({max_batch}) and step_tokens ({step_tokens}) must be positive")
         self.packed = packed
         self.max_length = _max_length(packed, max_length)
-        self._response = partial(
-            Response,
-            seed=seed,
-            vocab_size=packed.vocab_size,
-            max_length=self.max_length,
-            eos_token_ids=tuple(eos_token_ids),
-            tokenizer=tokenizer,
-        )
+        self._responses = ResponseOptions(seed, packed.vocab_size, self.max_length, tuple(eos_token_ids), tokenizer)
         on_device = not is_host(packed.device)
         #: Whether its log-probs are the trainer's own numbers. On a device attention over pages, and products of a few
         #: rows, take other kernels than a training step.
         self.exact = not on_device
-        self.look_ahead = (on_device if look_ahead is None else look_ahead) and packed.tensor_group is None
+        self.options = EngineOptions(**options)
+        ahead = on_device if self.options.look_ahead is None else self.options.look_ahead
+        self.options = replace(self.options, look_ahead=ahead and packed.tensor_group is None)
         self.policy_version = 0
         self.stats = EngineStats()
-        self.cache = _make_cache(packed, kv_memory, max_batch, self.max_length, compiled)
-        self.scheduler = Scheduler(
-            self.cache, self.stats, max_batch=max_batch, step_tokens=step_tokens, cache_responses=not batch_invariant
-        )
-        self.runner = ModelRunner(
-            packed,
-            self.cache,
-            self.stats,
-            max_batch=max_batch,
-            max_length=self.max_length,
-            batch_invariant=batch_invariant,
-            compiled=compiled,
-            look_ahead=self.look_ahead,
-        )
+        self.cache = _make_cache(packed, kv_memory, self.max_length, self.options)
+        self.scheduler = Scheduler(self.cache, self.stats, self.options)
+        self.runner = ModelRunner(packed, self.cache, self.stats, self.options, self.max_length)
         self._model_state: list[tuple[int, int]] = []
         #: Tokens of the last step, while they are in flight.
         self._pending: list[PendingTokens] = []
@@ -132,7 +103,7 @@ class EmbeddedEngine:
                 does not fit the cache, or its id is in use.
         """
         check_new(request, self._by_id)
-        response = self._response(request)
+        response = Response(request, self._responses)
         prompt, size = len(response.prompt), self.cache.block
         needed = blocks_for(prompt, size) + blocks_for(prompt % size + response.max_new_tokens, size)
         if needed > self.cache.num_blocks:
@@ -164,7 +135,7 @@ class EmbeddedEngine:
             before, self._pending = self._pending, self.runner.run(batch, self.policy_version)
             # Looking ahead, a step is on the device by now while the tokens of the one before are read here.
             self._take(before)
-            if not self.look_ahead:
+            if not self.options.look_ahead:
                 self._take(self._pending)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.
@@ -259,12 +230,12 @@ class EmbeddedEngine:
             self.scheduler.preempt_all()
 
 
-def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_length: int, compiled: bool) -> KVCache:
+def _make_cache(packed: PackedModel, kv_memory: int | None, max_length: int, options: EngineOptions) -> KVCache:
     tokens = block_tokens(packed.device)
     shape = (packed.num_layers, packed.num_kv_heads, packed.head_dim, packed.dtype)
     size = KVCache.block_bytes(*shape, tokens)
     if kv_memory is None:
-        wanted = 2 * max_batch * blocks_for(max_length, tokens) * size
+        wanted = 2 * options.max_batch * blocks_for(max_length, tokens) * size
         kv_memory = min(wanted, free_memory(packed.device) // 2)
         if packed.tensor_group is not None:
             least = torch.tensor(kv_memory)
@@ -275,7 +246,7 @@ def _make_cache(packed: PackedModel, kv_memory: int | None, max_batch: int, max_
             f"rollout: a KV cache of {kv_memory} bytes is too small: a prompt and its response take at least "
             f"{2 * size} bytes with this model"
         )
-    return KVCache(kv_memory // size, *shape, packed.device, compiled, tokens)
+    return KVCache(kv_memory // size, *shape, packed.device, options.compiled, tokens)
 
 
 def _max_length(packed: PackedModel, wanted: int | None) -> int:

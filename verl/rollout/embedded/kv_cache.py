@@ -23,6 +23,7 @@ from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from itertools import accumulate, takewhile
 from operator import and_, eq
 
@@ -47,6 +48,7 @@ def blocks_for(tokens: int, size: int = BLOCK) -> int:
     return -(-tokens // size)
 
 
+@dataclass(eq=False)
 class KVCache:
     """Storage and book-keeping of N blocks.
 
@@ -59,27 +61,22 @@ class KVCache:
         keys, values: `[L, N, B, K, D]`, or for kernels `[L, N, K, D / P, B, P]` and `[L, N, K, B / P, W, P]`; absent
             while asleep.
         kernels: those that the layout is for, if any.
-        spare: a block more, which padding is written to; without kernels.
         filled: for each block whether it holds the keys and values of its prompt; set by the user of the block.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        compiled: bool = True,
-        block: int = BLOCK,
-    ) -> None:
-        self.num_blocks = self.spare = num_blocks
-        self.block = block
-        self._layers, self.heads, self.head_dim = num_layers, num_heads, head_dim
-        self.dtype, self.device = dtype, device
-        self.nbytes = num_blocks * self.block_bytes(num_layers, num_heads, head_dim, dtype, block)
-        self.kernels = kernels(dtype, device) if compiled else None
+    num_blocks: int
+    num_layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    compiled: InitVar[bool] = True
+    block: int = BLOCK
+
+    def __post_init__(self, compiled: bool) -> None:
+        size = self.block_bytes(self.num_layers, self.heads, self.head_dim, self.dtype, self.block)
+        self.nbytes = self.num_blocks * size
+        self.kernels = kernels(self.dtype, self.device) if compiled else None
         self.clear()
         self.allocate()
 
@@ -110,7 +107,7 @@ class KVCache:
         self.asleep = False
 
     def _empty(self, block: tuple[int, ...]) -> Tensor:
-        shape = (self._layers, self.num_blocks + (self.kernels is None), *block)
+        shape = (self.num_layers, self.num_blocks + (self.kernels is None), *block)
         if self.device.type != "cpu" or not self.num_blocks or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         # Blocks are read in any order; large pages keep address translation cheap.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +45,16 @@ class PromptState:
     running: list[Response] = field(default_factory=list)
 
 
+class ResponseOptions(NamedTuple):
+    """What an engine's responses have in common: the run's seed, prompt and response together at most `max_length`."""
+
+    seed: int
+    vocab_size: int
+    max_length: int
+    eos_token_ids: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase | None
+
+
 class Response:
     """The tokens of a request so far.
 
@@ -61,16 +70,8 @@ class Response:
         RolloutError: the request is invalid.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        seed: int,
-        vocab_size: int,
-        max_length: int,
-        eos_token_ids: Sequence[int],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
+    def __init__(self, request: Request, options: ResponseOptions) -> None:
+        seed, vocab_size, max_length, eos_token_ids, tokenizer = options
         self.request, self.id, self.params, self.prompt = request, request.id, request.params, request.prompt_tokens
         guard, grammar, params, name = request.guard, request.grammar, request.params, f"request '{request.id}'"
         check_prompt(request.id, self.prompt, vocab_size, max_length)
@@ -87,10 +88,8 @@ class Response:
             raise RolloutError(f"{name} has stop strings, a guard or a grammar; the engine was given no tokenizer")
         self.end_tokens = frozenset(token for token in ends if 0 <= token < vocab_size)
         if len(self.end_tokens) == vocab_size and params.min_new_tokens:
-            raise RolloutError(
-                f"{name}: every token of the vocabulary ends the response, so it cannot have "
-                f"min_new_tokens={params.min_new_tokens}"
-            )
+            why = "every token of the vocabulary ends the response, so it cannot have"
+            raise RolloutError(f"{name}: {why} min_new_tokens={params.min_new_tokens}")
         if guard is not None and guard.every < 1:
             raise RolloutError(f"{name}: its guard checks every {guard.every} tokens, it must be at least 1")
         if grammar is not None and tokenizer is not None:
@@ -191,29 +190,28 @@ def next_sampling(responses: Sequence[Response], rows: int) -> tuple[SamplingFla
     return sampling_table([*(r.params for r in responses), *[responses[0].params] * padding], numbers)
 
 
+@dataclass(eq=False)
 class PendingTokens:
     """Sampled tokens that the host has not read: tokens in flight.
 
     Attributes:
         responses: those that they are for.
         tokens: `[N]` int64, on the device; rows beyond the responses are padding.
+        edited: rows whose logits were edited.
+        tops: of rows that ask for the log-probs of other tokens, their logits.
     """
 
-    def __init__(
-        self,
-        responses: Sequence[Response],
-        tokens: Tensor,
-        log_probs: Tensor,
-        policy_version: int,
-        dtype: torch.dtype,
-        edited: Container[int] = (),
-        tops: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> None:
-        self.responses, self.tokens = responses, tokens
-        self._copy = HostCopy(tokens, log_probs)
-        self._version, self._dtype = policy_version, dtype
-        self._edited, self._tops = edited, tops
-        for response in responses:
+    responses: Sequence[Response]
+    tokens: Tensor
+    log_probs: InitVar[Tensor]
+    policy_version: int
+    dtype: torch.dtype
+    edited: Container[int] = ()
+    tops: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self, log_probs: Tensor) -> None:
+        self._copy = HostCopy(self.tokens, log_probs)
+        for response in self.responses:
             response.in_flight += 1
 
     def take(self) -> None:
@@ -229,22 +227,22 @@ class PendingTokens:
             (*each, row) for row, each in enumerate(zip(self.responses, *columns, strict=False)) if not each[0].finish
         ]
         for response, _, log_prob, row in rows:
-            if not (math.isfinite(log_prob) or (log_prob == -math.inf and row in self._edited)):
+            if not (math.isfinite(log_prob) or (log_prob == -math.inf and row in self.edited)):
                 raise RolloutError(
                     f"the logits of sample '{response.id}' at token {len(response.tokens)} are not finite: "
-                    f"the weights of policy version {self._version} are broken, or overflow in {self._dtype}"
+                    f"the weights of policy version {self.policy_version} are broken, or overflow in {self.dtype}"
                     + (", or a logits processor gave NaN or plus infinity" if response.request.processors else "")
                 )
         for response, token, log_prob, row in rows:
             if log_prob == -math.inf:
                 response.finish = "reject"
                 continue
-            if row in self._tops:
-                logits = self._tops[row]
+            if row in self.tops:
+                logits = self.tops[row]
                 values, likeliest = logits.double().topk(min(response.request.top_log_probs, len(logits)))
                 tops = log_prob + (values - logits[int(token)].double()) / (response.params.temperature or 1.0)
                 response.top_log_probs.append([*zip(likeliest.tolist(), tops.tolist(), strict=True)])
-            response.append(int(token), log_prob, self._version)
+            response.append(int(token), log_prob, self.policy_version)
         _check_guards([response for response, *_ in rows])
 
 

@@ -31,7 +31,7 @@ from verl.rollout.embedded.decode import DecodeStep
 from verl.rollout.embedded.kv_cache import KVCache
 from verl.rollout.embedded.response import PendingTokens, Response, next_sampling, sample_next
 from verl.rollout.embedded.sampler import SamplingFlags
-from verl.rollout.embedded.scheduler import EngineStats, ScheduledBatch
+from verl.rollout.embedded.scheduler import EngineOptions, EngineStats, ScheduledBatch
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
 # rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
@@ -47,11 +47,7 @@ class ModelRunner:
     """Runs a model over the KV cache.
 
     Args:
-        max_batch: rows that are sampled for at a time.
         max_length: of prompt and response together.
-        batch_invariant: all products have `FIXED_ROWS` rows.
-        compiled: on CPU use the compiled kernels where they can be built.
-        look_ahead: a step is run before the tokens of the one before are read; not with tensor parallelism.
 
     Attributes:
         is_driver: whether this rank schedules and samples.
@@ -62,34 +58,24 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        packed: PackedModel,
-        cache: KVCache,
-        stats: EngineStats,
-        *,
-        max_batch: int,
-        max_length: int,
-        batch_invariant: bool = False,
-        compiled: bool = True,
-        look_ahead: bool = False,
+        self, packed: PackedModel, cache: KVCache, stats: EngineStats, options: EngineOptions, max_length: int
     ) -> None:
         self.packed, self.cache, self.stats, self.group = packed, cache, stats, packed.tensor_group
-        self._rows = FIXED_ROWS if batch_invariant else None
+        self._rows = FIXED_ROWS if options.batch_invariant else None
         self._driver = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
         self.is_driver = self.group is None or dist.get_rank() == self._driver
         #: Whether the workers are computing a command: they take no other one then.
         self._is_computing = False
-        self._max_batch, self.max_length = max_batch, max_length
+        self._max_batch, self.max_length = options.max_batch, max_length
         self.last_sampled: Tensor | None = None
-        if look_ahead:
-            rows = max(max_batch, self.padded(max_batch))
+        if options.look_ahead:
+            rows = max(options.max_batch, self.padded(options.max_batch))
             self.last_sampled = torch.zeros(rows, dtype=torch.int64, device=cache.device)
-        self._in_fixed_buffers = look_ahead and cache.kernels is None and not batch_invariant
+        self._in_fixed_buffers = bool(options.look_ahead) and cache.kernels is None and not options.batch_invariant
         self.decode_steps: dict[tuple[int, SamplingFlags | None], DecodeStep] = {}
-        has_kernels = compiled and self.group is None and kernels(packed.dtype, cache.device) is not None
-        self._plain_head = has_kernels and _head_is_plain(packed)
-        precise = torch.promote_types(packed.dtype, torch.float32)
-        self._kernels = kernels(packed.dtype if self._plain_head else precise, cache.device) if compiled else None
+        self._plain_head = cache.kernels is not None and self.group is None and _head_is_plain(packed)
+        dtype = packed.dtype if self._plain_head else torch.promote_types(packed.dtype, torch.float32)
+        self._kernels = kernels(dtype, cache.device) if options.compiled else None
         self._logit_space = torch.empty(0, dtype=packed.dtype)
         self._no_states = torch.empty(0, packed.hidden_size, dtype=packed.dtype, device=cache.device)
         self.forward = packed.choose_forward()

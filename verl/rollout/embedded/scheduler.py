@@ -40,8 +40,39 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from verl.errors import ConfigError
 from verl.rollout.embedded.kv_cache import BLOCK, KVCache, prefix_digests
 from verl.rollout.embedded.response import PromptState, Response
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the embedded engine runs.
+
+    Attributes:
+        max_batch: responses that run at a time.
+        step_tokens: prompt tokens computed in one step, besides one token of each running response.
+        batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same in any
+            batch and after any preemption, at the price of speed; prompts do not share what was computed for
+            responses, which differs by rounding from what a prefill computes.
+        compiled: on CPU use the compiled kernels where they can be built.
+        look_ahead: launch a step before the tokens of the one before are read, decode steps from fixed buffers; None:
+            on an accelerator. Not where ranks share the model.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+
+    max_batch: int = 256
+    step_tokens: int = 2048
+    batch_invariant: bool = False
+    compiled: bool = True
+    look_ahead: bool | None = None
+
+    def __post_init__(self) -> None:
+        batch, step = self.max_batch, self.step_tokens
+        if batch < 1 or step < 1:
+            raise ConfigError(f"rollout: max_batch ({batch}) and step_tokens ({step}) must be positive")
 
 
 @dataclass
@@ -129,12 +160,6 @@ class Scheduler:
     Responses with equal prompts share one computation of it and one copy of its keys and values; a common prefix of
     different prompts is shared too. When the cache is full, the newest response is preempted, and recomputed later.
 
-    Args:
-        max_batch: responses that run at a time.
-        step_tokens: prompt tokens computed in one step, besides one token of each running response.
-        cache_responses: whether keys and values of a response are reused for prompts that begin with it: they differ by
-            rounding from those computed in a prefill.
-
     Attributes:
         waiting: in the order of arrival.
         running: in the order of admission.
@@ -143,9 +168,7 @@ class Scheduler:
 
     cache: KVCache
     stats: EngineStats
-    max_batch: int
-    step_tokens: int
-    cache_responses: bool = True
+    options: EngineOptions
     waiting: deque[Response] = field(default_factory=deque)
     running: list[Response] = field(default_factory=list)
     prompts: dict[tuple[int, ...], PromptState] = field(default_factory=dict)
@@ -165,7 +188,7 @@ class Scheduler:
         if prompt is None:
             self.waiting.remove(response)
             return
-        if prompt.digests and response.computed and self.cache_responses:  # for prompts that begin with it
+        if prompt.digests and response.computed and not self.options.batch_invariant:  # for prompts that begin with it
             tokens, full = [*prompt.tokens, *response.tokens], len(prompt.tokens) // size
             end = len(prompt.tokens) + min(response.computed, len(response.tokens))  # one in flight is not known
             blocks = prompt.blocks[:full] + response.blocks
@@ -183,7 +206,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting responses while the batch and the cache have room."""
-        while self.waiting and len(self.running) < self.max_batch:
+        while self.waiting and len(self.running) < self.options.max_batch:
             response = self.waiting[0]
             prompt = self.prompts.get(response.prompt_key)
             prompt_blocks = prompt.blocks if prompt else self.cache.take_prompt(response.prompt)
@@ -223,7 +246,7 @@ class Scheduler:
 
     def _plan_prompts(self, batch: ScheduledBatch) -> None:
         """Plan chunks of prompts in their order of arrival."""
-        budget, size = self.step_tokens, self.cache.block
+        budget, size = self.options.step_tokens, self.cache.block
         turns: list[tuple[PromptState, int, int]] = []
         for prompt in self.prompts.values():
             if prompt.hidden is not None:
@@ -246,7 +269,7 @@ class Scheduler:
                 turns.append((prompt, start, end))
         for prompt, start, end in turns:  # for later steps: copies are made before a step's tokens are computed
             self.cache.cache_prefix(prompt.tokens, prompt.blocks, prompt.digests, start, end)
-        self.stats.prompt_tokens += self.step_tokens - budget
+        self.stats.prompt_tokens += self.options.step_tokens - budget
 
     def _skip_cached(
         self, prompt: PromptState, planned: Sequence[tuple[PromptState, int, int]], batch: ScheduledBatch
@@ -279,7 +302,7 @@ class Scheduler:
     def _plan_responses(self, batch: ScheduledBatch) -> None:
         """Plan the tokens of responses whose prompts are computed: the last token, or after a preemption a chunk of
         its tokens."""
-        budget, size = max(0, self.step_tokens - len(batch.tokens)), self.cache.block
+        budget, size = max(0, self.options.step_tokens - len(batch.tokens)), self.cache.block
         computed = [each for each in self.prompts.values() if each.computed == len(each.tokens)]
         for prompt, response in ((each, response) for each in computed for response in each.running):
             if response.sampled >= response.max_new_tokens:  # its last token is in flight

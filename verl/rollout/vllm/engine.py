@@ -17,10 +17,9 @@ from verl._base.combinations import check
 from verl.data.text import ResponseText
 from verl.errors import RolloutError
 from verl.rollout.base import Request, Sample, check_new
-from verl.rollout.embedded.response import check_prompt
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.vllm import start
-from verl.rollout.vllm.requests import FINISH, check_temperature, prompt_scores, sampled, sampling_arguments
+from verl.rollout.vllm.requests import FINISH, check_request, prompt_scores, sampled, sampling_arguments
 from verl.rollout.vllm.transport import Transport, in_file, in_process, transport_for
 from verl.weights.shard import Shard, in_buckets, split_large
 from verl.weights.shards import tied_names
@@ -92,16 +91,9 @@ class VLLMEngine:
         self._publish: Transport = in_process
         if tensor_parallel_size > 1 or torch.distributed.is_initialized():  # vLLM has processes of its own then
             self._publish = transport_for(trainer, where, tensor_parallel_size)
+        options |= {"max_num_seqs": max_num_seqs, "max_model_len": self.max_length, "seed": seed & 0x7FFFFFFF}
         self.llm = start.start(
-            model,
-            tokenizer,
-            where,
-            tensor_parallel_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=self.max_length,
-            kv_cache_memory_bytes=kv_memory,
-            seed=seed & 0x7FFFFFFF,
-            **options,
+            model, tokenizer, where, tensor_parallel_size, kv_cache_memory_bytes=kv_memory, **options
         )
         self._scaled = all(answer["scaled"] for answer in self._call(self.llm.collective_rpc, "verl_prepare"))
         self._can_sleep = bool(self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
@@ -120,14 +112,10 @@ class VLLMEngine:
         self._check()
         check_new(request, self._running)
         check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
-        if request.processors or request.guard is not None or request.top_log_probs:
-            lacks = "logits processors, guards or log-probs of other tokens"
-            raise RolloutError(f"request '{request.id}': vLLM has no {lacks}: use the engine embedded or hf")
-        prompt = list(request.prompt_tokens)
-        check_prompt(request.id, prompt, self._vocab_size, self.max_length)
+        check_request(request, self._scaled, self._vocab_size, self.max_length)
         if request.params.temperature not in (0, 1) and request.grammar is not None:
             raise RolloutError(f"request '{request.id}' has a grammar: vLLM then has log-probs at temperature 1 only")
-        check_temperature(request, self._scaled)
+        prompt = list(request.prompt_tokens)
         room = self.max_length - len(prompt)
         if min(request.params.max_new_tokens, room) == 0:
             self._ready.append(Sample(request.id, [], [], "length", self.policy_version))

@@ -8,6 +8,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Finish, Request
 from verl.rollout.choice import RUNNER
+from verl.rollout.embedded.response import check_prompt
 from verl.rollout.embedded.sampler import stream_key
 
 #: vLLM's words for how a response ended -> ours.
@@ -53,8 +54,12 @@ def sampled(log_probs: Any) -> list[float]:
     return [] if log_probs is None else list(map(float, log_probs.logprobs))
 
 
-def check_temperature(request: Request, is_scaled: bool) -> None:
-    """Raises RolloutError where vLLM has no log-probs at this temperature (`WorkerExtension.verl_prepare`)."""
+def check_request(request: Request, is_scaled: bool, vocab_size: int, max_length: int) -> None:
+    """Raises RolloutError for what vLLM cannot answer; `is_scaled`: see `WorkerExtension.verl_prepare`."""
+    if request.processors or request.guard is not None or request.top_log_probs:
+        lacks = "logits processors, guards or log-probs of other tokens"
+        raise RolloutError(f"request '{request.id}': vLLM has no {lacks}: use the engine embedded or hf")
+    check_prompt(request.id, request.prompt_tokens, vocab_size, max_length)
     if request.params.temperature not in (0, 1) and not is_scaled:
         raise RolloutError(
             f"request '{request.id}': this vLLM has no log-probs at temperature {request.params.temperature:g}, only "
