@@ -394,7 +394,7 @@ def test_training_that_diverges_never_commits_a_checkpoint(
 
 def test_the_reference_is_hashed_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
-    monkeypatch.setattr("verl.roles.actor.checksum", lambda shards: hashed.append(1) or checksum(shards))
+    monkeypatch.setattr("verl.roles.reference.checksum", lambda shards: hashed.append(1) or checksum(shards))
     trainer = make(tiny, algorithm="grpo", kl_coef=0.1, kl_in="loss")
     trainer.step(PROMPTS)
     assert trainer.actor.reference.model is not None
