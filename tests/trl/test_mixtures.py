@@ -63,7 +63,7 @@ def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rows_are_those_of_trl(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [PEER, "-c", BESIDE_TRL, tmp_path, ROOT / "verl" / "trl" / "mixtures.py"],
+        [PEER, "-c", BESIDE_TRL, tmp_path, ROOT / "verl" / "trl" / "scripts.py"],
         env=env,
         capture_output=True,
         text=True,
