@@ -285,7 +285,9 @@ class Batch:
             raise DataError(f"rows are taken by their numbers: {error}") from None
         if wrong:
             raise DataError(f"the batch has {len(self)} rows: there is none of number {', '.join(map(str, wrong))}")
-        runs = _runs(indices)
+        # Runs of neighbouring rows: the first of each, and how many.
+        starts = [i for i in range(len(indices)) if not i or indices[i] != indices[i - 1] + 1]
+        runs = [(indices[start], end - start) for start, end in pairwise([*starts, len(indices)])]
         if len(runs) == 1:
             return Batch(self.table.slice(*runs[0]))
         return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
@@ -361,7 +363,12 @@ class Batch:
 
     def _own(self) -> pa.Table:
         """The table without rows of a parent."""
-        return pa.table({name: _compact(self.arrow(name)) for name in self.columns})
+        arrays = {name: self.arrow(name) for name in self.columns}
+        for name, array in arrays.items():
+            # A slice keeps its parent's buffers; taking rows by index copies just them. Buffers are padded a little.
+            if array.get_total_buffer_size() > 1.05 * array.nbytes + 1024:
+                arrays[name] = pa.concat_arrays([array.slice(0), array.slice(0, 0)])
+        return pa.table(arrays)
 
     @classmethod
     def from_ipc(cls, data: bytes | mmap.mmap) -> Batch:
@@ -403,24 +410,11 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of neighbouring rows in `indices`: the first of each, and how many."""
-    starts = [i for i in range(len(indices)) if not i or indices[i] != indices[i - 1] + 1]
-    return [(indices[start], end - start) for start, end in pairwise([*starts, len(indices)])]
-
-
 def _take(array: pa.Array, indices: Sequence[int], runs: Sequence[tuple[int, int]]) -> pa.Array:
     # Arrow takes lists value by value; concatenated slices are copies of whole rows, many times faster.
     if _is_list(array.type) and runs:
         return pa.concat_arrays([array.slice(*run) for run in runs])
     return array.take(pa.array(indices, pa.int64()))
-
-
-def _compact(array: pa.Array) -> pa.Array:
-    # A slice keeps its parent's buffers; taking the rows by index copies just them. Buffers are padded a little.
-    if array.get_total_buffer_size() <= 1.05 * array.nbytes + 1024:
-        return array
-    return pa.concat_arrays([array.slice(0), array.slice(0, 0)])
 
 
 def _list_type(name: str, values: pa.DataType) -> pa.DataType:

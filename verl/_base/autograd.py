@@ -13,7 +13,8 @@ for a few rows of an embedding, none that lives until the last use of a tied wei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -60,19 +61,28 @@ class _Rows(torch.autograd.Function):
         return sum_rows(grads[0], index, ctx.count), None
 
 
-def bounded(x: Tensor, low: float, high: float) -> Tensor:
-    """`x` kept within [low, high], against overflow; its gradient beyond them stays 1 (0 for `clamp`)."""
-    return _Bounded.apply(x, low, high)  # type: ignore[no-any-return,no-untyped-call]
+class _Pass(torch.autograd.Function):
+    """`forward(x)`, whose gradient is `backward` of the incoming one. Neither needs a tensor of the other."""
 
-
-class _Bounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
-        return x.clamp(low, high)
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.pass_back = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
+        return ctx.pass_back(grads[0]), None, None
+
+
+def _through(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    return _Pass.apply(x, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def bounded(x: Tensor, low: float, high: float) -> Tensor:
+    """`x` kept within [low, high], against overflow; its gradient beyond them stays 1 (0 for `clamp`)."""
+    return _through(x, lambda x: x.clamp(low, high), lambda grad: grad)
 
 
 def _index_add_is_ordered(device: torch.device) -> bool:
@@ -123,75 +133,38 @@ class Embedding(torch.autograd.Function):
 
 def summed(x: Tensor, group: Any) -> Tensor:
     """The sum of `x` over ranks. Every rank uses it alike, so its gradient is each one's own."""
-    return _Reduce.apply(x, group, True)  # type: ignore[no-any-return,no-untyped-call]
+    return _through(x, partial(_all_reduced, group=group), lambda grad: grad)
 
 
 def shared(x: Tensor, group: Any) -> Tensor:
     """`x`, which is equal on all ranks, for ranks that use it differently: its gradient is the sum of theirs."""
-    return _Reduce.apply(x, group, False)  # type: ignore[no-any-return,no-untyped-call]
+    return _through(x, lambda x: x.view_as(x), partial(_all_reduced, group=group))
 
 
 def joined(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The last dimension of all ranks' `x` as one, `sizes` of it from each. Every rank uses it alike, so each takes its
     own part of the gradient."""
-    return _Columns.apply(x, sizes, group, True)  # type: ignore[no-any-return,no-untyped-call]
+    own = dist.get_rank(group)
+    return _through(x, lambda x: _gathered(x, sizes, group), lambda grad: grad.split(sizes, -1)[own])
 
 
 def split(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """This rank's part of the last dimension of `x`, which is equal on all ranks."""
-    return _Columns.apply(x, sizes, group, False)  # type: ignore[no-any-return,no-untyped-call]
+    own = dist.get_rank(group)
+    return _through(x, lambda x: x.split(sizes, -1)[own].contiguous(), lambda grad: _gathered(grad, sizes, group))
 
 
 def exchange(x: Tensor, group: Any, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """All-to-all along the first dimension: the first `sent[0]` rows of `x` go to the group's first rank, and so on;
     `received[i]` rows of the result come from rank i."""
-    return _Exchange.apply(x, group, list(sent), list(received))  # type: ignore[no-any-return,no-untyped-call]
 
+    def pass_on(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        result = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+        return result
 
-class _Reduce(torch.autograd.Function):
-    """The sum over ranks in the forward pass, or in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, in_forward: bool) -> Tensor:
-        ctx.group, ctx.in_forward = group, in_forward
-        return _all_reduced(x, group) if in_forward else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] if ctx.in_forward else _all_reduced(grads[0], ctx.group), None, None
-
-
-class _Columns(torch.autograd.Function):
-    """The last dimension of all ranks' tensors as one in the forward pass, and its own part for each rank in the
-    backward pass (`joins`); or the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Any, joins: bool) -> Tensor:
-        ctx.sizes, ctx.group, ctx.joins = sizes, group, joins
-        return _gathered(x, sizes, group) if joins else x.split(sizes, -1)[dist.get_rank(group)].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.joins:
-            return grads[0].split(ctx.sizes, -1)[dist.get_rank(ctx.group)], None, None, None
-        return _gathered(grads[0], ctx.sizes, ctx.group), None, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _exchanged(x, group, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
-
-
-def _exchanged(x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
-    result = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
-    return result
+    counts = list(sent), list(received)
+    return _through(x, lambda x: pass_on(x, *counts), lambda grad: pass_on(grad, *reversed(counts)))
 
 
 def _gathered(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:

@@ -97,19 +97,14 @@ def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -
     results = {}
     for name, value in values.items():
         try:
-            results[name] = _adapter(hints[name]).validate_python(_plain(value))
+            if not isinstance(value, int | float) and isinstance(value, numbers.Real):  # as of NumPy
+                value = int(value) if isinstance(value, numbers.Integral) else float(value)
+            results[name] = _adapter(hints[name]).validate_python(value)
         except ValidationError as error:
             problems += [((name, *path), text, details) for path, text, details in problems_of(hints[name], error)]
     if problems:
         raise SettingsError(owner, problems)
     return results
-
-
-def _plain(value: Any) -> Any:
-    """A number of another library, such as NumPy's, as one of Python's."""
-    if isinstance(value, int | float) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from importlib.metadata import Distribution, PackagePath, distributions
+from importlib.metadata import PackagePath, distributions
 from pathlib import Path
 
 #: How to have this package alone.
@@ -17,7 +17,7 @@ MEND = (
 
 def other_verl() -> tuple[str, list[str]] | None:
     """What to say of the other distribution, and the files of ours that it has replaced; None: it is not there."""
-    other, here = _installed("verl"), _installed("verl-hybrid")
+    other, here = (next(iter(distributions(name=name)), None) for name in ("verl", "verl-hybrid"))
     if other is None:
         return None
     folder, ours = Path(str(other.locate_file(""))), {str(file): file for file in (here and here.files) or ()}
@@ -29,10 +29,6 @@ def other_verl() -> tuple[str, list[str]] | None:
             f"; it has replaced {', '.join(replaced)}" if replaced else f" and {len(shared)} of our paths, ours so far"
         )
     return what, replaced
-
-
-def _installed(name: str) -> Distribution | None:
-    return next(iter(distributions(name=name)), None)
 
 
 def _is_replaced(file: PackagePath) -> bool:

@@ -280,7 +280,9 @@ class _Table:
         def pick(number: int, chosen: tuple[Choice, ...], seconds: float) -> None:
             nonlocal best, best_seconds
             if number == len(options):
-                for group in self._groups_of(chosen, ranks) if _agree(chosen) else ():
+                keys = {choice.model.role: choice.key for choice in chosen}
+                agree = all(choice.key == keys.get(choice.model.follows, choice.key) for choice in chosen)
+                for group in self._groups_of(chosen, ranks) if agree else ():
                     if sum(group.stages) < best_seconds:
                         best, best_seconds = group, sum(group.stages)
                 return
@@ -367,12 +369,6 @@ def _tensor_sizes(problem: Problem, size: ModelSize, ranks: int) -> list[int]:
     """Tensor-parallel sizes within a machine: they divide the ranks, the heads and the key-value heads."""
     common = gcd(ranks, size.heads, size.kv_heads)
     return [tp for tp in range(1, min(problem.cluster.per_machine, common) + 1) if common % tp == 0]
-
-
-def _agree(chosen: Sequence[Choice]) -> bool:
-    """Whether models run as those do that they follow."""
-    keys = {choice.model.role: choice.key for choice in chosen}
-    return all(choice.key == keys.get(choice.model.follows, choice.key) for choice in chosen)
 
 
 def _too_small(problem: Problem) -> str:

@@ -92,15 +92,13 @@ class RunLock:
             "process %d on %s worked on the run %s last: waiting %.0f s whether it still does",
             holder.pid, holder.host, self._run, LEASE,
         )  # fmt: skip
-        first, until = self._touched(), time.monotonic() + LEASE
+        # Its time is asked by its path; opened again, closing it would end the record lock.
+        first, until = self.path.stat().st_mtime_ns, time.monotonic() + LEASE
         while time.monotonic() < until:
             time.sleep(min(LEASE / 10, 1.0))
-            if self._touched() != first:
+            if self.path.stat().st_mtime_ns != first:
                 return True
         return False
-
-    def _touched(self) -> int:
-        return self.path.stat().st_mtime_ns  # not opened again: closing that would end the record lock
 
     def _renew(self) -> None:
         while not self._closed.wait(RENEWAL):

@@ -16,7 +16,7 @@ from verl.models.options import ModelOptions
 from verl.planner.cost import Workload
 from verl.planner.hardware import Cluster
 from verl.planner.memory import Strategy, ddp, fsdp
-from verl.planner.search import Choice, Model, PlacementPlan, Problem
+from verl.planner.search import Model, PlacementPlan, Problem
 from verl.rollout.choice import planned_engine
 from verl.training.options import DeepSpeedOptions, FSDPConfig, TrainOptions
 
@@ -110,17 +110,19 @@ def model_size(model: ModelOptions, kind: Literal["causal", "score"] = "causal")
 
 def pasted(plan: PlacementPlan) -> str:
     """The plan as settings, in YAML."""
-    actor, engine = plan.choice("actor"), plan.generation
+    engine = plan.generation
     group = next(group for group in plan.groups if group.generation)
     rollout: dict[str, Any] = {"tensor_model_parallel_size": engine.tp, "max_num_seqs": engine.together}
     if group.kv_bytes >= 2**30 / 10:
         rollout["kv_cache_gb"] = ceil(10 * group.kv_bytes / 2**30) / 10
+    devices, names = placement(plan), ("strategy", "tensor_parallel_size", "pipeline_parallel_size")
+    actor = dict(zip(names, plan.choice("actor").key, strict=True))
     changed: dict[str, Any] = {
-        "actor_rollout_ref": {"actor": _parallel(actor), "rollout": rollout},
-        "trainer": {"placement": placement(plan)},
+        "actor_rollout_ref": {"actor": actor, "rollout": rollout},
+        "trainer": {"placement": devices},
     }
-    if "critic" in changed["trainer"]["placement"]:
-        changed["critic"] = _parallel(plan.choice("critic"))
+    if "critic" in devices:
+        changed["critic"] = dict(zip(names, plan.choice("critic").key, strict=True))
     return OmegaConf.to_yaml(OmegaConf.create(changed))
 
 
@@ -133,12 +135,6 @@ def placement(plan: PlacementPlan) -> dict[str, str]:
         devices |= {role: where for choice in group.choices for role in (choice.model.role, *choice.model.beside)}
         start += group.ranks
     return {role: devices[role] for role in ("actor", *sorted(devices.keys() - {"actor"}))}
-
-
-def _parallel(choice: Choice) -> dict[str, Any]:
-    layout = choice.layout
-    sizes = {"tensor_parallel_size": layout.tp, "pipeline_parallel_size": layout.pp}
-    return {"strategy": choice.strategy.name, **sizes}
 
 
 def _strategies(key: str, options: TrainOptions, size: ModelSize) -> tuple[Strategy, ...]:

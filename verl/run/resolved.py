@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from verl._base.durable import read_json, write_atomic
 from verl.config import Config
@@ -56,7 +56,13 @@ def resolve(config: Config, directory: Path) -> Config:
     """
     file = directory / FILE
     if not file.exists():
-        Resolved({section: _dtype(config, section) for section in _SECTIONS}).write(directory)  # type: ignore[misc]
+        dtypes: dict[str, Any] = {}
+        for section in _SECTIONS:
+            model = getattr(config, section).model
+            source = model.path or config.actor_rollout_ref.model.path
+            trust = model.trust_remote_code
+            dtypes[section] = source and resolved_dtype(source, model.dtype, trust_remote_code=trust)
+        Resolved(dtypes).write(directory)
     try:
         return read_json(file, Resolved).put_into(config)  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
@@ -73,11 +79,3 @@ def resolve_engine(config: Config, actor: Actor, directory: Path) -> Config:
     kept: Resolved = replace(read_json(directory / FILE, Resolved), engine=str(actor.resolve_engine()))
     kept.write(directory)
     return kept.put_into(config)
-
-
-def _dtype(config: Config, section: str) -> str | None:
-    model = getattr(config, section).model
-    source = model.path or config.actor_rollout_ref.model.path
-    if source is None:
-        return None
-    return resolved_dtype(source, model.dtype, trust_remote_code=model.trust_remote_code)

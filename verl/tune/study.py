@@ -55,13 +55,13 @@ class Search:
 
     def settings(self, values: dict[str, str]) -> Config:
         """The settings of the file with searched values, as overrides have them."""
-        return load_config(self.file, self._overrides(values))
+        return load_config(self.file, [*self.overrides, *(f"{key}={value}" for key, value in values.items())])
 
     def command(self, number: int, values: dict[str, str]) -> tuple[list[str], Path]:
         """The arguments of a trial's `verl train`, and the directory of its run."""
         everything = {**values, "trainer.output_dir": str(self.out / "runs"), "trainer.run_name": name_of(number)}
         run = self.out / "runs" / run_id(self.settings(everything))
-        return [str(self.file), *self._overrides(everything)], run
+        return [str(self.file), *self.overrides, *(f"{key}={value}" for key, value in everything.items())], run
 
     def check(self) -> None:
         """Each end of each range, and each value, with the first values of the others.
@@ -89,9 +89,6 @@ class Search:
             # Without the first line, the version of the form: it is no setting, and studies of before have none.
             "settings": to_yaml(self.settings(self.first_values)).partition("\n")[2],
         }
-
-    def _overrides(self, values: dict[str, str]) -> list[str]:
-        return [*self.overrides, *(f"{key}={value}" for key, value in values.items())]
 
 
 def name_of(number: int) -> str:
