@@ -93,15 +93,11 @@ def init(
     pairs = [(a, b) for a in range(1, _LARGEST + 1) for b in range(1, _LARGEST + 1)]  # every sum once
     random.Random(0).shuffle(pairs)
     rows: list[dict[str, object]] = [{"prompt": f"What is {a} + {b}?", "answer": a + b} for a, b in pairs]
-    _write(directory / "train.jsonl", rows[_HELD_OUT:])
-    _write(directory / "held_out.jsonl", rows[:_HELD_OUT])
+    for name, part in (("train.jsonl", rows[_HELD_OUT:]), ("held_out.jsonl", rows[:_HELD_OUT])):
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     # `verl` where a shell would find the one that runs now; else this Python with the module.
     script = shutil.which("verl")
     is_this = script is not None and Path(script).resolve() == Path(sys.argv[0]).resolve()
     verl = "verl" if is_this else f"{shlex.quote(sys.executable)} -m verl"
     names = ", ".join(sorted(path.name for path in directory.iterdir()))
     typer.echo(f"{directory}: {names}\nnext: cd {shlex.quote(str(directory))} && {verl} train recipe.yaml")
-
-
-def _write(path: Path, rows: list[dict[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

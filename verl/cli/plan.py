@@ -27,10 +27,11 @@ def plan(config: Config) -> dict[str, str]:
     total = sum(task.share for task in config.tasks) or 1.0
     for task in config.tasks:
         rest = task.model_dump(mode="json", exclude_defaults=True, exclude={"name", "type", "share"})
-        words = (task.type, f"{task.share / total:.0%} of the prompts", *map(_option, rest.items()))
-        lines[f"task {task.name}"] = " ".join(words)
+        options = [f"{name}={value}" for name, value in rest.items()]
+        lines[f"task {task.name}"] = " ".join([task.type, f"{task.share / total:.0%} of the prompts", *options])
     if not config.tasks:
-        lines["algorithm"] = " ".join([algorithm.name or "the default", *map(_option, algorithm.options.items())])
+        options = [f"{name}={value}" for name, value in algorithm.options.items()]
+        lines["algorithm"] = " ".join([algorithm.name or "the default", *options])
         lines["reward"] = _rewards(config)
         if config.cost.is_given:
             lines["cost"] = _reward(config.cost)
@@ -144,7 +145,7 @@ def _source(source: str | dict[str, Any] | None) -> str:
     if is_by_task(source):
         return ", ".join(f"{name}: {_source(part)}" for name, part in source.items())
     details = (item for item in source.items() if item[0] not in ("task", "path"))
-    return " ".join([str(source.get("task") or source.get("path")), *map(_option, details)])
+    return " ".join([str(source.get("task") or source.get("path")), *(f"{name}={value}" for name, value in details)])
 
 
 def _step(config: Config) -> str:
@@ -174,10 +175,6 @@ def _reward(part: RewardPart) -> str:
     if isinstance(part, CostConfig) and part.components:
         return " + ".join(f"{each.weight:g} x {name} ({_reward(each)})" for name, each in part.components.items())
     return next((str(getattr(part, field)) for field in part.origins()), "none")
-
-
-def _option(item: tuple[str, Any]) -> str:
-    return f"{item[0]}={item[1]}"
 
 
 def _every(steps: int | None) -> str:

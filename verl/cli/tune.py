@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,11 +13,6 @@ from verl.errors import VerlError
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
-
-
-class Direction(StrEnum):
-    maximize = "maximize"
-    minimize = "minimize"
 
 
 def tune(
@@ -35,7 +29,7 @@ def tune(
         str, typer.Option(help="A name in metrics.jsonl: reward/mean, or eval/accuracy with data.eval.")
     ] = "reward/mean",
     last: Annotated[int, typer.Option(min=1, help="A trial's value is the mean of its last so many records.")] = 1,
-    direction: Annotated[Direction, typer.Option(help="Which values are better.")] = Direction.maximize,
+    direction: Annotated[Literal["maximize", "minimize"], typer.Option(help="Which values are better.")] = "maximize",
     trials: Annotated[int, typer.Option(min=1, help="How many trials in all.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search; of training: trainer.seed.")] = 0,
     prune: Annotated[
@@ -58,9 +52,7 @@ def tune(
     from verl.tune.study import Search, ended, rows, tune, write_results
 
     searches = tuple(search or ())
-    wanted = Search(
-        file, tuple(overrides or ()), parse(searches), metric, direction.value, trials, seed, out, prune, last
-    )
+    wanted = Search(file, tuple(overrides or ()), parse(searches), metric, direction, trials, seed, out, prune, last)
     # SIGTERM lets the running trial save, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     wanted.check()
@@ -76,7 +68,7 @@ def tune(
     from rich.table import Table
 
     headers, *lines = rows(wanted, study)
-    table = Table(*headers, title=f"{direction.value} {metric}")
+    table = Table(*headers, title=f"{direction} {metric}")
     for line in lines:
         table.add_row(*line)
     Console(soft_wrap=True, markup=False, emoji=False, highlight=False).print(table)

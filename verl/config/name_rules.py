@@ -189,21 +189,14 @@ def algorithm(value: Any, get: Get) -> Mapping[str, Any]:
     if name == "dapo" or get(FILTERS):
         options["filter_groups"] = bool(get(FILTERS))
     if _punishes(get):
-        options |= _punishment(get)
+        length, most = get("reward_model.reward_kwargs.max_resp_len"), get("data.max_response_length")
+        if length not in (None, most):
+            raise RefusedError(
+                f"reward_kwargs.max_resp_len={length} is not data.max_response_length={most}: write it there"
+            )
+        options |= {"overlong_length": most, "overlong_buffer": _overlong(get, "len")}
+        options["overlong_penalty"] = _overlong(get, "penalty_factor", 1.0)
     return {"algorithm.name": name, **{f"algorithm.{key}": option for key, option in options.items()}}
-
-
-def _punishment(get: Get) -> dict[str, Any]:
-    length, most = get("reward_model.reward_kwargs.max_resp_len"), get("data.max_response_length")
-    if length not in (None, most):
-        raise RefusedError(
-            f"reward_kwargs.max_resp_len={length} is not data.max_response_length={most}: write it there"
-        )
-    return {
-        "overlong_length": most,
-        "overlong_buffer": _overlong(get, "len"),
-        "overlong_penalty": _overlong(get, "penalty_factor", 1.0),
-    }
 
 
 def loss_mode(value: Any, get: Get) -> Mapping[str, Any]:

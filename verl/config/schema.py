@@ -38,7 +38,7 @@ from verl._base.record import (
     result,
     wrong,
 )
-from verl.config.tasks import AlgorithmName, TaskConfig, check_names
+from verl.config.tasks import AlgorithmName, TaskConfig
 from verl.data.pools import PoolOptions
 from verl.errors import nearest
 from verl.models.options import Dtype, ModelOptions
@@ -444,7 +444,9 @@ class Config(Record):
     trainer: TrainerConfig = Field(TrainerConfig(), description="length, evaluation, checkpoints, logs")
 
     def _check(self) -> None:
-        check_names(self.tasks)
+        names = [task.name for task in self.tasks]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise wrong("tasks", f"two have the name '{twice}': give each its own")
         sections = {"algorithm": AlgorithmConfig(), "reward": RewardConfig(), "cost": CostConfig()}
         if self.tasks and (set_too := [name for name, usual in sections.items() if getattr(self, name) != usual]):
             raise wrong(set_too[0], "is of a run of one task: each of the tasks has its own, so leave it out")
@@ -465,7 +467,6 @@ class Config(Record):
         if self.trainer.guards and self.trainer.max_staleness is not None:
             raise wrong("trainer.guards", "go back between synchronous steps: leave trainer.max_staleness out")
         if self.trainer.task_scheduler is not None:
-            names = [task.name for task in self.tasks]
             if len(names) < 2:
                 raise wrong("trainer.task_scheduler", "weighs several tasks against each other: name them in tasks")
             for stray in sorted(self.trainer.task_scheduler.initial_weights.keys() - {*names}):

@@ -55,10 +55,3 @@ class TasksFile(Record):
     """A file of tasks alone, such as `Trainer(config_path=...)` takes."""
 
     tasks: Annotated[tuple[TaskConfig, ...], AsTuple] = result(description="the tasks")
-
-
-def check_names(tasks: tuple[TaskConfig, ...]) -> None:
-    """Refuse two tasks of one name."""
-    names = [task.name for task in tasks]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise wrong("tasks", f"two have the name '{twice}': give each its own")
