@@ -27,7 +27,8 @@ BOUNDED = {
     # Of a process that is killed when a call is late: then its pipe ends.
     ("rewards/processes.py", "_read", "recv_bytes"): "os.killpg(self.pid, signal.SIGKILL)",
     ("rewards/processes.py", "_read", "waitpid"): "os.killpg(self.pid, signal.SIGKILL)",
-    ("rewards/processes.py", "_requests", "recv_bytes"): "die_with_parent(parent)",
+    ("rewards/processes.py", "_serve", "recv_bytes"): "die_with_parent(parent)",
+    ("rewards/processes.py", "_serve_async", "recv_bytes"): "die_with_parent(parent)",
     ("sandbox/jail.py", "main", "waitpid"): "os.kill(init, signal.SIGKILL)",
     ("sandbox/jail.py", "oversee", "waitpid"): "os.waitpid(-1, os.WNOHANG)",
 }
@@ -38,7 +39,7 @@ OTHERS = {
     ("cluster/ray/pool.py", "_start", "connect"): "verl._host.ray_session.connect",
     ("data/buffers.py", "__init__", "connect"): "verl._host.ray_session.connect",
     ("roles/standalone.py", "__init__", "connect"): "verl._host.ray_session.connect",
-    ("rollout/constrained.py", "__init__", "accept"): "the user's function",
+    ("rollout/constrained.py", "__post_init__", "accept"): "the user's function",
     ("rollout/constrained.py", "__call__", "accept"): "the user's function",
     ("trainer/asynchronous.py", "_feed", "accept"): "of a schedule, which waits for nothing",
 }

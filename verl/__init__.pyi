@@ -6,8 +6,7 @@ from verl.batch import Batch as Batch
 from verl.cluster.controller import everywhere as everywhere
 from verl.cluster.placement import DeviceMesh as DeviceMesh, ResourcePool as ResourcePool
 from verl.data.offline import OfflineDatasetLoader as OfflineDatasetLoader
-from verl.dataflow.nodes import RewardNode as RewardNode, RolloutNode as RolloutNode, UpdateNode as UpdateNode
-from verl.dataflow.nodes import register_node as register_node
+from verl.dataflow.nodes import RewardNode as RewardNode, RolloutNode as RolloutNode, UpdateNode as UpdateNode, register_node as register_node
 from verl.rewards.registry import register_reward as register_reward
 from verl.roles.actor import Actor as Actor
 from verl.roles.backends import ActorRolloutRefWorker as ActorRolloutRefWorker, HfModelAdapter as HfModelAdapter, HuggingFaceWorker as HuggingFaceWorker, VLLMActor as VLLMActor, VLLMActorModel as VLLMActorModel

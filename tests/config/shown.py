@@ -436,7 +436,7 @@ def trainer() -> dict[str, Shown]:
             None,
             {"actor": "cpu:0-1"},
             {f"{MODEL}.path": "../exact"},
-            count="ray/controller.py:",
+            count="ray/transport.py:",
             slow=True,
         ),
     }

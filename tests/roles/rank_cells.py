@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,10 @@ def steps(actor: verl.Actor, count: int) -> dict[str, Any]:
     trainer = verl.Trainer(actor, reward_fn=reward, algorithm="grpo", n=4, log_dir=False)
     samples, learn = [], trainer.learn
 
-    def noted(batch: verl.Batch) -> dict[str, Any]:
+    def noted(drawn: Mapping[str, verl.Batch]) -> dict[str, Any]:
+        (batch,) = drawn.values()
         samples.append({name: batch[name] for name in ("id", "response_tokens", "rollout_log_probs")})
-        return learn(batch)
+        return learn(drawn)
 
     trainer.learn = noted  # type: ignore[method-assign]
     records = [trainer.step(PROMPTS) for _ in range(count)]

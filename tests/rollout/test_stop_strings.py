@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.conftest import byte_tokenizer
 from verl.data.text import ResponseText
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.embedded.response import Response
+from verl.rollout.embedded.response import Response, ResponseOptions
 from verl.rollout.stop_strings import StopWatch
 
 
@@ -49,11 +49,7 @@ def test_a_special_token_written_as_a_stop_string_ends_the_response() -> None:
     ):
         response = Response(
             Request("a", [5], SamplingParams(stop=(stop,), ignore_eos=True)),
-            seed=0,
-            vocab_size=260,
-            max_length=100,
-            eos_token_ids=(0,),
-            tokenizer=tokenizer,
+            ResponseOptions(0, 260, 100, (0,), tokenizer),
         )
         for token in tokens:
             assert response.finish is None

@@ -20,7 +20,7 @@ def test_an_engine_made_elsewhere_has_the_tokenizer_with_all_its_templates(tiny:
     tokenizer.chat_template = {"default": CHAT, "tool_use": f"{CHAT}Tools."}  # type: ignore[assignment]
     recipe = EngineRecipe.of(verl.Actor(str(tiny), tokenizer))
     engine = pickle.loads(pickle.dumps(recipe)).make()
-    made = engine._response.keywords["tokenizer"]
+    made = engine._responses.tokenizer
     assert made.chat_template == tokenizer.chat_template
     assert made("Tools.")["input_ids"] == tokenizer("Tools.")["input_ids"]
 

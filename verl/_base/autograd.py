@@ -144,14 +144,14 @@ def shared(x: Tensor, group: Any) -> Tensor:
 def joined(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The last dimension of all ranks' `x` as one, `sizes` of it from each. Every rank uses it alike, so each takes its
     own part of the gradient."""
-    own = dist.get_rank(group)
-    return _through(x, lambda x: _gathered(x, sizes, group), lambda grad: grad.split(sizes, -1)[own])
+    rank = dist.get_rank(group)
+    return _through(x, lambda x: _gathered(x, sizes, group), lambda grad: grad.split(sizes, -1)[rank])
 
 
 def split(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """This rank's part of the last dimension of `x`, which is equal on all ranks."""
-    own = dist.get_rank(group)
-    return _through(x, lambda x: x.split(sizes, -1)[own].contiguous(), lambda grad: _gathered(grad, sizes, group))
+    rank = dist.get_rank(group)
+    return _through(x, lambda x: x.split(sizes, -1)[rank].contiguous(), lambda grad: _gathered(grad, sizes, group))
 
 
 def exchange(x: Tensor, group: Any, sent: Sequence[int], received: Sequence[int]) -> Tensor:

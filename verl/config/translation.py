@@ -105,7 +105,7 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
 
 
 def _defaults(known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a launch script leaves out, by that library's defaults."""
+    """Defaults of that library for keys that a launch script omits."""
     get = known.get
     prompts, mini_batch = prompts_of(get), f"{ACTOR}.ppo_mini_batch_size"
     usual = {**_DEFAULTS, mini_batch: min(256, prompts) if isinstance(prompts, int) else 256}

@@ -161,7 +161,7 @@ class TimedCalls:
     async def _timed(
         self, name: str, role: str, limit: float, result: Awaitable[Any], job: loop.Job | None = None
     ) -> Any:
-        """What is awaited, with its time noted, and with errors that name it."""
+        """The result of an awaitable; its time is noted, and its errors name it."""
         timing = self.timings.setdefault(name, Timing(role or name))
         start = time.perf_counter()
         try:

@@ -290,8 +290,8 @@ def _plan(source: Node | None, batch: Batch) -> list[list[tuple[str, int]]]:
 
 
 def _written(node: Node, read: Batch, result: Batch) -> tuple[list[int], Batch]:
-    """Which of the given rows a result has, ascending, and its new columns in that order. Its rows are those of the
-    same `id`, where both have one, else of the same position.
+    """Which of the given rows a result has, ascending, and its new columns in that order. Rows are matched by
+    `id`, where both have one, else by position.
 
     A result may repeat the columns it was given, as they are; those are left out.
     """

@@ -65,7 +65,7 @@ class Schedule(Generic[T]):
         self.untrained[group] = None
 
     def begin(self) -> str | None:
-        """The group whose rollout begins now, under the newest weights; None: there is none."""
+        """The group whose rollout begins now, under the newest weights; None: no group can begin."""
         group = next((group for group in self.unfinished if group not in self.begun), None)
         if group is not None:
             self.begun[group] = self.version

@@ -81,7 +81,7 @@ def make_constraint(model: str | None, **config: Any) -> ConstrainedEpisode | No
     Args:
         model: "regex", "json_schema" or "ebnf", a grammar whose text or schema is the option `grammar`; a registered
             guard, such as "fact_checker" (`GuardModel`); or FILE.py:NAME of `accept(text, row)`, plain or async, or of
-            a class whose objects are a `Guard` or such a function. None: there is none.
+            a class whose objects are a `Guard` or such a function. None: no constraint.
         **config: `max_resamples` and `deadline` of `ConstrainedEpisode`; the others are the grammar's or guard's.
 
     Raises:

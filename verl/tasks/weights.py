@@ -134,7 +134,7 @@ class _Level:
                 self.best, self.gained = now, step
 
     def has_converged(self, step: int, patience: int) -> bool:
-        """Whether it has not gained for so many steps, and has not fallen."""
+        """Whether it has neither gained for that many steps nor fallen."""
         if self.best is None or step - self.gained < patience:
             return False
         now, noise = self._now()

@@ -327,7 +327,7 @@ def generation_mesh(train: Mesh, pg: int = 1, tg: int = 1) -> Mesh:
     cut = "shard" if layout.tp % tg else "tp"
 
     def place(rank: int) -> tuple[int, list[int], int]:
-        """The stage of a rank, its replica (those of one training replica are adjacent), and its part."""
+        """The stage of a rank, its replica (adjacent within a training replica), and its part."""
         coordinate = train.coordinate(rank)
         stage, in_stage = divmod(coordinate["pp"], layout.pp // pg)
         part, between = divmod(coordinate[cut], getattr(layout, cut) // tg)

@@ -53,8 +53,8 @@ class EngineOptions:
         max_batch: responses that run at a time.
         step_tokens: prompt tokens computed in one step, besides one token of each running response.
         batch_invariant: every forward has the same shape (64 tokens), so a response is bit for bit the same in any
-            batch and after any preemption, at the price of speed; prompts do not share what was computed for
-            responses, which differs by rounding from what a prefill computes.
+            batch and after any preemption, at the price of speed; prompts do not share keys and values of responses,
+            which differ by rounding from those of a prefill.
         compiled: on CPU use the compiled kernels where they can be built.
         look_ahead: launch a step before the tokens of the one before are read, decode steps from fixed buffers; None:
             on an accelerator. Not where ranks share the model.

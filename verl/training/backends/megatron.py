@@ -131,6 +131,9 @@ class MegatronWeights(LocalWeights):
         }
         fill_weights(blocks, shards, self._shapes, {}, "model")
 
+    def release(self, name: str) -> int:
+        return 0  # a parameter holds several weights, or a part of one
+
     def state_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
         weights = dict(self._model.named_parameters())
         for full_name, tensor in tensors:
