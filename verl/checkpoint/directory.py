@@ -172,7 +172,8 @@ class AutomaticCheckpoints:
     def __init__(self, directory: str | Path, every: int, keep: int | None, background: bool) -> None:
         self.every, self.store = every, CheckpointStore(directory, keep)
         self._background = background
-        self._pending: Saving | None = None
+        #: The save that is under way.
+        self.pending: Saving | None = None
         #: The step that was saved or loaded last.
         self.saved: int | None = None
 
@@ -206,11 +207,11 @@ class AutomaticCheckpoints:
             Why the disk did not take it, which is also logged.
         """
         with trainer.runner.models.hold():
-            if trainer.steps not in (self.saved, self._pending and self._pending.step):
+            if trainer.steps not in (self.saved, self.pending and self.pending.step):
                 self.finish()
                 start()
                 contents = state.contents(trainer, background=self._background)
-                self._pending = self.store.begin(trainer.steps, *contents)
+                self.pending = self.store.begin(trainer.steps, *contents)
             return self.finish(wait=last or not self._background)
 
     def finish(self, *, wait: bool = True) -> str | None:
@@ -219,10 +220,10 @@ class AutomaticCheckpoints:
         Raises:
             CheckpointError: a content that a checkpoint cannot hold, such as a tensor that is not finite.
         """
-        saving, self._pending = self._pending, None  # a save that raises is over: it is not polled again
+        saving, self.pending = self.pending, None  # a save that raises is over: it is not polled again
         result = None if saving is None else saving.poll(wait=wait)
         if saving is None or result is None:
-            self._pending = saving
+            self.pending = saving
             return None
         self.saved = saving.step if result else self.saved
         return result.error

@@ -27,7 +27,7 @@ from verl.rewards.source import RewardResult, columns_read, log_failures
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
-from verl.roles.reads import VALUES, ModelOutput, reference
+from verl.roles.reads import VALUES, ModelOutput
 from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
@@ -202,9 +202,8 @@ class UpdateNode:
 
     def model_outputs(self) -> list[Node]:
         """Reference log-probs and values."""
-        return [
-            _read_node(read, self.updater.critics.get(read.role, self.updater.actor)) for read in self.updater.outputs
-        ]
+        updater = self.updater
+        return [output_node(read, updater.critics.get(read.role, updater.actor)) for read in updater.outputs]
 
     def updates(self, name: str) -> list[Node]:
         """What `verl.trainer.step.learn` does: prepare the whole batch, then update every model of the algorithm."""
@@ -236,13 +235,8 @@ class UpdateNode:
         return [prepare, *updates]
 
 
-def log_prob_nodes(actor: Actor) -> list[Node]:
-    """Log-probs of the policy as it is now, and of the reference."""
-    policy = ModelOutput("log_probs", "actor", actor.compute_log_probs)
-    return [_read_node(output, actor) for output in (policy, reference(actor))]
-
-
-def _read_node(read: ModelOutput, handle: Actor | Critic) -> Node:
+def output_node(read: ModelOutput, handle: Actor | Critic) -> Node:
+    """A node that computes a model's outputs for all samples."""
     is_values = read.role in VALUES
     return Node(
         name=f"{read.role}_values" if is_values else read.role,

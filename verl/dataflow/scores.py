@@ -43,25 +43,19 @@ def one_row_per_episode(batch: Batch) -> Batch:
 
 def episode_metrics(batch: Batch) -> dict[str, float]:
     """Of episodes: those that count for nothing and turns that are in no trajectory, by reason, and those cut short."""
-    if "episode" not in batch:
-        return {}
     ended = one_row_per_episode(batch)
-    reasons = left_out_reasons(batch)
-    calls, others = _sums(ended, "calls_left_out"), _sums(ended, "other_calls")
-    return {
+    reasons = Counter(filter(None, left_out_words(ended)))
+    record = {
         "episodes/trajectories": len(batch) / max(len(ended), 1),
         "episodes/truncated": sum(ended["truncated"]),
         "episodes/left_out": sum(reasons.values()),
         **{f"episodes/left_out/{reason}": count for reason, count in sorted(reasons.items())},
-        **{f"calls/left_out/{reason}": count for reason, count in sorted(calls.items())},
-        **{f"calls/other/{model}": count for model, count in sorted(others.items())},
     }
-
-
-def _sums(batch: Batch, column: str) -> Counter[str]:
-    """Of counts by name, as JSON."""
-    texts = [text for text in batch[column] if text is not None] if column in batch else []
-    return sum((Counter(json.loads(text)) for text in texts), Counter[str]())
+    for column, name in (("calls_left_out", "calls/left_out"), ("other_calls", "calls/other")):
+        if column in ended:  # counts by reason, or by model, as JSON
+            counts = sum((Counter(json.loads(text)) for text in ended[column] if text is not None), Counter[str]())
+            record |= {f"{name}/{key}": count for key, count in sorted(counts.items())}
+    return record
 
 
 def left_out_words(batch: Batch) -> list[str | None]:
@@ -72,11 +66,6 @@ def left_out_words(batch: Batch) -> list[str | None]:
         or ("no_reward" if row.get("reward", 0.0) is None else None)
         for row in batch.select(["left_out", "finish", "reward"]).rows()
     ]
-
-
-def left_out_reasons(batch: Batch) -> Counter[str]:
-    """How many episodes count for nothing, by the reason in a word."""
-    return Counter(word for word in left_out_words(one_row_per_episode(batch)) if word is not None)
 
 
 def written_tokens(batch: Batch) -> int:

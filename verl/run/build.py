@@ -15,6 +15,7 @@ from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
 from verl.run.check import rewarding_episode, roles_of, source_of
+from verl.trainer.guard import SafetyGuard
 from verl.trainer.task import Task
 from verl.trainer.tasks import task_of
 from verl.trainer.trainer import Trainer
@@ -125,11 +126,8 @@ def build_trainer(
         **{name: getattr(settings, name) for name in _AS_SET},
         **options,
     )
-    if settings.guards:
-        from verl.trainer.guard import SafetyGuard
-
-        for guard in settings.guards:
-            trainer.add_guard(SafetyGuard(**dict(guard)))
+    for guard in settings.guards:
+        trainer.add_guard(SafetyGuard(**dict(guard)))
     if scheduler is not None:
         from verl.tasks.weights import DynamicTaskWeightScheduler
 

@@ -15,7 +15,6 @@ from pydantic import Field
 from verl._base.checked import checked
 from verl._base.names import check_logged
 from verl._base.record import Count, Natural, Strings
-from verl.checkpoint.directory import AutomaticCheckpoints
 from verl.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ logger = logging.getLogger(__name__)
 #: A change counts from so many standard errors of the difference of two means on; and how much more that is where the
 #: noise is known from few changes.
 _STANDARD_ERRORS, _UNKNOWN = 6.0, 5.0
-#: Checkpoints within `rollback_steps`, where the trainer has none of its own.
-_CHECKPOINTS = 4
 #: Values that a baseline is made of at least.
 _LEAST = 8
 _KEPT = ("values", "steps", "best", "count", "changes", "squares")
@@ -248,20 +245,3 @@ class _Metric:
         self.count, self.changes, self.squares = int(saved["count"]), int(saved["changes"]), float(saved["squares"])
         if len(self.values) != len(self.steps) or len(self.values) > self._baseline + self._window:
             raise ValueError(f"{len(self.values)} values of {len(self.steps)} steps")
-
-
-@checked
-def add_guard(trainer: Any, guard: SafetyGuard) -> None:
-    """See `Trainer.add_guard`."""
-    if trainer.checkpoints is None:
-        if trainer.log_dir is None:
-            raise ConfigError(
-                "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
-                "checkpoint_dir= and save_every="
-            )
-        folder, every = trainer.log_dir / "checkpoints", max(1, guard.rollback_steps // _CHECKPOINTS)
-        trainer.checkpoints = AutomaticCheckpoints(folder, every, 2, background=False)
-        logger.info("a checkpoint is saved to %s every %d steps", folder, every)
-    store = trainer.checkpoints.store
-    store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
-    trainer.guards = [*trainer.guards, guard]

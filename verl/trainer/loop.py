@@ -21,11 +21,12 @@ from verl.data.prefetch import Loader, Prefetch
 from verl.data.tokenize import Truncation
 from verl.dataflow.graph import Graph
 from verl.dataflow.loop import run_sync
-from verl.dataflow.nodes import log_prob_nodes
+from verl.dataflow.nodes import output_node
 from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.report.samples import kl_to_reference
 from verl.report.sinks import Logger, open_logger, run_directory, set_aside
 from verl.roles.actor import Actor
+from verl.roles.reads import ModelOutput, reference
 from verl.trainer.batches import as_loader, next_batch, one_pass, read_ahead
 from verl.trainer.evaluation import Evaluation, HeldOut
 from verl.trainer.options import TrainerOptions
@@ -167,7 +168,6 @@ class Loop:
             with StopSignal() if self.checkpoints is not None else nullcontext() as stop:
                 if self.held_out is not None and self.held_out.before and self.held_out.first is None:
                     self.evaluate_held_out()
-                self._save_first()
                 while self.steps < self._goal and not (stop and stop.received):
                     record = self.advance(batches)
                 if stop and stop.received:
@@ -240,11 +240,6 @@ class Loop:
             "without end, such as verl.data.loader.PromptLoader"
         )
 
-    def _save_first(self) -> None:
-        """With guards: a checkpoint to go back to from the first step on."""
-        if self.guards and self.checkpoints is not None and not self.checkpoints.store.steps():
-            self.checkpoints.save(self)
-
     def _evaluate_and_save(self, *, last: bool = False) -> None:
         """Evaluate and save, where that is due; after the last step of `fit` both are."""
         held_out = self.held_out
@@ -254,8 +249,9 @@ class Loop:
         if self.checkpoints is None:
             return
         if not last and self.steps % self.checkpoints.every:
-            with self.runner.models.hold():
-                self.checkpoints.finish(wait=False)
+            if self.checkpoints.pending is not None:
+                with self.runner.models.hold():
+                    self.checkpoints.finish(wait=False)
         elif (error := self.checkpoints.save(self, last=last)) is not None and last:
             raise CheckpointError(f"{error}; the run is trained but not saved: free space and run it again")
 
@@ -272,7 +268,9 @@ class Loop:
             sampling = {name: getattr(held_out, name) for name in ("n", "temperature", "top_p", "top_k")}
             evaluation = self.evaluate(rows.batch, held_out.metrics, **sampling)
             if held_out.kl:
-                graph = Graph([*log_prob_nodes(self.actor)], evaluation.samples.columns)
+                policy = ModelOutput("log_probs", "actor", self.actor.compute_log_probs)
+                nodes = [output_node(output, self.actor) for output in (policy, reference(self.actor))]
+                graph = Graph(nodes, evaluation.samples.columns)
                 samples = run_sync(draw(graph, evaluation.samples, self.runner, in_step=False)).batch
                 measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=held_out.temperature == 0)
             result = held_out.note(self.steps, evaluation)

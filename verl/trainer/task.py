@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -240,6 +241,9 @@ class Task:
 
         Args:
             key: begins the ids of recorded rows without one.
+
+        Raises:
+            RolloutError: too many of the latest episodes failed, or of these are left out.
         """
         if "response_tokens" in rows:
             recorded = await self.replay(rows, key)
@@ -249,17 +253,22 @@ class Task:
                 f"algorithm '{self.algorithm.name}' learns from recorded responses and this batch has none: "
                 "give batches of an OfflineDatasetLoader made with the actor's tokenizer"
             )
-        draws = [await self._draw(rows)]
-        kept = [await self._kept(draws[0].batch)]
-        if kept[0] is draws[0].batch:
-            return Samples(kept[0], draws)
-        origin = {group: group for group in rows["group"]}
-        while (again := rejected_rows(rows, kept, origin)) and len(draws) <= self._max_resamples:
-            retry = rows.take(again)
-            groups = retried_groups(retry["group"], len(draws), origin)
-            draws.append(await self._draw(retry.drop(["group", "id"]).add({"group": groups})))
-            kept.append(await self._kept(draws[-1].batch))
-        return Samples(Batch.concat(kept), draws, len(again), origin)
+        draws, kept = list[Result](), list[Batch]()
+        prompts, origin = rows, {group: group for group in rows["group"]}
+        while True:
+            draws.append(await draw(self.graph, prompts, self._run))
+            samples = draws[-1].batch
+            if "episode_error" in samples:
+                self._check_episodes(samples)
+            kept.append(await self._kept(samples))
+            if kept[0] is draws[0].batch:
+                return Samples(kept[0], draws)
+            again = rejected_rows(rows, kept, origin)
+            if not again or len(draws) > self._max_resamples:
+                return Samples(Batch.concat(kept), draws, len(again), origin)
+            prompts = rows.take(again)
+            groups = retried_groups(prompts["group"], len(draws), origin)
+            prompts = prompts.drop(["group", "id"]).add({"group": groups})
 
     async def score(self, group: Batch) -> Result:
         """The rewards of one group that rollout workers have drawn, as far as they need no other group."""
@@ -307,7 +316,9 @@ class Task:
         ended = scores.one_row_per_episode(drawn[0])
         record: dict[str, Any] = scores.score_metrics(ended)
         if "rollout" in samples.draws[0].timings:
-            record |= _rollout_metrics(samples.draws, drawn) | scores.episode_metrics(Batch.concat(drawn))
+            record |= _rollout_metrics(samples.draws, drawn)
+            if "episode" in drawn[0]:
+                record |= scores.episode_metrics(Batch.concat(drawn))
         if samples.rejected is not None:
             record["rollout/resamples"] = scores.Count(len(samples.draws) - 1)
             record["rollout/rejected_prompts"] = scores.Count(samples.rejected)
@@ -317,19 +328,12 @@ class Task:
         add_metrics(record, users, self.metrics)
         return record
 
-    async def _draw(self, prompts: Batch) -> Result:
-        """Samples of prompts.
-
-        Raises:
-            RolloutError: too many of the latest episodes failed, or of these are left out.
-        """
-        result = await draw(self.graph, prompts, self._run)
-        if "episode_error" not in result.batch:
-            return result
-        samples = scores.without_baselines(result.batch)
-        errors = scores.one_row_per_episode(samples)["episode_error"]
+    def _check_episodes(self, samples: Batch) -> None:
+        """Count episodes that failed; see `collect`."""
+        ended = scores.one_row_per_episode(scores.without_baselines(samples))
+        errors = ended["episode_error"]
         latest = next((error for error in reversed(errors) if error is not None), None)
-        reasons = scores.left_out_reasons(samples)
+        reasons = Counter(filter(None, scores.left_out_words(ended)))
         if sum(reasons.values()) > self._max_left_out * len(errors):
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             raise RolloutError(
@@ -343,7 +347,6 @@ class Task:
                 f"the episode failed on {self.episodes} (latest: {latest or 'earlier'}). Mend it, raise its deadline, "
                 "or raise max_failed_episodes (in settings reward.max_failure_rate)"
             )
-        return result
 
     async def _kept(self, samples: Batch) -> Batch:
         """The samples that the algorithm does not reject; `samples` itself where it rejects none."""

@@ -19,6 +19,7 @@ from verl._base.names import check_known, disjoint
 from verl._base.record import AtOnce, Natural, Portion
 from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
+from verl.checkpoint.directory import AutomaticCheckpoints
 from verl.data.buffers import Buffer, MemoryBuffer, make_buffer
 from verl.data.loader import note_scores, pooled
 from verl.data.prompts import PromptDataset
@@ -42,6 +43,7 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
 from verl.tasks.file import check_permuted
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, together
+from verl.trainer.guard import SafetyGuard
 from verl.trainer.loop import Loop, check_finite, skipped_roles
 from verl.trainer.options import OTHERS, BufferOptions, CheckpointOptions, LimitOptions, LoggingOptions, TrainerOptions
 from verl.trainer.runner import Run
@@ -52,7 +54,6 @@ from verl.weights.layout import Mesh
 
 if TYPE_CHECKING:
     from verl.keywords import TrainerKeywords
-    from verl.trainer.guard import SafetyGuard
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,6 @@ class Trainer(Loop):
         by_number = by_workers(layout.num_rollout_workers, layout.num_update_workers)
         lay_out(models, (layout.placement, layout.device_map, by_number), layout.strategy, layout.use_amp)
         self.runner = Run(deadline=limits.deadline, timeline=options.logging.timeline)
-        #: By name.
         self.tasks = {task.name: copy(task) for task in tasks}
         for name, task in self.tasks.items():
             task.bind(self.actor, critics[name], self.runner, limits, names[name])
@@ -215,6 +215,7 @@ class Trainer(Loop):
         for task in self.tasks.values():
             task.metrics[name] = Metric(name, fn)
 
+    @checked
     def add_guard(self, guard: SafetyGuard) -> None:
         """Watch metrics from now on, and go back to an earlier checkpoint when one falls. Without automatic checkpoints
         of your own they are saved in `log_dir`, four within `rollback_steps`.
@@ -222,9 +223,18 @@ class Trainer(Loop):
         Raises:
             ConfigError: `log_dir=False` leaves no place for checkpoints, where `checkpoint_dir` names none.
         """
-        from verl.trainer.guard import add_guard
-
-        add_guard(self, guard)
+        if self.checkpoints is None:
+            if self.log_dir is None:
+                raise ConfigError(
+                    "a guard goes back to checkpoints, and log_dir=False leaves no place for them: give the trainer "
+                    "checkpoint_dir= and save_every="
+                )
+            folder, every = self.log_dir / "checkpoints", max(1, guard.rollback_steps // 4)
+            self.checkpoints = AutomaticCheckpoints(folder, every, 2, background=False)
+            logger.info("a checkpoint is saved to %s every %d steps", folder, every)
+        store = self.checkpoints.store
+        store.reach = max(store.reach, guard.rollback_steps, guard.window + 2)
+        self.guards = [*self.guards, guard]
 
     def enable_3d_hybrid_engine(
         self, *, tensor_parallel_size: int | None = None, overlap_comm: bool | None = None
@@ -332,7 +342,8 @@ class Trainer(Loop):
 
     def _begin(self) -> float:
         """What every step begins with; the time. The log is open before anything is sampled."""
-        self._save_first()
+        if self.guards and self.checkpoints is not None and not self.checkpoints.store.steps():
+            self.checkpoints.save(self)  # to go back to, from the first step on
         assert self.logger is not None
         self.runner.step = self.steps + 1
         return time.perf_counter()
