@@ -142,9 +142,9 @@ def test_a_reward_model_in_int4(tmp_path: Path, tiny: Path) -> None:
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     rewards = [RewardModel(str(tmp_path), tokenizer=str(tiny), dtype=dtype) for dtype in ("float32", "int4")]
-    full, small = (reward.scores(["a", "bc", "hello there"], ["Hi", "Hi", "x"]) for reward in rewards)
+    full, small = (reward.function(["a", "bc", "hello there"], ["Hi", "Hi", "x"]) for reward in rewards)
     assert full != small and full == pytest.approx(small, abs=0.1)
-    assert weight_bytes(rewards[1].model) < weight_bytes(rewards[0].model) / 2
+    assert weight_bytes(rewards[1].function.model) < weight_bytes(rewards[0].function.model) / 2
 
 
 def test_a_reference_in_int4(tiny: Path) -> None:

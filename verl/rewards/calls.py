@@ -117,6 +117,7 @@ class ThreadCaller(FunctionCaller):
         self.ends_late = self.is_async
         self.slots = self.slots if self.is_async else TURN
         self._code = UserCode(f"reward {name}")
+        getattr(function, "load", lambda: None)()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, call: Call, timeout: float) -> list[Score] | None:

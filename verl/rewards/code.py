@@ -6,21 +6,23 @@ import asyncio
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Unpack
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from verl import sandbox
 from verl._base.checked import checked
-from verl._base.record import Processes, Retries, Seconds
+from verl._base.record import Processes, Seconds
 from verl.data.text import behind_thoughts
 from verl.errors import RewardError
 from verl.rewards.calls import Slots
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.functions import FunctionReward
 from verl.sandbox.code_tests import Tests, judge, parse
 
+#: Seconds for a sample's processes to start and to end.
+_GRACE = 60.0
 #: Bytes that a reference may print.
 _REFERENCE_OUTPUT = 16 << 20
 #: Marks before a fence: of list items and quotations.
@@ -76,7 +78,6 @@ class CodeReward(FunctionReward):
 
     one_of: ClassVar[tuple[str, ...]] = ("tests", "reference")
     judges: ClassVar[str | None] = "last_turn"
-    grace: ClassVar[float] = 60.0  # for a sample's processes to start and to end
 
     @checked
     def __init__(
@@ -88,19 +89,29 @@ class CodeReward(FunctionReward):
         memory: Annotated[int, Field(ge=1)] = 512 << 20,
         live: bool = False,
         parallel: Processes | None = None,
-        name: str = "code",
-        retries: Retries = 0,
-        **options: Unpack[OnFailure],
+        **options: Any,
     ) -> None:
-        self.limits = sandbox.Limits(seconds=timeout, memory=memory)
-        self.partial, self.packages, self.live = partial, packages, live
-        sandbox.require()
+        judge = _Judge(sandbox.Limits(seconds=timeout, memory=memory), partial, packages, live)
         options["process"] = False  # the programs have processes of their own
-        super().__init__(self.scores, name=name, timeout=timeout + self.grace, retries=retries, **options)
-        self.group.width = parallel or os.cpu_count() or 1
-        self.group.slots = Slots(self.group.width)
+        super().__init__(judge, timeout=timeout + _GRACE, **{"name": "code", **options})
+        if not options.get("workers"):
+            self.group.width = parallel or os.cpu_count() or 1
+            self.group.slots = Slots(self.group.width)
 
-    async def scores(
+
+@dataclass(frozen=True)
+class _Judge:
+    """The reward function of `CodeReward`."""
+
+    limits: sandbox.Limits
+    partial: bool
+    packages: Sequence[str | Path]
+    live: bool
+
+    def load(self) -> None:
+        sandbox.require()
+
+    async def __call__(
         self, solution_str: str, tests: Any = None, reference: Any = None, entry_point: str | None = None
     ) -> dict[str, float] | None:
         """The score of one response; None where nothing is expected of it.

@@ -21,14 +21,14 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Unpack
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from verl._base.checked import checked
-from verl._base.record import Seconds
 from verl._base.syntax import syntax_tree
 from verl.errors import ConfigError, shown
 from verl.rewards.code import extract_code
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.functions import FunctionReward
 
 _SKIPPED = (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -62,19 +62,22 @@ class CodeBleuReward(FunctionReward):
         self,
         *,
         weights: Sequence[float] = (0.25, 0.25, 0.25, 0.25),
-        timeout: Seconds = 30.0,
-        name: str = "codebleu",
-        **options: Unpack[OnFailure],
+        **options: Any,
     ) -> None:
-        self.weights = tuple(map(float, weights))
-        if len(self.weights) != 4 or min(self.weights) < 0 or not math.isclose(sum(self.weights), 1.0):
+        super().__init__(_Likeness(tuple(map(float, weights))), **{"name": "codebleu", **options})
+        if len(weights) != 4 or min(weights) < 0 or not math.isclose(sum(weights), 1.0):
             raise ConfigError(
-                f"reward '{name}': weights are four numbers of at least 0 that sum to 1, not {shown(weights)}"
+                f"reward '{self.name}': weights are four numbers of at least 0 that sum to 1, not {shown(weights)}"
             )
-        super().__init__(self.scores, name=name, timeout=timeout, **options)
 
-    def scores(self, texts: list[str], reference: list[str | None]) -> list[dict[str, float] | None]:
-        """The score of each response with its parts."""
+
+@dataclass(frozen=True)
+class _Likeness:
+    """The reward function of `CodeBleuReward`."""
+
+    weights: tuple[float, ...]
+
+    def __call__(self, texts: list[str], reference: list[str | None]) -> list[dict[str, float] | None]:
         return [
             None if wanted is None else codebleu(extract_code(text), wanted, self.weights)
             for text, wanted in zip(texts, reference, strict=True)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from os import PathLike
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 from verl._base.checked import checked
 from verl._base.record import Count, Portion, Retries, Seconds
@@ -37,12 +37,8 @@ _FROM_A_FORK = re.compile("in forked subprocess|CUDA error: initialization error
 _ERROR = re.compile(r"(?s)\Araised (\w+).* \((?:.*/)?(.+) line (\d+), in .*\)\Z")
 
 
-class OnFailure(TypedDict, total=False):
-    """Options of `FunctionReward` that every other kind of reward passes on to it."""
-
-    default_reward: float | None
-    max_failure_rate: float
-    process: bool
+#: Options of `FunctionReward` that every other kind of reward passes on to it.
+PASSED_ON = ("name", "timeout", "retries", "default_reward", "max_failure_rate", "workers", "process")
 
 
 class FunctionReward:
@@ -79,11 +75,8 @@ class FunctionReward:
     calls_on_fewer: ClassVar[bool] = False
     #: See `Signature.judges`; a function may have it as an attribute.
     judges: ClassVar[str | None] = None
-    #: Seconds that a call may take in addition to `timeout`.
-    grace: ClassVar[float] = 0.0
-    #: Whether calls are made in worker processes also where none were asked for, and whether they can be.
+    #: Whether calls are made in worker processes also where none were asked for.
     needs_processes: ClassVar[bool] = False
-    fits_workers: ClassVar[bool] = True
 
     @checked
     def __init__(

@@ -1,12 +1,11 @@
-"""Makes a `RewardSource` from what users pass as a reward. In worker processes what cannot be sent there (a model, a
-client of servers) is made from its class and options."""
+"""Makes a `RewardSource` from what users pass as a reward."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from verl._base.keywords import takes
 from verl._host.user_functions import split_spec
 from verl.errors import ConfigError, nearest, shown
 from verl.rewards.composite import CompositeReward, Smoothed
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.functions import PASSED_ON, FunctionReward
 from verl.rewards.registry import REWARDS
 from verl.rewards.source import RewardSource, source_of
-
-#: Options of a reward in workers that are not passed on to the reward within each of them.
-_OURS = ("default_reward", "max_failure_rate", "name", "retries")
 
 
 def make_reward(source: Any, **options: Any) -> RewardSource:
@@ -111,72 +107,19 @@ def _imported(reward: str) -> Any:
 
 
 def _build(reward: type[FunctionReward] | str, options: dict[str, Any], *source: Any) -> FunctionReward:
-    """A reward of some kind; with `workers`, one whose calls are made by them.
+    """A reward of some kind.
 
     Raises:
-        ConfigError: it has no such option; or its calls wait for servers, and workers are to make them.
+        ConfigError: it has no such option.
     """
     kind: type[FunctionReward] = _imported(reward) if isinstance(reward, str) else reward
-    parameters = inspect.signature(kind).parameters
-    known = {*parameters, *OnFailure.__annotations__} - {"source", "options"}
-    workers = options.get("workers")
-    if workers and not callable(workers):
+    known = {*inspect.signature(kind).parameters, *PASSED_ON} - {"source", "options"}
+    if options.get("workers") and not callable(options["workers"]):
         raise ConfigError(f"{kind.__name__}: workers are given to the Reward, not to one of its parts")
-    workers = None if "workers" in known else options.pop("workers", None)
     for option in options:
         if option not in known:
             raise ConfigError(f"{kind.__name__} has no option '{option}': {takes(option) or nearest(option, known)}")
-    if not workers:
-        return kind(*source, **options)
-    if not kind.fits_workers:
-        raise ConfigError(f"{kind.__name__}: its calls wait for servers, up to 64 at a time: leave workers out")
-    outer = {name: parameter.default for name, parameter in parameters.items()} | options
-    inner = {name: value for name, value in options.items() if name not in _OURS}
-    return FunctionReward(
-        PortableFunction(kind, source, inner),
-        timeout=outer["timeout"] + kind.grace,
-        batch_size=outer.get("batch_size"),
-        workers=workers,
-        name=outer["name"],
-        **{name: options[name] for name in _OURS if name in options and name != "name"},
-    )
-
-
-class PortableFunction:
-    """The function of a kind of reward, which is made where the function is called first.
-
-    Args:
-        kind: a subclass of `FunctionReward` with a method `scores`.
-        source: its first argument, or nothing.
-        options: its others.
-    """
-
-    def __init__(self, kind: type[FunctionReward], source: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.kind, self.source, self.options = kind, source, options
-        self.__name__, self.judges = kind.__name__, kind.judges
-        parameters = list(inspect.signature(kind.scores).parameters.values())  # type: ignore[attr-defined]
-        self.__signature__ = inspect.Signature(parameters[1:])
-        self._function: Callable[..., Any] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        from verl.models.portable import PortableModel
-
-        source = tuple(PortableModel(one) if hasattr(one, "forward") else one for one in self.source)
-        return PortableFunction, (self.kind, source, self.options)
-
-    def load(self) -> Callable[..., Any]:
-        """Make the reward.
-
-        Raises:
-            ModelError, ConfigError: it cannot be made.
-        """
-        if self._function is None:
-            source = (getattr(one, "model", one) for one in self.source)
-            self._function = self.kind(*source, **self.options).function
-        return self._function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.load()(*args, **kwargs)
+    return kind(*source, **options)
 
 
 def misspelt(source: str) -> str | None:

@@ -7,19 +7,17 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal
 
 from verl._base.checked import checked
-from verl._base.record import Retries, Seconds
 from verl.batch import Batch
 from verl.errors import ConfigError, RewardError
 from verl.rewards.answers import answer_in, plain
-from verl.rewards.calls import Caller
 from verl.rewards.equality import UnsureError, is_same
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.functions import FunctionReward
 from verl.rewards.source import run_reward
 from verl.rewards.values import read
 
@@ -54,7 +52,7 @@ class MathReward(FunctionReward):
     Args:
         alternatives: of a row's list of answers, "any" is right, or "all" are wanted, in any order.
         unevaluated: a response need not be worked out: `123*456` is right for 56088.
-        timeout: seconds for one sample.
+        timeout: seconds for one sample; 10 if not given.
         **options: see `FunctionReward`.
 
     Raises:
@@ -70,18 +68,13 @@ class MathReward(FunctionReward):
         *,
         alternatives: Alternatives = "any",
         unevaluated: bool = False,
-        name: str = "math",
-        timeout: Seconds = 10.0,
-        retries: Retries = 0,
-        workers: Callable[..., Caller] | None = None,
-        **options: Unpack[OnFailure],
+        **options: Any,
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "reward 'math' needs math-verify, which is not installed: pip install 'verl-hybrid[math]'"
             )
-        equality = _Equality(alternatives, unevaluated)
-        super().__init__(equality, name=name, timeout=timeout, retries=retries, workers=workers, **options)
+        super().__init__(_Equality(alternatives, unevaluated), **{"name": "math", "timeout": 10.0, **options})
         self._itself = _Itself(alternatives, unevaluated)
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl._base.checked import checked
-from verl._base.record import Count, Retries, Seconds
+from verl._base.record import Count
 from verl._host.device import put
 from verl.data.chat import ChatTokenizer
 from verl.data.tokenize import encode_chat, encode_pair, encode_plain
@@ -18,7 +18,8 @@ from verl.errors import DataError, ModelError
 from verl.models.heads import SCORE_AT_EOS
 from verl.models.loading import find_tokenizer, load_model, load_tokenizer
 from verl.models.packed import evaluating
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.models.portable import PortableModel
+from verl.rewards.functions import FunctionReward
 
 
 class RewardModel(FunctionReward):
@@ -51,27 +52,46 @@ class RewardModel(FunctionReward):
         max_length: Count | None = None,
         dtype: str = "auto",
         device: str | torch.device | None = None,
-        name: str = "reward_model",
-        timeout: Seconds = 600.0,
-        retries: Retries = 0,
-        **options: Unpack[OnFailure],
+        **options: Any,
     ) -> None:
-        self.model = source if hasattr(source, "forward") else load_model(source, dtype=dtype, kind="classifier")
+        if options.get("workers"):
+            source = PortableModel(source) if hasattr(source, "forward") else source
+            options["batch_size"] = batch_size
+        else:  # a forward takes texts of similar length from all prompts
+            options |= {"whole_batch": True, "process": False}
+        scorer = TextScorer(source, tokenizer, batch_size, max_length, dtype, device)
+        super().__init__(scorer, **{"name": "reward_model", "timeout": 600.0, **options})
+
+
+@dataclass(eq=False)
+class TextScorer:
+    """The reward function of `RewardModel`. Its model is loaded in the process that calls it.
+
+    Attributes:
+        score_tokens: token ids of texts -> their scores; where the placement has devices for it, by its workers there.
+    """
+
+    source: Any
+    tokenizer: Any
+    batch_size: int
+    max_length: int | None
+    dtype: str
+    device: str | torch.device | None
+
+    def load(self) -> None:
+        self.model = self.source.model if isinstance(self.source, PortableModel) else self.source
+        if not hasattr(self.model, "forward"):
+            self.model = load_model(self.source, dtype=self.dtype, kind="classifier")
         if getattr(self.model.config, "num_labels", 1) != 1 and not hasattr(self.model, "predict"):
             raise ModelError(f"a reward model has one label, this one has {self.model.config.num_labels}")
-        if tokenizer is None:
-            tokenizer = find_tokenizer(self.model)
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self._chat = ChatTokenizer(self.tokenizer)
-        self.batch_size = batch_size
-        #: Token ids of texts -> their scores; where the placement has devices for it, by its workers there.
-        self.score_tokens: Callable[[list[list[int]]], list[float]] = TokenScorer(self.model, batch_size, device)
-        self.max_length = max_length or getattr(self.model.config, "max_position_embeddings", None)
+        tokenizer = find_tokenizer(self.model) if self.tokenizer is None else self.tokenizer
+        self._chat = ChatTokenizer(load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer)
+        self.score_tokens: Callable[[list[list[int]]], list[float]]
+        self.score_tokens = TokenScorer(self.model, self.batch_size, self.device)
+        self.max_length = self.max_length or getattr(self.model.config, "max_position_embeddings", None)
         self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))
-        # A forward takes texts of similar length from all prompts.
-        super().__init__(self.scores, name=name, timeout=timeout, retries=retries, whole_batch=True, **options)
 
-    def scores(self, responses: list[str], prompts: list[Any]) -> list[float]:
+    def __call__(self, responses: list[str], prompts: list[Any]) -> list[float]:
         """One number for each response to its prompt (a text or a list of messages)."""
         tokens = [self._encode(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         return self.score_tokens(tokens)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from verl._base.checked import checked
-from verl._base.record import Retries, Seconds
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import RewardError
-from verl.rewards.calls import Caller
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.functions import FunctionReward
 from verl.rewards.signatures import has_value
 
 Answer = Literal["last_number", "whole", "tag"]
@@ -43,14 +41,9 @@ class TaskReward(FunctionReward):
         *,
         answer: Answer = "whole",
         exact: bool = False,
-        name: str = "task",
-        timeout: Seconds = 30.0,
-        retries: Retries = 0,
-        workers: Callable[..., Caller] | None = None,
-        **options: Unpack[OnFailure],
+        **options: Any,
     ) -> None:
-        verifier = _Verifier(answer, exact)
-        super().__init__(verifier, name=name, timeout=timeout, retries=retries, workers=workers, **options)
+        super().__init__(_Verifier(answer, exact), **{"name": "task", **options})
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if not has_value(dict(rows[0]), "reasoning_gym"):

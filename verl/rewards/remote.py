@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 from verl._base.checked import checked
 from verl._base.record import AsTuple, Count, NotNegative, Retries, Seconds
@@ -25,7 +25,7 @@ from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RewardError, RolloutError, nearest
 from verl.rewards.calls import Slots
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.functions import FunctionReward
 from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rewards.signatures import user_columns
 
@@ -57,25 +57,30 @@ _CHAT = "/v1/chat/completions"
 _FULL_WIDTH = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 
 
-class _ServedReward(FunctionReward):
+class ServedReward(FunctionReward):
     """Scores all samples by calls to servers."""
 
     judges = "response"
-    fits_workers = False
 
+    @checked
     def __init__(
         self,
         function: Callable[..., Any],
         servers: str | Sequence[str],
-        timeout: float,
-        retries: int,
         api_key: str | None,
+        *,
+        name: str,
+        timeout: Seconds = 60.0,
+        retries: Retries = 3,
         **options: Any,
     ) -> None:
-        kind = f"'{options['name']}' server"
+        if options.pop("workers", None):
+            kind = type(self).__name__
+            raise ConfigError(f"{kind}: its calls wait for servers, up to {_AT_ONCE} at a time: leave workers out")
+        kind = f"'{name}' server"
         self.pool = ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key, kind=kind)
         self._at_once = Slots(_AT_ONCE)
-        super().__init__(function, **{**options, "process": False})
+        super().__init__(function, name=name, **{**options, "process": False})
         self.timeout = math.inf  # each call has its own deadline
 
     async def _gather(self, calls: Sequence[tuple[int, Coroutine[Any, Any, list[Score]]]]) -> list[Score]:
@@ -92,7 +97,7 @@ class _ServedReward(FunctionReward):
         return list(chain.from_iterable(await asyncio.gather(*futures)))
 
 
-class RemoteReward(_ServedReward):
+class RemoteReward(ServedReward):
     """A scoring service. It gets {"prompts": [...], "responses": [...], "columns": {name: [...]}} by POST and answers
     with a list of results, or {"rewards": [...]} or {"scores": [...]}; a result is what a reward function may return
     for one sample.
@@ -112,14 +117,11 @@ class RemoteReward(_ServedReward):
         source: str | Sequence[str],
         *,
         batch_size: Count = 32,
-        timeout: Seconds = 60.0,
-        retries: Retries = 3,
         api_key: str | None = None,
-        name: str = "remote",
-        **options: Unpack[OnFailure],
+        **options: Any,
     ) -> None:
         self.batch_size = batch_size
-        super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
+        super().__init__(self.scores, source, api_key, **{"name": "remote", **options})
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
         """A score for each sample."""
@@ -139,7 +141,7 @@ class RemoteReward(_ServedReward):
         return await self._gather(calls)
 
 
-class JudgeReward(_ServedReward):
+class JudgeReward(ServedReward):
     """A language model that grades: its prompt is made from a template, its score is parsed from its reply.
 
     Args:
@@ -175,11 +177,9 @@ class JudgeReward(_ServedReward):
         model: str | None = None,
         max_tokens: Count = 256,
         temperature: NotNegative = 0.0,
-        timeout: Seconds = 60.0,
-        retries: Retries = 3,
         api_key: str | None = None,
         name: str = "judge",
-        **options: Unpack[OnFailure],
+        **options: Any,
     ) -> None:
         if "{response}" not in template:
             raise ConfigError(f"reward '{name}': the judge's template must contain {{response}}")
@@ -198,7 +198,7 @@ class JudgeReward(_ServedReward):
             check_model_path(url)
         self.template, self.parse, self.system, self.model = template, parse, system, model
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
-        super().__init__(self.scores, source, timeout, retries, api_key, name=name, **options)
+        super().__init__(self.scores, source, api_key, name=name, **options)
         self._code = UserCode(f"reward {self.name}")
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:

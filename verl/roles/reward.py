@@ -21,7 +21,7 @@ from verl.errors import CheckpointError, ConfigError, RewardError, nearest
 from verl.models.portable import PortableModel
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
-from verl.rewards.model import RewardModel
+from verl.rewards.model import TextScorer
 from verl.rewards.source import RewardSource, leaves, log_failures, run_reward, score_finished
 from verl.roles.columns import as_responses
 from verl.roles.reward_pool import RewardPool
@@ -82,8 +82,8 @@ class Reward:
         for source in leaves(self.source):
             if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
                 source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
-        for source in self._models():
-            registry.add("Reward", model=source.model)
+        for scorer in self._models():
+            registry.add("Reward", model=scorer.model)
         if placement is not None:
             self.set_placement(placement)
 
@@ -110,9 +110,9 @@ class Reward:
             )
         if pool.parallel != "data":
             raise ConfigError(f"placement: a {role} model is whole on each of its devices: parallel='data', not others")
-        for source in models:
-            recipe = partial(RewardWorker, PortableModel(source.model), source.batch_size)
-            source.score_tokens = partial(_scores, controller.group(role, recipe))
+        for scorer in models:
+            recipe = partial(RewardWorker, PortableModel(scorer.model), scorer.batch_size)
+            scorer.score_tokens = partial(_scores, controller.group(role, recipe))
 
     def set_seed(self, seed: int) -> None:
         """Seed the random generators of functions from a run's seed, and for each call from the ids of its rows."""
@@ -120,8 +120,9 @@ class Reward:
             if hasattr(source, "seed"):
                 source.seed = seed
 
-    def _models(self) -> list[RewardModel]:
-        return [source for source in leaves(self.source) if hasattr(source, "score_tokens")]  # type: ignore[misc]
+    def _models(self) -> list[TextScorer]:
+        functions = (getattr(source, "function", None) for source in leaves(self.source))
+        return [function for function in functions if hasattr(function, "score_tokens")]  # type: ignore[misc]
 
     @property
     def whole_batch(self) -> bool:

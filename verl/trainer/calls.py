@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.algorithms import algorithm_names, make_algorithm
-from verl.rewards.functions import FunctionReward, OnFailure
+from verl.rewards.functions import FunctionReward
 from verl.roles.settings import handle_keywords
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.evaluation import HeldOut
@@ -22,7 +22,7 @@ def public_calls() -> Iterator[tuple[str, set[str]]]:
     yield "Actor(MODEL, {}=...)", {"optim", "strategy", *handle_keywords()}
     for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
         yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | trainer_keywords()
-    yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward) | {*OnFailure.__annotations__}
+    yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward)
     yield "HeldOut(ROWS, {}=...)", _parameters(HeldOut)
     kinds = {type(make_algorithm(name)) for name in algorithm_names()}
     yield "Trainer(ACTOR, {}=...)", set().union(*map(_parameters, kinds))
