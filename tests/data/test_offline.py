@@ -80,6 +80,8 @@ def test_labels_and_demonstrations(name: str, tokenizer: Any) -> None:
     assert tokenizer.decode(loader.batch["response_tokens"][0]) == "2<|end|>"
     loader = OfflineDatasetLoader([{"messages": ASK + GOOD}], tokenizer)
     assert tokenizer.decode(loader.batch["response_tokens"][0]) == "Blue.<|end|>"
+    both = [{"prompt": "as the chat begins", "messages": ASK + GOOD}]
+    assert OfflineDatasetLoader(both, tokenizer).batch == loader.batch
 
 
 @pytest.mark.parametrize("kind", ["demonstrations", "labels", "pairs"])

@@ -120,8 +120,8 @@ class MemoryBuffer(Buffer):
         return Batch.concat(self._batches)
 
     def load_state(self, batch: Batch) -> None:
-        self._batches.clear()
-        self.add(batch)
+        check_saved(self, batch)
+        self._batches = [batch] if len(batch) else []
 
 
 class DiskBuffer(Buffer):
@@ -252,8 +252,7 @@ class DistributedBuffer(Buffer):
         return int(self._ask(len))
 
     def add(self, batch: Batch) -> None:
-        if not self._ask(_add, batch.to_ipc()):
-            raise no_room(self, batch)
+        self._ask(lambda buffer, data: buffer.add(Batch.from_ipc(data)), batch.to_ipc())
 
     def drain(self) -> Batch:
         return Batch.from_ipc(self._ask(lambda buffer: buffer.drain().to_ipc()))
@@ -262,20 +261,12 @@ class DistributedBuffer(Buffer):
         return Batch.from_ipc(self._ask(lambda buffer: buffer.state().to_ipc()))
 
     def load_state(self, batch: Batch) -> None:
-        check_saved(self, batch)
         self._ask(lambda buffer, data: buffer.load_state(Batch.from_ipc(data)), batch.to_ipc())
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return self._ray.get(self._actor.__ray_call__.remote(call, *args), timeout=DEADLINE)
         except self._ray.exceptions.RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), DataError):  # of the buffer itself
+                raise cause from None
             raise ClusterError(f"the distributed buffer does not answer, or its node is gone: {error}") from error
-
-
-def _add(buffer: MemoryBuffer, data: bytes) -> bool:
-    """Take samples in, if there is room for all of them."""
-    batch = Batch.from_ipc(data)
-    fits = len(batch) <= buffer.room
-    if fits:
-        buffer.add(batch)
-    return fits

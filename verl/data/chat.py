@@ -149,10 +149,12 @@ class ChatTokenizer:
                     "the tokenizer's eos_token to the token that it ends a reply with"
                 )
             return max(closing)
+        # What the template writes behind the end of a finished chat may be there, too.
+        behind = self._tail if self.turn_end is None else self._tail.partition(self._spelling(self.turn_end))[2]
         rest = chat[end:]
         for name in names:
-            rest = rest.replace(name, "")
-        if not calls and rest.strip() and rest.strip() != self._behind.strip():
+            rest, behind = rest.replace(name, ""), behind.replace(name, "")
+        if not calls and rest.strip() not in ("", behind.strip()):
             raise DataError(f"the reply holds a token that stops generation ({', '.join(names)}): take it out")
         return end
 
@@ -193,14 +195,6 @@ class ChatTokenizer:
         by_position = {self._tail.find(name): token for token, name in self.added.items() if name in self._tail}
         visible = [position for position, token in by_position.items() if self.added[token].strip()]
         return by_position[min(visible)] if visible else None
-
-    @property
-    def _behind(self) -> str:
-        """The text that the template writes after the end of a finished chat."""
-        rest = self._tail if self.turn_end is None else self._tail.partition(self._spelling(self.turn_end))[2]
-        for token in self.ends:
-            rest = rest.replace(self._spelling(token), "")
-        return rest
 
     @cached_property
     def _tail(self) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from verl.data.pools import Pools
 from verl.errors import DamagedCheckpointError, DataError
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The order of `[size]` rows in an epoch: sorted by a hash (SplitMix64) of seed, epoch and row, ties by row."""
-    start = _mix(_mix(np.array([seed & (2**64 - 1)], np.uint64)) ^ np.uint64(epoch))
-    return np.argsort(_mix(start + np.arange(size, dtype=np.uint64)), kind="stable")
+    start = np.arange(size, dtype=np.uint64) + np.uint64(hashed(seed, epoch))
+    return np.argsort(_mix(start), kind="stable")
 
 
 def hashed(seed: int, number: int) -> int:
@@ -46,42 +47,55 @@ class Cursor:
     Args:
         name: what the data are called in errors.
         data: what identifies the data, with their `digest`; saved with the position.
+        pools: which rows an epoch leaves out, see `verl.data.pools`; saved with the position. None: none.
     """
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool, name: str, data: Mapping[str, Any]) -> None:
-        self.size, self.seed, self.shuffle = size, seed, shuffle
-        self.name, self.identity = name, {**data, "seed": seed, "shuffle": shuffle}
+    def __init__(
+        self, size: int, *, seed: int, shuffle: bool, name: str, data: Mapping[str, Any], pools: Pools | None = None
+    ) -> None:
+        self.size, self.seed, self.shuffle, self.pools = size, seed, shuffle, pools
+        options = {} if pools is None else {"pools": pools.options.model_dump()}
+        self.name, self.identity = name, {**data, **options, "seed": seed, "shuffle": shuffle}
         self.epoch = self.position = 0
         self._order: tuple[int, list[int]] | None = None
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """The next `count` visits as (epoch, row); every row once an epoch."""
+        """The next `count` visits as (epoch, row); every row once an epoch, without pools."""
         visits: list[tuple[int, int]] = []
         while len(visits) < count:
             if self._order is None or self._order[0] != self.epoch:
                 self._order = (self.epoch, self.permutation() if self.shuffle else list(range(self.size)))
             rows = self._order[1][self.position : self.position + count - len(visits)]
-            visits += [(self.epoch, row) for row in rows]
+            epoch, pools = self.epoch, self.pools
+            visits += [
+                (epoch, row)
+                for row in rows
+                if pools is None or hashed(hashed(self.seed, epoch), row) < pools.chance(epoch, row) * 2**64
+            ]
             self.position += len(rows)
             if self.position == self.size:
                 self.epoch, self.position = self.epoch + 1, 0
         return visits
 
     def left_of(self, end: int | None, count: int) -> int:
-        """`count`, or as many visits as are left up to number `end`, if these are fewer and there are any."""
-        left = count if end is None else end - self.epoch * self.size - self.position
+        """`count`, or as many visits as are left up to number `end`, if these are fewer and there are any; with pools
+        nobody knows how many are left."""
+        left = count if end is None or self.pools is not None else end - self.epoch * self.size - self.position
         return min(left, count) if left > 0 else count
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, **self.identity}
+        pooled = {} if self.pools is None else {"pooled": self.pools.state_dict()}
+        return {"epoch": self.epoch, "position": self.position, **self.identity, **pooled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
         Raises:
-            DataError: the state belongs to other data, or to another seed or order.
+            DataError: the state belongs to other data, or to another seed, order or pools.
             DamagedCheckpointError: it is no position.
         """
+        if self.pools is None and "pools" in state:
+            raise DataError(f"the saved place in {self.name} was drawn with pools ({state['pools']}): give the same")
         for key, mine in self.identity.items():
             if state.get(key) != mine:
                 raise DataError(
@@ -91,6 +105,8 @@ class Cursor:
         epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
         if position >= self.size:
             raise DamagedCheckpointError(f"row {position} of epoch {epoch} is not in {self.name}")
+        if self.pools is not None:
+            self.pools.load_state_dict(state.get("pooled"))
         self.epoch, self.position = epoch, position
 
     def permutation(self) -> list[int]:

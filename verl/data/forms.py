@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from functools import partial
+from itertools import compress
 from typing import Any
 
 from verl.errors import DataError
@@ -262,18 +263,11 @@ def _without_padding(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(row.get("input_ids"), list):
         return row
     ids = row.pop("input_ids")
-    mask: Sequence[int] = row.pop("attention_mask", None) or [1] * len(ids)
-    kept = [position for position, real in enumerate(mask) if real]
-    labels = row.pop("labels", None)
+    real = row.pop("attention_mask", None) or [1] * len(ids)
+    tokens, labels = list(compress(ids, real)), row.pop("labels", None)
     if not isinstance(labels, list):
-        return {"prompt_tokens": [ids[position] for position in kept], **row}
-    trained = [labels[position] != -100 for position in kept]
-    # A first token is predicted by nothing.
-    start = max(1, trained.index(True) if True in trained else len(kept))
-    tokens = [ids[position] for position in kept]
-    return {
-        "prompt_tokens": tokens[:start],
-        "response_tokens": tokens[start:],
-        "response_mask": [int(t) for t in trained[start:]],
-        **row,
-    }
+        return {"prompt_tokens": tokens, **row}
+    trained = [int(label != -100) for label in compress(labels, real)]
+    start = max(1, trained.index(1) if any(trained) else len(tokens))  # a first token is predicted by nothing
+    parts = {"prompt_tokens": tokens[:start], "response_tokens": tokens[start:], "response_mask": trained[start:]}
+    return {**parts, **row}

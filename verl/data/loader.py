@@ -12,7 +12,7 @@ from verl._base.checked import checked
 from verl._base.record import Count
 from verl._host.user_calls import DEADLINE
 from verl.batch import Batch
-from verl.data.cursor import Cursor, hashed, saved_count
+from verl.data.cursor import Cursor, saved_count
 from verl.data.pools import PoolOptions, Pools
 from verl.data.prefetch import RowsAhead
 from verl.data.prompts import PromptDataset, PromptStream
@@ -47,7 +47,9 @@ class PromptLoader(Iterator[Batch]):
         self.end: int | None = None
         #: None: every prompt is drawn once an epoch.
         self.pools: Pools | None = None
-        self.walk: _DatasetWalk | _StreamWalk
+        #: Seconds that a stream's next rows may take, which are read while those taken last are used; None: none are.
+        self.reads_ahead: float | None = None
+        self._walk: Cursor | _StreamWalk
         if isinstance(data, PromptStream):
             if shuffle:
                 raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
@@ -55,20 +57,24 @@ class PromptLoader(Iterator[Batch]):
                 raise ConfigError(
                     f"{data.name} is a stream, whose prompts are not drawn again: leave pools out, or use load_prompts"
                 )
-            self.walk = _StreamWalk(data)
+            self._walk = _StreamWalk(data)
         else:
             self.pools = None if pools is None else Pools(PoolOptions.of(pools, "pools"), len(data), task)
-            self.walk = _DatasetWalk(data, seed, shuffle is not False, self.pools)
+            identity = {"rows": len(data), "digest": data.fingerprint()}
+            order: dict[str, Any] = {"seed": seed, "shuffle": shuffle is not False, "pools": self.pools}
+            self._walk, self._rows = Cursor(len(data), name=data.name, data=identity, **order), data.batch
 
     def __next__(self) -> Batch:
         count = self.batch_size
-        if isinstance(self.walk, _DatasetWalk) and self.pools is None:
-            count = self.walk.left_of(self.end, count)
-        return self.take(count)
+        return self.take(self._walk.left_of(self.end, count) if isinstance(self._walk, Cursor) else count)
 
     def take(self, count: int) -> Batch:
         """The next `count` prompts, as `next` would give them."""
-        visits, batch = self.walk.visit(count)
+        if isinstance(self._walk, Cursor):
+            visits = self._walk.take(count)
+            batch = self._rows.take([row for _, row in visits])
+        else:
+            visits, batch = self._walk.take(count, self.reads_ahead)
         ids = [f"e{epoch}.{row}" for epoch, row in visits]
         return batch.add({"id": ids, "group": ids})
 
@@ -81,7 +87,7 @@ class PromptLoader(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next prompt, as JSON."""
-        return self.walk.state_dict() | ({} if self.pools is None else {"pooled": self.pools.state_dict()})
+        return self._walk.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at a position from `state_dict`.
@@ -89,32 +95,7 @@ class PromptLoader(Iterator[Batch]):
         Raises:
             DataError: the state belongs to other prompts, or to another seed, order or pools.
         """
-        if self.pools is None and "pools" in state and isinstance(self.walk, _DatasetWalk):
-            raise DataError(
-                f"the saved place in {self.data.name} was drawn with pools ({state['pools']}): give the same"
-            )
-        self.walk.load_state_dict(state)
-        if self.pools is not None:
-            self.pools.load_state_dict(state.get("pooled"))
-
-
-class _DatasetWalk(Cursor):
-    def __init__(self, data: PromptDataset, seed: int, shuffle: bool, pools: Pools | None) -> None:
-        identity: dict[str, Any] = {"rows": len(data), "digest": data.fingerprint()}
-        if pools is not None:
-            identity["pools"] = pools.options.model_dump()
-        super().__init__(len(data), seed=seed, shuffle=shuffle, name=data.name, data=identity)
-        self.data, self.pools = data, pools
-        self.reads_ahead: float | None = None  # all rows are here
-
-    def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
-        visits: list[tuple[int, int]] = []
-        while len(visits) < count:  # those that the pools let through
-            for epoch, row in self.take(count - len(visits)):
-                chance = 1.0 if self.pools is None else self.pools.chance(epoch, row)
-                if chance == 1 or hashed(hashed(self.seed, epoch), row) < chance * 2**64:
-                    visits.append((epoch, row))
-        return visits, self.data.batch.take([row for _, row in visits])
+        self._walk.load_state_dict(state)
 
 
 class _StreamWalk:
@@ -125,18 +106,15 @@ class _StreamWalk:
         self.epoch = self.position = 0
         self._rows: RowsAhead | None = None
         self._mark: Any = None  # of the last row
-        #: Seconds that rows may take which are read while those taken last are used, as many as these; None: none are.
-        self.reads_ahead: float | None = None
 
-    def visit(self, count: int) -> tuple[list[tuple[int, int]], Batch]:
+    def take(self, count: int, reads_ahead: float | None) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
         rows: list[dict[str, Any]] = []
         barren = 0
         while len(rows) < count:
             if self._rows is None:
-                self._rows = RowsAhead(
-                    self.data.rows(self.epoch, self.position, self._mark), self.reads_ahead or DEADLINE
-                )
+                rows_left = self.data.rows(self.epoch, self.position, self._mark)
+                self._rows = RowsAhead(rows_left, reads_ahead or DEADLINE)
             number, row, mark = self._rows.next((-1, {}, None))
             if row:
                 visits.append((self.epoch, number))
@@ -149,7 +127,7 @@ class _StreamWalk:
                     f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
                 )
             self.epoch, self.position, self._mark, self._rows = self.epoch + 1, 0, None, None
-        if self._rows is not None and self.reads_ahead:
+        if self._rows is not None and reads_ahead:
             self._rows.read(count)
         return visits, Batch.from_rows(rows)
 

@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count, filterfalse, takewhile
+from operator import gt
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -72,8 +73,9 @@ class OfflineDatasetLoader(Iterator[Batch]):
 
     #: What walks through the groups.
     cursor: ClassVar[type[Cursor]] = Cursor
-    #: Whether a pair of equal responses is an error.
+    #: Whether a pair of equal responses is an error, and experience keeps the tokens that it has.
     refuses_equal_pairs: ClassVar[bool] = True
+    keeps_tokens: ClassVar[bool] = True
 
     @checked
     def __init__(
@@ -109,33 +111,28 @@ class OfflineDatasetLoader(Iterator[Batch]):
         self.kind, self.batch = _read(source, self.name, form, columns or {})
         self._rows, self._digest = self.batch, digest(self.batch.rows())
         self._refuse_equal_pairs("response", "reply")
-        self._begin()
+        self._begin(self.batch)
         if tokenizer is not None:
             self.tokenize(tokenizer)
 
     def tokenize(self, tokenizer: Any) -> None:
         """Add the token columns, except to experience, which has them. Iteration starts over."""
-        if self.kind == "experience":
+        if self.kind == "experience" and self.keeps_tokens:
             return
         encode = PromptTokenizer(tokenizer, max_prompt_length=self.max_prompt_length, truncation=self.truncation)
-        rows, encoded = self._rows, self._encoded(ChatTokenizer(tokenizer))
-        kept = encode(rows.drop(["prompt_tokens"]).add({"prompt_tokens": [prompt for prompt, _, _ in encoded]}))
+        names = ("prompt_tokens", "response_tokens", "response_mask")
+        columns = map(list, zip(*self._encoded(ChatTokenizer(tokenizer)), strict=True))
+        kept = encode(self._rows.drop(names).add(dict(zip(names, columns, strict=True))))
         if not len(kept):
             raise DataError(f"every prompt is longer than {self.max_prompt_length} tokens; none is left")
-        replies = dict(zip(rows["id"], encoded, strict=True))
-        self.counts = encode.counts
-        self.counts["responses_truncated"] = 0
         longest, whole = self.max_response_length or sys.maxsize, self.max_length or sys.maxsize
-        cut: dict[str, list[list[int]]] = {"response_tokens": [], "response_mask": []}
-        for row_id, length in zip(kept["id"], kept.lengths("prompt_tokens"), strict=True):
-            limit = min(longest, whole - length)
-            _, *reply = replies[row_id]
-            self.counts["responses_truncated"] += len(reply[0]) > limit
-            for column, values in zip(cut.values(), reply, strict=True):
-                column.append(values[:limit])
-        self.batch = kept.add(cut)
+        limits = [min(longest, whole - length) for length in kept.lengths("prompt_tokens")]
+        cut = {name: [each[:limit] for each, limit in zip(kept[name], limits, strict=True)] for name in names[1:]}
+        self.counts = encode.counts
+        self.counts["responses_truncated"] = sum(map(gt, kept.lengths("response_tokens"), limits))
+        self.batch = kept.drop(cut).add(cut)
         self._refuse_equal_pairs("response_tokens")
-        self._begin()
+        self._begin(self.batch)
 
     def _refuse_equal_pairs(self, *columns: str) -> None:
         """Raises DataError: the chosen response of a pair is also the rejected one, as text or once it is cut."""
@@ -193,8 +190,8 @@ class OfflineDatasetLoader(Iterator[Batch]):
         """
         self._cursor.load_state_dict(state)
 
-    def _begin(self) -> None:
-        self._groups = self.batch.group_indices()
+    def _begin(self, batch: Batch) -> None:
+        self.batch, self._groups = batch, batch.group_indices()
         identity = {"groups": len(self), "kind": self.kind, "digest": self._digest}
         self._cursor = self.cursor(len(self), seed=self.seed, shuffle=self.shuffle, name=self.name, data=identity)
 
@@ -219,35 +216,27 @@ def _rows(kind: str, form: PromptForm, fields: dict[str, Any], number: int, wher
             for i, (text, label) in enumerate(((chosen, 1.0), (rejected, 0.0)))
         ]
     row: dict[str, Any] = {"id": str(number), "group": str(number)}
-    if kind == "demonstrations" and _is_text(fields):
-        text = fields.pop("text")
-        return [{**row, **fields, "response": text}]
     if kind == "labels":
         label = fields.pop("label")
         if label not in (True, False):
             raise DataError(f"{where}: label is true or false (1 or 0), not {shown(label)}")
         row["label"] = float(label)
-    if "prompt" not in fields:
+    replies = [name for name in _RESPONSES if name in fields]
+    if "prompt" in fields and replies:
+        response = fields.pop(replies[0])
+    elif "messages" in fields:
         messages = fields.pop("messages")
-        if kind == "demonstrations":
-            return [{**row, **_turns(form, messages, fields, where)}]
-        fields["prompt"], response = messages[:-1], messages[-1:]
+        first = len(messages) - 1
+        if kind == "demonstrations":  # every turn of the assistant is trained
+            first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        if not first:
+            raise DataError(f"{where}: the chat begins with the assistant: put what it answers before that")
+        fields["prompt"], response = messages[:first], messages[first:]
     else:
-        response = fields.pop(next(name for name in _RESPONSES if name in fields))
+        text = fields.pop("text")
+        return [{**row, **fields, "response": text}]
     prompted = form.row(fields, where)
     return [{**row, **prompted, **_response(response, prompted, where)}]
-
-
-def _turns(form: PromptForm, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """A chat of which every turn of the assistant is trained; `turns`, where there are several."""
-    first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
-    if not first:
-        raise DataError(f"{where}: the chat begins with the assistant: put what it answers before that")
-    prompted = form.row({**fields, "prompt": messages[:first]}, where)
-    if first == len(messages) - 1:
-        return {**prompted, **_response(messages[first:], prompted, where)}
-    turns = chat_json(messages[first:], where)
-    return {**prompted, "turns": turns, "response": content_text(messages[-1])}
 
 
 def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
@@ -264,10 +253,6 @@ def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> tuple[list[int], 
     else:
         prompt, response = encode_text(chat, row["response"])
     return prompt, response, [1] * len(response)
-
-
-def _is_text(fields: Mapping[str, Any]) -> bool:
-    return "text" in fields and not fields.keys() & {"prompt", "messages", *_RESPONSES}
 
 
 def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) -> tuple[str, Batch]:
@@ -331,7 +316,8 @@ def _kind(fields: Mapping[str, Any]) -> str | None:
     is_answered = is_messages(messages) and len(messages) > 1 and messages[-1]["role"] == "assistant"
     if is_answered or ("prompt" in fields and not fields.keys().isdisjoint(_RESPONSES)):
         return "labels" if "label" in fields else "demonstrations"
-    return "demonstrations" if _is_text(fields) and isinstance(fields["text"], str) else None
+    is_text = isinstance(fields.get("text"), str) and not fields.keys() & {"prompt", "messages", *_RESPONSES}
+    return "demonstrations" if is_text else None
 
 
 def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:

@@ -34,14 +34,21 @@ def in_time(seconds: float) -> Iterator[None]:
         raise DataError(f"the next prompts were not read in time ({error}): mend what reads them") from None
 
 
-class RowsAhead:
-    """The rows of an iterator, some of which a thread reads before they are asked for. An error comes where its row
-    would."""
+class RowsAhead(Iterator[Any]):
+    """The rows of an iterator, some of which a thread reads before they are asked for: as many as `read` says, or in
+    iteration the one after each. An error comes where its row would."""
 
     def __init__(self, rows: Iterator[Any], seconds: float = DEADLINE) -> None:
         self._rows, self.seconds, self._code = rows, seconds, UserCode("the prompts")
         self._waiting: deque[Any] = deque()
         self._ahead: Running[None] | None = None
+
+    def __next__(self) -> Any:
+        self.read(1)
+        if (row := self.next(_END)) is _END:
+            raise StopIteration
+        self.read(1)
+        return row
 
     def next(self, default: Any) -> Any:
         """The next row, or `default` at the end."""
@@ -66,17 +73,7 @@ class RowsAhead:
             wait([self._ahead.future], timeout=self.seconds)
 
 
-def ahead(batches: Iterator[Any], prepare: Callable[[Any], Any], seconds: float) -> Iterator[Any]:
-    """The same batches, prepared, each read while the one before is used; it may take this many seconds."""
-
-    rows = RowsAhead(map(prepare, batches), seconds)
-    rows.read(1)
-    while (batch := rows.next(_END)) is not _END:
-        rows.read(1)
-        yield batch
-
-
-class Prefetch(RowsAhead, Iterator[Any]):
+class Prefetch(RowsAhead):
     """Reads a loader one batch ahead, in a thread. `state_dict` is the position of the first batch that has not been
     returned yet, so that a batch read ahead of a checkpoint is read again after a resume.
 
@@ -93,11 +90,7 @@ class Prefetch(RowsAhead, Iterator[Any]):
         self._position = loader.state_dict()
 
     def __next__(self) -> Any:
-        self.read(1)
-        if (coming := self.next(None)) is None:
-            raise StopIteration
-        batch, self._position = coming
-        self.read(1)
+        batch, self._position = super().__next__()
         return batch
 
     def state_dict(self) -> dict[str, Any]:

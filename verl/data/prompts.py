@@ -139,6 +139,7 @@ def _row_digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class PromptForm:
     """How a row of a data set becomes a prompt.
@@ -166,7 +167,14 @@ class PromptForm:
 
     def row(self, value: Any, where: str) -> dict[str, Any]:
         """The row as the system keeps it. `where` begins an error's message."""
-        fields = usual_row(readable_row(_as_mapping(value, where), where), where)
+        value = value if isinstance(value, Mapping) else plain(value)
+        if isinstance(value, str) or is_messages(value):
+            value = {"prompt": value}
+        elif isinstance(value, list):
+            value = {"prompt_tokens": value}
+        elif not isinstance(value, Mapping):
+            raise DataError(f"{where} is a {type(value).__name__}: a row is a mapping, a text, a chat or token ids")
+        fields = usual_row(readable_row(value, where), where)
         name = self._column(fields, where)
         prompt = chat_of(fields.pop(name), f"{where}: column '{name}'")
         if name == "messages" and is_messages(prompt) and prompt[-1]["role"] == "assistant":
@@ -255,33 +263,25 @@ def load_prompts(
     is_task = isinstance(source, Mapping) and "task" in source
     chat = is_task if chat is None else chat
     form = PromptForm(prompt_column, template, system_prompt, chat, chat_template_kwargs)
-    if isinstance(source, Mapping) and "path" in source and not is_task:
-        source = source["path"]
-    name = named(source)
     values: Iterable[Any]
     if is_task:
         name, values = f"task {source['task']}", task_rows(source)
     else:
-        values = [source] if is_messages(source) else read_rows(source)
+        source = source["path"] if isinstance(source, Mapping) and "path" in source else source
+        name, values = named(source), [source] if is_messages(source) else read_rows(source)
     rows = [form.row(value, f"{name}, row {number}") for number, value in enumerate(islice(values, limit))]
     return PromptDataset(to_batch(rows, name), name)
 
 
-@checked
-def stream_prompts(
-    source: Iterable[Any],
-    *,
-    prompt_column: str | None = None,
-    template: str | None = None,
-    system_prompt: str | None = None,
-    chat: bool = False,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> PromptStream:
+def stream_prompts(source: Iterable[Any], **form: Any) -> PromptStream:
     """Prompts of an iterable that may have no end: a torch or Hugging Face `IterableDataset`, a MosaicML
-    `StreamingDataset`. Rows and options are as for `load_prompts`."""
+    `StreamingDataset`. Rows are as for `load_prompts`.
+
+    Args:
+        **form: see `PromptForm`.
+    """
     source = table_rows(source) if isinstance(source, Mapping) else source
-    form = PromptForm(prompt_column, template, system_prompt, chat, chat_template_kwargs)
-    return PromptStream(source, form, type(source).__name__)
+    return PromptStream(source, PromptForm(**form), type(source).__name__)
 
 
 def check_disjoint(train: Sequence[PromptDataset], held_out: PromptDataset) -> tuple[PromptDataset, int]:
@@ -386,14 +386,3 @@ def is_messages(value: Any) -> bool:
         and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value)
         and all("content" in m or m.get("tool_calls") for m in value)
     )
-
-
-def _as_mapping(value: Any, where: str) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {str(key): item for key, item in value.items()}
-    value = plain(value)
-    if isinstance(value, str) or is_messages(value):
-        return {"prompt": value}
-    if isinstance(value, list):
-        return {"prompt_tokens": value}
-    raise DataError(f"{where} is a {type(value).__name__}: a row is a mapping, a text, a chat or token ids")

@@ -149,15 +149,9 @@ class MixedLoader(Iterator[Batch]):
         seed: int = 0,
         **form: Any,
     ) -> None:
-        loaders = {
-            name: source for name, source in data.items() if hasattr(source, "take") and hasattr(source, "state_dict")
-        }
-        rows: Mapping[str, Any] = read_once(
-            {name: _prompts(source, form) for name, source in data.items() if name not in loaders}
-        )
-        sources: dict[str, Any] = {n: loaders.get(n) or PromptLoader(rows[n], 1, seed=seed) for n in data}
-        shares = shares or {name: len(getattr(source, "data", source)) for name, source in sources.items()}
-        self.mixture = TaskLoader(sources, shares, batch_size=batch_size, seed=seed)
+        loaders = {name for name, one in data.items() if hasattr(one, "take") and hasattr(one, "__next__")}
+        sources = {name: one if name in loaders else _prompts(one, form) for name, one in data.items()}
+        self.mixture = _mixture(sources, shares, batch_size, seed)
 
     def __len__(self) -> int:
         return len(self.mixture)
@@ -199,10 +193,21 @@ def get_dataloader(
         data = {name: _prompts(rows, form) for name, rows in dataset_path.items()}
     else:
         data = dict(_split(_prompts(dataset_path, form), task_weights))
-    data = read_once(data)
-    weights = task_weights or {n: len(d) if isinstance(d, PromptDataset) else 1 for n, d in data.items()}
-    sources = {name: PromptLoader(rows, 1, seed=seed, shuffle=shuffle) for name, rows in data.items()}
-    return TaskLoader(sources, weights, batch_size=batch_size, seed=seed)
+    return _mixture(data, task_weights, batch_size, seed, shuffle)
+
+
+def _mixture(
+    data: Mapping[str, Any], shares: Mapping[str, float] | None, batch_size: int, seed: int, shuffle: bool | None = None
+) -> TaskLoader:
+    """Prompts, or loaders, by name; without shares by their rows."""
+    sources = {
+        name: PromptLoader(one, 1, seed=seed, shuffle=shuffle) if isinstance(one, PromptDataset | PromptStream) else one
+        for name, one in read_once(data).items()
+    }
+    if not shares:
+        rows = {name: getattr(source, "data", source) for name, source in sources.items()}
+        shares = {name: len(of) if hasattr(of, "__len__") else 1 for name, of in rows.items()}
+    return TaskLoader(sources, shares, batch_size=batch_size, seed=seed)
 
 
 def _prompts(source: Any, form: Mapping[str, Any]) -> PromptDataset | PromptStream:
@@ -288,34 +293,38 @@ def read_once(data: Mapping[str, DataT]) -> dict[str, DataT]:
     """The same data, but a source that several of the streams have is read once for all of them. Iterators over one
     source may share a cursor, so that each row would reach one of them alone."""
     counts = Counter(id(stream.source) for stream in data.values() if isinstance(stream, PromptStream))
-    shared: dict[int, SharedSource] = {}
+    shared: dict[int, tuple[list[_SharedSource], threading.Lock]] = {}
     streams = dict(data)
     for name, stream in data.items():
         if isinstance(stream, PromptStream) and counts[id(stream.source)] > 1:
-            source = shared.setdefault(id(stream.source), SharedSource(stream.source))
-            streams[name] = replace(stream, source=_Reader(source))
+            readers = shared.setdefault(id(stream.source), ([], threading.Lock()))
+            streams[name] = replace(stream, source=_SharedSource(stream.source, *readers))
     return streams
 
 
-class SharedSource:
-    """What one reader has read and the others have not waits for them. One that begins an epoch lets the present one be
-    read to its end first."""
+class _SharedSource:
+    """A source as one of its readers has it. What one has read and the others have not waits for them. One that begins
+    an epoch lets the present one be read to its end first.
 
-    def __init__(self, source: Iterable[Any]) -> None:
-        self._source, self._lock = source, threading.Lock()
-        self.readers: list[_Reader] = []
-        #: Its epoch, and the readers that have it: all read copies of one iterator.
-        self._latest: tuple[int, list[_Reader]] = (-1, [])
+    Attributes:
+        epoch: of `present`, its rows from the first that it has not read.
+        later: by epoch the rows that another reader has begun before.
+    """
 
-    def rows(self, reader: _Reader, epoch: int) -> Iterator[Any]:
-        """All rows of an epoch, from the first."""
+    def __init__(self, source: Iterable[Any], readers: list[_SharedSource], lock: threading.Lock) -> None:
+        readers.append(self)
+        self._source, self._readers, self._lock = source, readers, lock
+        self.epoch, self.present = -1, iter(())
+        self.later: dict[int, Iterator[Any]] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
         with self._lock:
-            if epoch in reader.begun:  # once more, and not also what is left of the last time
-                del reader.passes[epoch]
-            if epoch not in reader.passes:
-                self._begin(epoch)
-            reader.begun.add(epoch)
-            rows = reader.passes[epoch]
+            if self.epoch not in self.later:
+                self._begin()
+            self.present = rows = self.later.pop(self.epoch)
         while True:
             with self._lock:
                 row = next(rows, _END)
@@ -323,34 +332,12 @@ class SharedSource:
                 return
             yield row
 
-    def _begin(self, epoch: int) -> None:
-        last, readers = self._latest
-        for unread in [each.passes[last] for each in readers if last in each.passes][:1]:
-            deque(copy(unread), maxlen=0)
-        readers = [each for each in self.readers if epoch not in each.passes and each.epoch <= epoch]
-        self._latest = (epoch, readers)
+    def _begin(self) -> None:
+        for each in self._readers:
+            for unread in (each.present, *each.later.values()):
+                deque(copy(unread), maxlen=0)
         if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(epoch)
+            self._source.set_epoch(self.epoch)
+        readers = [each for each in self._readers if each is self or each.epoch < self.epoch]
         for each, rows in zip(readers, tee(self._source, len(readers)), strict=True):
-            each.passes[epoch] = rows
-
-
-class _Reader:
-    """The source of one stream.
-
-    Attributes:
-        begun: epochs whose first row it has asked for.
-        passes: by epoch its rows, from the first that it has not read.
-    """
-
-    def __init__(self, shared: SharedSource) -> None:
-        shared.readers.append(self)
-        self._shared, self.epoch = shared, 0
-        self.begun: set[int] = set()
-        self.passes: dict[int, Iterator[Any]] = {}
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._shared.rows(self, self.epoch)
+            each.later[self.epoch] = rows

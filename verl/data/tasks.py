@@ -6,7 +6,6 @@ Some tasks' problems depend on Python's hash seed; to see the same ones again, f
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -56,20 +55,22 @@ def task_rows(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         problems[draws[-1]]
     except IndexError:  # some tasks have no problem beyond their size
         problems = make_task(task, seed=seed, size=len(draws), **settings)
-    entries: Iterator[Any] = (problems[index] for index in draws)
-    if split is not None:
-        entries = (entry for entry in entries if _held_out(entry["question"], holdout) == (split == "eval"))
-    if split == "eval":
-        entries = _distinct(entries)
-    count = 0
-    for entry in itertools.islice(entries, size):
+    count, seen = 0, set[str]()
+    for index in draws:
+        entry = problems[index]
+        question = entry["question"].strip()
+        is_held_out = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") < holdout * 2**64
+        if split is not None and (is_held_out != (split == "eval") or (is_held_out and question in seen)):
+            continue
+        seen.add(question)
         yield _row(task, settings, entry)
         count += 1
-    if count < size:
-        raise DataError(
-            f"task {task} gave only {count} {'distinct ' if split == 'eval' else ''}problems for split '{split}' in "
-            f"{len(draws)} draws, not {size}: ask for fewer, or widen the task's options"
-        )
+        if count == size:
+            return
+    raise DataError(
+        f"task {task} gave only {count} {'distinct ' if split == 'eval' else ''}problems for split '{split}' in "
+        f"{len(draws)} draws, not {size}: ask for fewer, or widen the task's options"
+    )
 
 
 @checked
@@ -113,17 +114,3 @@ def _tag(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"__tuple__": [_tag(item) for item in value]}
     return [_tag(item) for item in value] if isinstance(value, list) else value
-
-
-def _held_out(question: str, share: float) -> bool:
-    digest = hashlib.sha256(question.strip().encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def _distinct(entries: Iterator[Any]) -> Iterator[Any]:
-    seen: set[str] = set()
-    for entry in entries:
-        text = entry["question"].strip()
-        if text not in seen:
-            seen.add(text)
-            yield entry

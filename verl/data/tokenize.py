@@ -73,13 +73,10 @@ class PromptTokenizer:
                 f"{first_row + long[0]} with {len(tokens[long[0]])}: raise max_prompt_length, or set truncation "
                 "to left, right or drop"
             )
-        batch = batch.drop(["prompt_tokens"]).add({"prompt_tokens": tokens})
-        if self.truncation == "drop":
-            self.counts["dropped"] += len(long)
-            return batch.filter([len(ids) <= limit for ids in tokens])
-        self.counts["truncated"] += len(long)
-        cut = slice(-limit, None) if self.truncation == "left" else slice(limit)
-        return batch.drop(["prompt_tokens"]).add({"prompt_tokens": [ids[cut] for ids in tokens]}) if long else batch
+        drops, cut = self.truncation == "drop", slice(-limit, None) if self.truncation == "left" else slice(limit)
+        self.counts["dropped" if drops else "truncated"] += len(long)
+        batch = batch.drop(["prompt_tokens"]).add({"prompt_tokens": [ids[cut] for ids in tokens]})
+        return batch.filter([len(ids) <= limit for ids in tokens]) if drops else batch
 
 
 def tokenize_prompts(data: PromptsT, tokenizer: Any, **options: Any) -> tuple[PromptsT, Counter[str]]:
@@ -130,18 +127,18 @@ class KnownPrompts:
     by content, so that a list which has changed is tokenised again."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[Any, tuple[Any, ...], Batch, Batch]] = deque(maxlen=4)
+        self._latest: deque[tuple[tuple[Any, ...], Batch, Batch]] = deque(maxlen=4)
 
     def __call__(self, tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Batch:
         """Raises DataError as `to_prompts`."""
         if not isinstance(prompts, Batch):
             prompts = load_prompts([prompts] if isinstance(prompts, str) else prompts).batch
-        written_with = (getattr(tokenizer, "chat_template", None), [*tools])
-        for known, how, rows, tokenized in self._latest:
-            if known is tokenizer and how == written_with and rows == prompts:
+        written_with = (tokenizer, getattr(tokenizer, "chat_template", None), [*tools])
+        for how, rows, tokenized in self._latest:
+            if how == written_with and rows == prompts:
                 return tokenized
         tokenized = to_prompts(tokenizer, prompts, tools)
-        self._latest.append((tokenizer, written_with, prompts, tokenized))
+        self._latest.append((written_with, prompts, tokenized))
         return tokenized
 
 

@@ -14,7 +14,7 @@ from verl._host.user_calls import UserCode
 from verl.data.files import is_files
 from verl.data.forms import records_of
 from verl.data.loader import PromptLoader, pooled, sources_of
-from verl.data.prefetch import Loader, Prefetch, ahead, in_time
+from verl.data.prefetch import Loader, Prefetch, RowsAhead, in_time
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
 from verl.errors import ConfigError, shown
@@ -94,7 +94,7 @@ def read_ahead(loader: Any, trainer: Loop) -> Any:
         if not (trainer.needs_previous_step or trainer.mixture.scheduler is not None or pooled(loader)):
             return Prefetch(loader, prepare, trainer.limits.deadline)
         for source in sources_of(loader).values():
-            source.walk.reads_ahead = trainer.limits.deadline
+            source.reads_ahead = trainer.limits.deadline
     return loader
 
 
@@ -129,7 +129,7 @@ def _repeated(loader: DataLoader[Any], prepare: Callable[[Any], Any], seconds: f
     """The batches of a `DataLoader`, epoch after epoch."""
     while True:
         batch = None
-        for batch in ahead(iter(loader), prepare, seconds):
+        for batch in RowsAhead(map(prepare, loader), seconds):
             yield batch
         if batch is None:
             return

@@ -54,13 +54,14 @@ class TRLLoader(OfflineDatasetLoader):
     #: same tokens.
     whole = False
     shares_prompts: ClassVar[bool] = False
-    #: With TRL they count in the loss.
+    #: With TRL they count in the loss; and rows that are tokens are cut as others are.
     refuses_equal_pairs: ClassVar[bool] = False
+    keeps_tokens: ClassVar[bool] = False
 
     def __init__(self, rows: Any, tokenizer: Any, args: Any, batch_size: int) -> None:
         self.args = args
         self.limit: int | None = args.max_length if self.cuts else None
-        self.keeps_end = getattr(args, "truncation_mode", "keep_start") == "keep_end"
+        self.keeps_end = args.truncation_mode == "keep_end"
         super().__init__(
             tokenized(rows),
             tokenizer,
@@ -70,24 +71,10 @@ class TRLLoader(OfflineDatasetLoader):
             max_length=self.limit,
         )
 
-    def tokenize(self, tokenizer: Any) -> None:
-        """Rows that are tokens are cut as others are."""
-        if self.kind != "experience":
-            return super().tokenize(tokenizer)
-        names = ("prompt_tokens", "response_tokens", "response_mask")
-        cut = []
-        for row in self._rows.rows():
-            prompt, reply, mask = self._cut(tuple(row[name] for name in names))
-            room = None if self.limit is None else max(self.limit - len(prompt), 0)
-            cut.append((prompt, reply[:room], mask[:room]))
-        groups = self._rows["group"]
-        empty = {group for group, (_, reply, _) in zip(groups, cut, strict=True) if not reply}
-        columns = dict(zip(names, map(list, zip(*cut, strict=True)), strict=True))
-        batch = self._rows.drop(names).add(columns)
-        self.batch, self.counts["dropped"] = batch.filter([group not in empty for group in groups]), len(empty)
-        self._begin()
-
     def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
+        if self.kind == "experience":
+            names = ("prompt_tokens", "response_tokens", "response_mask")
+            return [self._cut(row) for row in zip(*map(self._rows.__getitem__, names), strict=True)]
         reasons, rows = [], []
         for row in self._rows.rows():
             prompt, tokens = self._pair(chat, row)
@@ -117,7 +104,9 @@ class TRLLoader(OfflineDatasetLoader):
         """Tokens of the prompt alone, and of prompt and reply."""
         if row.get("messages") is not None:
             messages, inputs = json.loads(row["messages"]), template_inputs(row)
-            turns = json.loads(row["turns"]) if row.get("turns") else [reply_of(row)]
+            said = {"role": "assistant", "content": row["response"]}
+            reply = said if row.get("reply") is None else json.loads(row["reply"])
+            turns = json.loads(row["turns"]) if row.get("turns") else [reply]
             prompt = chat.render(messages, inputs)
             return chat.encode(prompt), chat.encode(chat.render([*messages, *turns], inputs, reply=False))
         end = chat.tokenizer.eos_token
@@ -138,16 +127,8 @@ class TRLLoader(OfflineDatasetLoader):
 
     def columns(self) -> dict[str, list[Any]]:
         """Tokens of each row, or pair, by TRL's names."""
-        rows = list(self.batch.rows())
-        return {
-            "input_ids": [row["prompt_tokens"] + row["response_tokens"] for row in rows],
-            "labels": [self._labels(row) for row in rows],
-        }
-
-    def _labels(self, row: Any) -> list[int]:
-        trained = [0] * len(row["prompt_tokens"]) + list(row["response_mask"])
-        tokens = row["prompt_tokens"] + row["response_tokens"]
-        return [token if counts else _UNTRAINED for token, counts in zip(tokens, trained, strict=True)]
+        both = zip(self.batch["prompt_tokens"], self.batch["response_tokens"], strict=True)
+        return {"input_ids": [prompt + reply for prompt, reply in both]}
 
 
 def tokenized(rows: Any) -> Any:
@@ -162,7 +143,8 @@ def tokenized(rows: Any) -> Any:
         first = rows[0]
     if not {"input_ids", "chosen_ids", "completion_ids"} & set(first):
         return rows
-    return [part for number, row in enumerate(rows) for part in _parts_of_tokens(row, str(number))]
+    groups = [_parts_of_tokens(row, str(number)) for number, row in enumerate(rows)]
+    return [part for parts in groups if all(part["response_tokens"] for part in parts) for part in parts]
 
 
 def _parts_of_tokens(row: Mapping[str, Any], group: str) -> list[dict[str, Any]]:
@@ -221,22 +203,24 @@ class TextLoader(TRLLoader):
     def tokenize(self, tokenizer: Any) -> None:
         """Without rows of which no token is trained."""
         super().tokenize(tokenizer)
-        self.batch = self.batch.filter([any(mask) for mask in self.batch["response_mask"]])
+        self._begin(self.batch.filter([any(mask) for mask in self.batch["response_mask"]]))
         if not len(self.batch):
             raise DataError(f"{self.name}: within max_length={self.args.max_length} no token of any row is trained")
-        self._begin()
 
-    def _labels(self, row: Any) -> list[int]:
+    def columns(self) -> dict[str, list[Any]]:
         """The first token has its label, too, though nothing predicts it."""
-        labels = super()._labels(row)
-        if self.kind == "experience":
-            counts = dict(zip(self._rows["group"], self._rows["response_mask"], strict=True))[row["group"]][0]
-        else:
-            counts = self.whole and not self.args.assistant_only_loss
-        return [row["prompt_tokens"][0], *labels[1:]] if counts and not self.keeps_end else labels
+        ids, counts = super().columns()["input_ids"], self.whole and not self.args.assistant_only_loss
+        masks = self._rows["response_mask"] if self.kind == "experience" else [[counts]] * len(self._rows)
+        firsts = {group: mask[0] for group, mask in zip(self._rows["group"], masks, strict=True)}
+        labels = []
+        for row, tokens in zip(self.batch.rows(), ids, strict=True):
+            first = firsts[row["group"]] and not self.keeps_end
+            trained = [first, *[0] * (len(row["prompt_tokens"]) - 1), *row["response_mask"]]
+            labels.append([token if bit else _UNTRAINED for token, bit in zip(tokens, trained, strict=True)])
+        return {"input_ids": ids, "labels": labels}
 
     def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
-        if self.args.assistant_only_loss:
+        if self.args.assistant_only_loss and self.kind != "experience":
             return list(map(self._cut, OfflineDatasetLoader._encoded(self, chat)))
         return super()._encoded(chat)
 
@@ -247,14 +231,9 @@ class PairLoader(TRLLoader):
     shares_prompts = True
 
     def columns(self) -> dict[str, list[Any]]:
-        names = ("prompt_tokens", "response_tokens")
-        prompts, replies = (self.batch[name] for name in names)
-        pairs = self.batch.group_indices()
-        return {
-            "prompt_ids": [prompts[chosen] for chosen, _ in pairs],
-            "chosen_ids": [replies[chosen] for chosen, _ in pairs],
-            "rejected_ids": [replies[rejected] for _, rejected in pairs],
-        }
+        chosen, rejected = map(self.batch.take, zip(*self.batch.group_indices(), strict=True))
+        replies = {"chosen_ids": chosen["response_tokens"], "rejected_ids": rejected["response_tokens"]}
+        return {"prompt_ids": chosen["prompt_tokens"], **replies}
 
 
 class ScoredLoader(TRLLoader):
@@ -276,18 +255,13 @@ class ScoredLoader(TRLLoader):
         if not len(kept):
             raise DataError(f"every pair has a response that ends behind max_length={limit} tokens; none is left")
         replies = [ids[:-1] if ids[-1:] == [padding] and len(ids) > 1 else ids for ids in kept["response_tokens"]]
-        masks = [[1] * len(ids) for ids in replies]
-        names = ("response_tokens", "response_mask")
-        self.batch = kept.drop(names).add(dict(zip(names, (replies, masks), strict=True)))
-        self._begin()
+        cut = {"response_tokens": replies, "response_mask": [[1] * len(ids) for ids in replies]}
+        self._begin(kept.drop(cut).add(cut))
 
     def columns(self) -> dict[str, list[Any]]:
         whole = super().columns()["input_ids"]
-        pairs = self.batch.group_indices()
-        return {
-            "chosen_ids": [whole[chosen] for chosen, _ in pairs],
-            "rejected_ids": [whole[rejected] for _, rejected in pairs],
-        }
+        chosen, rejected = zip(*self.batch.group_indices(), strict=True)
+        return {"chosen_ids": [whole[row] for row in chosen], "rejected_ids": [whole[row] for row in rejected]}
 
 
 class LabelledLoader(TRLLoader):
@@ -310,17 +284,8 @@ class LabelledLoader(TRLLoader):
         parts = [replies[start : start + each] for start in range(0, len(replies), each)]
         others = [reply for part in parts for reply in (*part[-1:], *part[:-1])]
         cut = [ids if limit is None else ids[: limit - prompt] for ids, prompt in zip(others, prompts, strict=True)]
-        self.batch = self.batch.add({"kl_response_tokens": cut})
-        self._begin()
+        self._begin(self.batch.add({"kl_response_tokens": cut}))
 
     def columns(self) -> dict[str, list[Any]]:
         names = {"prompt_ids": "prompt_tokens", "completion_ids": "response_tokens", "label": "label"}
         return {theirs: self.batch[ours] for theirs, ours in names.items()}
-
-
-def reply_of(row: Any) -> dict[str, Any]:
-    """The message that answers a prompt."""
-    if row.get("reply") is None:
-        return {"role": "assistant", "content": row["response"]}
-    message: dict[str, Any] = json.loads(row["reply"])
-    return message
