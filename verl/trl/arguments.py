@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import Field
@@ -19,35 +19,11 @@ from verl._host.ranks import torchrun_ranks
 from verl.errors import ConfigError, nearest, shown
 from verl.trl.names import DEFAULTS, NO_EFFECT, OTHERWISE, REMOVED
 
-ConfigT = TypeVar("ConfigT")
 #: How a command line gives an argument that may be True: with a value or without.
 _FLAG = {"nargs": "?", "const": True}
 _SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 _Steps = Annotated[int, Field(lt=2**31)]
 _Mapping = Mapping[str, Any] | str | None  # a command line has JSON
-
-
-def _record(**others: tuple[Any, str]) -> Callable[[type[ConfigT]], type[ConfigT]]:
-    """Decorator: a dataclass of the arguments that are mapped here and of TRL's others.
-
-    Args:
-        others: name -> (TRL's default, what to do instead of setting it; "": any value is taken).
-    """
-
-    def make(cls: type[ConfigT]) -> type[ConfigT]:
-        for name, (default, hint) in others.items():
-            is_flag = isinstance(default, bool)
-            # What a command line's text becomes: a value that says nothing, such as 0.0, is taken.
-            cls.__annotations__[name] = bool if is_flag else yaml.safe_load if hint else str | None
-            field: Any = dataclasses.field(default=default, metadata={"help": hint} | ({} if is_flag else _FLAG))
-            setattr(cls, name, field)
-        record: Any = dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
-        hints = typing.get_type_hints(record, include_extras=True)
-        unbounded = (str, str | None, list[float] | None)
-        record._hints = {name: hints[name] for name in record.defaults() if hints[name] not in unbounded}
-        return cast(type[ConfigT], record)
-
-    return make
 
 
 #: TRL's defaults, which are transformers' where it has no other.
@@ -57,17 +33,40 @@ _THEIRS = {
 } | DEFAULTS
 
 
-@_record(**{name: (_THEIRS.get(name), "") for name in sorted(NO_EFFECT)}, **OTHERWISE)
-class Config:
+def _unmapped(name: str, hint: str) -> tuple[str, Any, Any]:
+    """An argument of TRL's that is not mapped here, as a field of a dataclass.
+
+    Args:
+        hint: what to do instead of setting it; "": any value is taken.
+    """
+    default = _THEIRS.get(name)
+    if isinstance(default, bool):
+        return name, bool, dataclasses.field(default=default, metadata={"help": hint})
+    # What a command line's text becomes: a value that says nothing, such as 0.0, is taken.
+    kind = yaml.safe_load if hint else str | None
+    return name, kind, dataclasses.field(default=default, metadata={"help": hint, **_FLAG})
+
+
+def _record(cls: Any) -> Any:
+    """Decorator: a dataclass that checks its arguments by their hints."""
+    dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    hints, unbounded = typing.get_type_hints(cls, include_extras=True), (str, str | None, list[float] | None)
+    #: Types and bounds of the arguments that have an effect here, without texts and lists.
+    cls._hints = {name: hints[name] for name in cls.defaults() if hints[name] not in unbounded}
+    return cls
+
+
+_OTHERS = {**dict.fromkeys(sorted(NO_EFFECT), ""), **OTHERWISE}
+_Others: Any = dataclasses.make_dataclass("_Others", map(_unmapped, _OTHERS, _OTHERS.values()), init=False, eq=False)
+
+
+@_record
+class Config(_Others):  # type: ignore[misc]
     """Arguments of a trainer by TRL's names; each is an attribute, which may be set later.
 
     Raises:
         ConfigError: there is no such argument; the message names the nearest one, or what takes its place.
     """
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-    #: Types and bounds of the arguments that have an effect here, without texts and lists.
-    _hints: ClassVar[dict[str, Any]]
 
     output_dir: str | None = None
     learning_rate: NotNegative = 1e-6
@@ -101,6 +100,9 @@ class Config:
     model_init_kwargs: _Mapping = None
     trust_remote_code: bool = False
     use_cpu: bool = False
+
+    def __init_subclass__(cls) -> None:
+        _record(cls)
 
     def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
         self.output_dir = output_dir
@@ -226,14 +228,6 @@ class Config:
         return {"dtype": str(dtype).removeprefix("torch."), "trust_remote_code": trust}
 
 
-@_record(
-    vllm_mode=("colocate", "give the engine itself: GRPOTrainer(rollout=RolloutOptions(url=...))"),
-    mask_truncated_completions=(False, "write a reward that returns None where a completion has no end"),
-    sync_ref_model=(False, "the reference is the model as it was at first: leave it out"),
-    repetition_penalty=(1.0, "sampling has temperature, top_p, top_k and min_p: leave it out"),
-    generation_kwargs=(None, "sampling has temperature, top_p, top_k and min_p: leave it out"),
-    vllm_structured_outputs_regex=(None, "see constrained_decoding in docs/algorithms.md"),
-)
 class OnlineConfig(Config):
     """Arguments of all trainers on sampled completions."""
 
@@ -285,13 +279,6 @@ class OnlineConfig(Config):
         return total
 
 
-@_record(
-    multi_objective_aggregation=("sum_then_normalize", "rewards are summed, then normalised: leave it out"),
-    top_entropy_quantile=(1.0, "all tokens are trained: leave it out"),
-    use_adaptive_entropy=(False, "entropy_coef is fixed: leave it out"),
-    off_policy_mask_threshold=(None, "see rollout_rs in docs/algorithms.md"),
-    log_completions_hub_repo=(None, "nothing is uploaded: leave it out"),
-)
 class GRPOConfig(OnlineConfig):
     max_tool_calling_iterations: Natural | None = None
     use_bias_correction_kl: bool = True
@@ -312,14 +299,12 @@ class GRPOConfig(OnlineConfig):
     vllm_importance_sampling_clip_max: float | None = 3.0
 
 
-@_record(reward_clip_range=(None, "clip what your reward function returns"))
 class RLOOConfig(OnlineConfig):
     num_generations: Count = 2
     beta: float = 0.05
     normalize_advantages: bool = False
 
 
-@_record()
 class _OfflineConfig(Config):
     """Arguments of all trainers on recorded responses."""
 
@@ -328,13 +313,6 @@ class _OfflineConfig(Config):
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
 
 
-@_record(
-    loss_weights=(None, "one loss is trained: name one loss_type"),
-    ld_alpha=(None, "leave it out"),
-    f_divergence_type=("reverse_kl", "leave it out"),
-    use_weighting=(False, "leave it out"),
-    sync_ref_model=(False, "the reference is the model as it was at first: leave it out"),
-)
 class DPOConfig(_OfflineConfig):
     beta: float = 0.1
     loss_type: str = "sigmoid"
@@ -342,7 +320,6 @@ class DPOConfig(_OfflineConfig):
     discopop_tau: float = 0.05
 
 
-@_record(sync_ref_model=(False, "the reference is the model as it was at first: leave it out"))
 class KTOConfig(_OfflineConfig):
     beta: float = 0.1
     desirable_weight: float = 1.0
@@ -351,10 +328,6 @@ class KTOConfig(_OfflineConfig):
     train_sampling_strategy: Literal["random", "sequential"] = "sequential"
 
 
-@_record(
-    eos_token=(None, "set the tokenizer's eos_token"),
-    dataset_kwargs=(None, "leave it out"),
-)
 class SFTConfig(_OfflineConfig):
     learning_rate: NotNegative = 2e-5
     loss_type: str = "nll"
@@ -365,7 +338,6 @@ class SFTConfig(_OfflineConfig):
     chat_template_path: str | None = None
 
 
-@_record(eos_token=(None, "set the tokenizer's eos_token"))
 class RewardConfig(_OfflineConfig):
     learning_rate: NotNegative = 1e-4
     center_rewards_coefficient: float | None = None

@@ -16,8 +16,6 @@ from torch import Tensor
 from verl.algorithms import BaseAlgorithm, LossInput, PolicyGradient
 from verl.algorithms.base import FurtherMetrics
 from verl.algorithms.pairs import sequence_log_probs, sequence_tokens, split_pairs
-from verl.algorithms.responses import Responses
-from verl.batch import Batch
 
 Parts: TypeAlias = dict[str, Tensor | float]
 _PARTS = ("mean", "sum", "count", "least", "most")
@@ -128,13 +126,6 @@ def of_soft_weights(algorithm: Any, x: LossInput) -> Parts:
 
 #: Where the ratio is not clipped on both sides.
 _BY_LOSS: dict[str, FurtherMetrics] = {"cispo": of_clipped_weights, "sapo": of_policy, "vespo": of_soft_weights}
-
-
-def kl_of_tokens(prepared: Batch) -> float:
-    """Mean over the tokens of samples of the log-ratio of the policy that wrote them to the reference."""
-    responses = Responses(prepared)
-    ratio = responses.tokens("old_log_probs") - responses.tokens("ref_log_probs")
-    return float(ratio[responses.written].mean())
 
 
 def _mean(entry: str, values: Tensor | None, where: Tensor) -> Parts:

@@ -16,11 +16,12 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import speed_metrics
 
+from verl.algorithms.responses import Responses
 from verl.batch import Batch
 from verl.errors import ConfigError, shown
 from verl.trainer.task import Samples
 from verl.trainer.trainer import Trainer
-from verl.trl.entries import kl_of_tokens, whole
+from verl.trl.entries import whole
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +267,10 @@ class ObservedTrainer(Trainer):
         metrics: dict[str, Any] = whole(super().learn(samples))
         latest, kl_in = self.latest, getattr(self.task.algorithm, "kl_in", "none")
         if kl_in == "reward" and latest is not None and "update/empty" not in metrics:
-            metrics["kl"] = kl_of_tokens(latest[1][self.task.name])
+            # Mean over the tokens of samples of the log-ratio of the policy that wrote them to the reference.
+            responses = Responses(latest[1][self.task.name])
+            ratio = responses.tokens("old_log_probs") - responses.tokens("ref_log_probs")
+            metrics["kl"] = float(ratio[responses.written].mean())
         return metrics
 
     def evaluate_loss(self, batch: Any) -> dict[str, float]:

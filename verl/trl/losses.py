@@ -50,12 +50,13 @@ def grpo_algorithm(args: Any) -> BaseAlgorithm:
             f"entropy_coef with loss_type='{args.loss_type}': TRL's bonus is a mean over tokens, and ours is not: "
             "take loss_type='dapo'"
         )
-    others = [f"{name}_{word}" for name, (_, words) in _OWN.items() if name != args.loss_type for word in words]
-    _refuse_unread(args, f"loss_type='{args.loss_type}'", *others)
+    unread = [f"{name}_{word}" for name, (_, words) in _OWN.items() if name != args.loss_type for word in words]
+    if args.loss_type in (*_OWN, "cispo"):
+        unread += ["epsilon", "delta", "importance_sampling_level"]
+    _refuse_unread(args, f"loss_type='{args.loss_type}'", *unread)
     if args.loss_type in _OWN:
         return _own_loss(args, options)
     if args.loss_type == "cispo":
-        _refuse_unread(args, "loss_type='cispo'", "epsilon", "delta", "importance_sampling_level")
         return make_algorithm("cispo", **options, clip_ratio_low=1.0, clip_ratio_high=high - 1)
     if args.loss_type not in _AGGREGATION:
         raise ConfigError(f"loss_type='{args.loss_type}': {nearest(args.loss_type, [*_AGGREGATION, *_OWN, 'cispo'])}")
@@ -77,7 +78,7 @@ def grpo_algorithm(args: Any) -> BaseAlgorithm:
 
 def _own_loss(args: Any, options: dict[str, Any]) -> BaseAlgorithm:
     name = args.loss_type
-    _refuse_unread(args, f"loss_type='{name}'", "epsilon", "epsilon_high", "delta", "importance_sampling_level")
+    _refuse_unread(args, f"loss_type='{name}'", "epsilon_high")
     if name == "vespo" and args.use_vllm and args.vllm_importance_sampling_correction:
         raise ConfigError(
             "loss_type='vespo' with use_vllm: TRL's weight of a sequence has the engine's ratio within, and ours has "

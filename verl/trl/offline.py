@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.algorithms import make_algorithm
 from verl.errors import ConfigError
 from verl.models.heads import SCORE_AT_EOS, as_classifier, share_head
 from verl.roles.actor import Actor
@@ -96,14 +96,13 @@ class RewardTrainer(_Offline):
     `SFTTrainer`; `args` is a `RewardConfig`."""
 
     config = RewardConfig
+    algorithm = staticmethod(
+        lambda args: make_algorithm("reward_model", center_rewards_coefficient=args.center_rewards_coefficient or 0.0)
+    )
     tag = "reward-trainer"
     head = "score"
     rows = 2
     reads = ScoredLoader
-
-    @staticmethod
-    def algorithm(args: RewardConfig) -> BaseAlgorithm:
-        return make_algorithm("reward_model", center_rewards_coefficient=args.center_rewards_coefficient or 0.0)
 
     def __init__(self, model: Any, args: Any = None, **more: Any) -> None:
         if "SequenceClassification" in type(model).__name__ and model.config.num_labels != 1:

@@ -69,8 +69,14 @@ class GRPOTrainer(BaseTrainer):
         **more: Any,
     ) -> None:
         config = self.config.of(args)
-        self.reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        self.reward_funcs = [one for one in self.reward_funcs if one is not None]
+        self.updates = config.rollout_samples() // config.samples() * config.num_iterations
+        functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        self.reward_funcs = [one for one in functions if one is not None]
+        self.reward_func_names = [
+            getattr(one, "__name__", None)
+            or str(getattr(getattr(one, "config", None), "_name_or_path", one)).split("/")[-1]
+            for one in self.reward_funcs
+        ]
         self.reward_processing_classes = _of_each(reward_processing_classes, self.reward_funcs)
         if not self.reward_funcs and environment_factory is None:
             raise ConfigError(
@@ -94,23 +100,8 @@ class GRPOTrainer(BaseTrainer):
             processing_class=processing_class,
             **more,
         )
-
-    @property
-    def reward_func_names(self) -> list[str]:
-        return [
-            getattr(one, "__name__", None)
-            or str(getattr(getattr(one, "config", None), "_name_or_path", one)).split("/")[-1]
-            for one in self.reward_funcs
-        ]
-
-    @property
-    def reward_weights(self) -> torch.Tensor:
-        return torch.tensor(self.args.reward_weights or [1.0] * len(self.reward_funcs), dtype=torch.float32)
-
-    @property
-    def updates(self) -> int:  # type: ignore[override]
-        args = self.args
-        return int(args.rollout_samples() // args.samples() * args.num_iterations)
+        weights = self.args.reward_weights or [1.0] * len(self.reward_funcs)
+        self.reward_weights = torch.tensor(weights, dtype=torch.float32)
 
     def _source(self) -> Reward | None:
         if not self.reward_funcs:
@@ -130,16 +121,14 @@ class GRPOTrainer(BaseTrainer):
             data = self._prompts(self.train_dataset)
         else:
             data = stream_prompts(self.train_dataset, chat_template_kwargs=args.mapping("chat_template_kwargs"))
+            args.read_here()
         if args.max_prompt_length is not None:
             data, _ = tokenize_prompts(
                 data, self.actor.tokenizer, max_prompt_length=args.max_prompt_length, truncation="left"
             )
-        if not has_length:
-            args.read_here()
-            return Prefetch(PromptLoader(data, count, seed=args.seed)), math.inf
-        loader = PromptLoader(data, count, seed=args.seed, shuffle=args.shuffle_dataset)
         # What is left over at the end of an epoch begins the next one.
-        return Prefetch(loader), len(data) / count
+        loader = PromptLoader(data, count, seed=args.seed, shuffle=args.shuffle_dataset if has_length else None)
+        return Prefetch(loader), len(data) / count if has_length else math.inf
 
     def _prompts(self, rows: Any) -> PromptDataset:
         rows = rows if hasattr(rows, "__len__") else list(rows)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, nearest
+from verl.training.options import OptimConfig
 
 #: transformers' name of an optimizer -> torch's class. AdamW is our own.
 _TORCH = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
@@ -60,14 +61,15 @@ def optim_settings(args: Any, total: int) -> dict[str, Any]:
         "schedule": factor,
     }
     if str(args.optim) in ("adamw_torch", "adamw_torch_fused"):
-        return {"optim": optim}
+        return {"optim": OptimConfig.of(optim, "args")}
     if args.optim not in (*_TORCH, "adafactor"):
         names = ["adamw_torch", "adamw_torch_fused", *_TORCH, "adafactor"]
         hint = f"{nearest(str(args.optim), names)}, or pass your own as optimizers=(optimizer, None)"
         raise ConfigError(f"optim='{args.optim}': {hint}")
     make = partial(make_optimizer, args.optim, args.learning_rate, args.weight_decay)
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
-    return {"optim": {"max_grad_norm": optim["max_grad_norm"]}, "optimizer": make, "scheduler": schedule}
+    clipped = OptimConfig.of({"max_grad_norm": optim["max_grad_norm"]}, "args")
+    return {"optim": clipped, "optimizer": make, "scheduler": schedule}
 
 
 def make_optimizer(name: str, lr: float, weight_decay: float, weights: Sequence[Tensor]) -> torch.optim.Optimizer:

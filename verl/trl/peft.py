@@ -60,19 +60,16 @@ def lora_options(config: Any, model: Any) -> dict[str, Any]:
                 f"peft_config has {field.name}={value!r}: rank, scale and layers are read. Give the trainer the model "
                 "with its adapters, peft.get_peft_model(model, config), and no peft_config"
             )
-    targets = config.target_modules or _usual_targets(model)
+    if not (targets := config.target_modules):
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+        from transformers import AutoConfig
+
+        kind = (AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config).model_type
+        if kind not in USUAL:
+            raise ConfigError(f"peft_config: peft knows no layers of a {kind} by itself: give target_modules")
+        targets = USUAL[kind]
     names = [targets] if isinstance(targets, str) else sorted(targets)
     return {"r": config.r, "alpha": config.lora_alpha, "targets": names}
-
-
-def _usual_targets(model: Any) -> list[str]:
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
-    from transformers import AutoConfig
-
-    kind = (AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config).model_type
-    if kind not in USUAL:
-        raise ConfigError(f"peft_config: peft knows no layers of a {kind} by itself: give target_modules")
-    return list(USUAL[kind])
 
 
 def get_peft_config(model_args: Any) -> Any:

@@ -62,10 +62,6 @@ class ModelConfig:
 class TrlParser(HfArgumentParser):
     """`HfArgumentParser` of which a YAML file (`--config FILE`) gives defaults; its `env` sets the environment."""
 
-    def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
-        kinds = dataclass_types if isinstance(dataclass_types, list | tuple) else [dataclass_types]
-        super().__init__([kind for kind in kinds if kind is not None], **options)
-
     def parse_args_and_config(
         self,
         args: Sequence[str] | None = None,

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NoReturn
@@ -27,7 +27,6 @@ from verl.roles.actor import Actor
 from verl.roles.handle import LoraBase
 from verl.roles.reward import Reward
 from verl.trainer.trainer import Trainer
-from verl.training.options import OptimConfig
 from verl.trl.arguments import Config
 from verl.trl.entries import entries_of
 from verl.trl.events import Events, ObservedTrainer
@@ -36,8 +35,6 @@ from verl.trl.peft import lora_options, with_adapters
 
 logger = logging.getLogger(__name__)
 
-#: Arguments of this package's that every trainer takes besides TRL's: see `Trainer` and `Actor`.
-_OWN = ("placement", "strategy", "rollout")
 #: An argument of TRL's -> what to do in its place.
 _OTHERWISE = {
     "tokenizer": "it is processing_class",
@@ -77,8 +74,8 @@ class BaseTrainer(Events):
     rows: ClassVar[int] = 1
     #: What a script has of the live model, where it is another object: see `_outside`.
     _shown: Any = None
-    #: No loss balances the experts of a model.
-    aux_loss_enabled = False
+    #: No loss balances the experts of a model, and it is uploaded nowhere.
+    aux_loss_enabled, hub_model_id = False, None
 
     # Scripts of transformers read these of a trainer: files of metrics, ranks, loaders, schedules.
     log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
@@ -94,9 +91,16 @@ class BaseTrainer(Events):
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        placement: Any = None,
+        strategy: Any = None,
+        rollout: Any = None,
         **more: Any,
     ) -> None:
-        options = self._checked(more)
+        for name, value in more.items():
+            if value is not None or name not in _OTHERWISE:
+                signatures = map(inspect.signature, (type(self).__init__, BaseTrainer.__init__))
+                hint = _OTHERWISE.get(name) or nearest(name, [each for one in signatures for each in one.parameters])
+                raise ConfigError(f"{type(self).__name__} has no argument '{name}': {hint}")
         if train_dataset is None:
             raise ConfigError(f"`train_dataset` is required: {type(self).__name__} needs train_dataset=...")
         self.args: Any = self.config.of(args)
@@ -106,20 +110,19 @@ class BaseTrainer(Events):
                 f"eval_strategy='{self.args.eval_strategy}', and there is nothing to evaluate on: give eval_dataset=..."
             )
         optimizer, schedule = self._optimizers = optimizers
-        self.actor = self._actor(model, processing_class, optimizer, peft_config, options)
-        self.processing_class = self.actor.tokenizer
+        self.actor = self._actor(model, processing_class, optimizer, peft_config, placement, rollout)
+        self.processing_class = self.tokenizer = self.actor.tokenizer  # transformers' former name
         self._check_model(self.actor.modules)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.loader, self._per_epoch = self._data()
         self._total = self._steps()
         if optimizer is None:
-            settings = optim_settings(self.args, self._total * self.updates)
-            self.actor.train_with(**{**settings, "optim": OptimConfig.of(settings["optim"], "args")})
+            self.actor.train_with(**optim_settings(self.args, self._total * self.updates))
         elif schedule is not None:
             self.actor.train_with(scheduler=schedule)
         about = {"model": self._shown or self.actor.modules, "processing_class": self.processing_class}
         self._observe(args if hasattr(args, "learning_rate") else self.args, callbacks or (), about)
-        self.trainer: Trainer = self._trainer(self._source(), options)
+        self.trainer: Trainer = self._trainer(placement, strategy)
         self.call_event("on_init_end")
 
     @property
@@ -178,17 +181,9 @@ class BaseTrainer(Events):
         """Further keywords of the actor."""
         return {}
 
-    def _checked(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        for name, value in more.items():
-            if name not in _OWN and not (value is None and name in _OTHERWISE):
-                signatures = map(inspect.signature, (type(self).__init__, BaseTrainer.__init__))
-                known = [*_OWN, *(parameter for one in signatures for parameter in one.parameters)]
-                raise ConfigError(
-                    f"{type(self).__name__} has no argument '{name}': {_OTHERWISE.get(name) or nearest(name, known)}"
-                )
-        return dict(more)
-
-    def _actor(self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, options: Mapping[str, Any]) -> Actor:
+    def _actor(
+        self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, placement: Any, rollout: Any
+    ) -> Actor:
         args, files = self.args, None
         settings = {
             "gradient_checkpointing": args.gradient_checkpointing,
@@ -202,7 +197,7 @@ class BaseTrainer(Events):
             logger.warning(
                 "peft_config: lora_dropout=%s is not applied: nothing is dropped here", peft_config.lora_dropout
             )
-        local = Controller.of(options.get("placement")).is_local
+        local = Controller.of(placement).is_local
         if peft_config is not None and (not local or settings.get("dtype") == "int4"):
             settings["lora"] = lora_options(peft_config, model)
         elif peft_config is not None:
@@ -219,7 +214,7 @@ class BaseTrainer(Events):
             model,
             tokenizer,
             optim=optimizer,
-            rollout=options.get("rollout") or default,
+            rollout=rollout or default,
             head=self.head,
             seed=args.seed,
             **settings,
@@ -249,21 +244,21 @@ class BaseTrainer(Events):
         steps = float(steps or self.args.logging_steps)
         return max(1, round(steps * self._total) if steps < 1 else math.ceil(steps / self.updates))
 
-    def _trainer(self, source: Any, options: Mapping[str, Any]) -> ObservedTrainer:
+    def _trainer(self, placement: Any, strategy: Any) -> ObservedTrainer:
         args, every, algorithm = self.args, self._every("save"), self.algorithm(self.args)
         algorithm.further_metrics = entries_of(algorithm, getattr(args, "loss_type", None))
         if isinstance(algorithm, PolicyGradient):
             algorithm.kl_bound = math.inf  # TRL has none
         trainer = ObservedTrainer(
             self.actor,
-            reward=source,
+            reward=self._source(),
             algorithm=algorithm,
             n=getattr(args, "num_generations", None),
             checkpoint_dir=None if every is None else self._folder,
             save_every=every,
             keep_checkpoints=None if every is None else args.save_total_limit,
-            placement=options.get("placement") or ("cpu" if args.use_cpu else None),
-            strategy=options.get("strategy"),
+            placement=placement or ("cpu" if args.use_cpu else None),
+            strategy=strategy,
             logger=open_logger(
                 self._folder,
                 args.sinks(),
@@ -293,11 +288,6 @@ class BaseTrainer(Events):
     def ref_model(self) -> Any:
         """The reference policy; None without a reference, or if it is the model without its adapters."""
         return self.actor.reference.model
-
-    @property
-    def tokenizer(self) -> Any:
-        """transformers' former name of `processing_class`."""
-        return self.processing_class
 
     def is_world_process_zero(self) -> bool:
         return True
@@ -329,11 +319,6 @@ class BaseTrainer(Events):
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises ConfigError: nothing is uploaded."""
         raise ConfigError("push_to_hub: nothing is uploaded here: call save_model(), and upload that directory")
-
-    @property
-    def hub_model_id(self) -> Any:
-        """Where a model would be uploaded."""
-        return self.args.hub_model_id
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: `output_dir` has the report. Nor does `end`: trackers close when the process ends."""
