@@ -1,4 +1,4 @@
-"""Weights on their way into vLLM: piece by piece, and into their places."""
+"""Weights on their way into vLLM, piece by piece."""
 
 from __future__ import annotations
 
@@ -43,18 +43,16 @@ def answers(engine: VLLMEngine) -> dict[str, tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize(("storage", "most"), [("plain", 0.02), ("packed", 0.4)])
-def test_pieces_are_put_in_place(
+@pytest.mark.parametrize("storage", ["plain", "packed"])
+def test_pieces_are_put_together_layer_by_layer(
     make_model: Callable[..., PreTrainedModel],
     tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     storage: str,
-    most: float,
 ) -> None:
-    """After updates by pieces an engine computes the very numbers of a new one. Where it computes with the weights as
-    they are loaded (as on a GPU), almost nothing is made on the way; where it packs them, those of a layer at a time.
-    The second update is counted: the first one finds the places."""
+    """After updates by pieces an engine computes the very numbers of a new one, whether it computes with the weights as
+    they are loaded (as on a GPU) or packs them. On the way there are one whole weight and vLLM's copies of it."""
     if storage == "plain":
 
         def keep(layer: Any, remove_weight: bool) -> None:
@@ -73,11 +71,11 @@ def test_pieces_are_put_in_place(
                         parameter += 0.02 * torch.randn_like(parameter)
             with TensorMemory() as memory:
                 engine.load_shards(cut(model_shards(model)), version)
-            peak = memory.peak if version else peak
+            peak = max(peak, memory.peak)
         found.append(answers(engine))
         engine.close()
     assert found[0] == found[1]
-    assert peak < most * sum(shard.nbytes for shard in model_shards(model))
+    assert peak < 3.5 * max(shard.nbytes for shard in model_shards(model))
 
 
 def test_ranks_that_share_the_trained_model_feed_it_piece_by_piece(make_tiny: Callable[..., Any]) -> None:

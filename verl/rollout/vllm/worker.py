@@ -75,8 +75,7 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
             self.served, self._version = None, update_info.version
             self._sink.begin()
         for shard in shards:
-            for name in (shard.name, *update_info.tied.get(shard.name, ())):
-                self._sink.take(replace(shard, name=name))
+            self._sink.take(shard, update_info.tied.get(shard.name, ()))
 
     def finish_weight_update(self) -> None:
         """End the update.
