@@ -279,7 +279,7 @@ def test_untied_weights_travel_by_file_too_and_damage_is_seen(
     make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("qwen2", torch.float32)
-    token = ModelSize.from_model(model).kv_bytes_per_token
+    token = ModelSize.from_model(model).kv_bytes_per_token()
     engine = started(model, tokenizer, kv_memory=12 * 32 * token + 9 * token)
     assert engine.max_length == 11 * 32  # in whole blocks, one of which vLLM keeps
     params = SamplingParams(max_new_tokens=50, ignore_eos=True)

@@ -117,17 +117,17 @@ def _scaling(best: PlacementPlan) -> str:
     """How throughput grows with the cluster, and the batch that keeps 90 % of linear scaling on all of it."""
     cluster = best.problem.cluster
     ranks = [cluster.per_machine << i for i in range(cluster.machines.bit_length()) if 1 << i <= cluster.machines]
-    sizes = strong(best.problem, sorted({*ranks, cluster.size}))
+    plans = strong(best.problem, sorted({*ranks, cluster.size}))
+    base = plans[0].per_device
     lines = [f"Scaling with {best.problem.work.samples} samples a step"]
-    lines += [f"{s.ranks:6} devices {s.plan.throughput:12,.0f} tokens/s {s.efficiency:6.0%} of linear" for s in sizes]
-    grown = weak(best.problem, sizes[0], cluster.size)
+    for plan in plans:
+        size, share = plan.problem.cluster.size, plan.per_device / base
+        lines.append(f"{size:6} devices {plan.throughput:12,.0f} tokens/s {share:6.0%} of linear")
+    grown = weak(best.problem, plans[0], cluster.size)
     if grown is None:
         return "\n".join([*lines, f"no batch up to 64 times as large makes {cluster.size} devices 90 % linear"])
-    samples = grown.plan.problem.work.samples
-    lines.append(
-        f"{cluster.size} devices are {grown.efficiency:.0%} linear with {samples} samples a step: {grown.plan}"
-    )
-    return "\n".join(lines)
+    share, samples = grown.per_device / base, grown.problem.work.samples
+    return "\n".join([*lines, f"{cluster.size} devices are {share:.0%} linear with {samples} samples a step: {grown}"])
 
 
 def _model(path: str) -> str:

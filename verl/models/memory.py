@@ -68,9 +68,9 @@ class ModelSize(NamedTuple):
     def weight_bytes(self) -> int:
         return self.parameters * self.itemsize + self.int4_bytes
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+    def kv_bytes_per_token(self, tp: int = 1) -> int:
+        """On each of `tp` ranks; a key-value head is not cut further."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize // min(tp, self.kv_heads)
 
     def activation_bytes(self, tp: int = 1) -> float:
         """Bytes of one token that a layer keeps for its backward, on each of `tp` ranks: tensor parallelism cuts

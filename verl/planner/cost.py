@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from verl.models.memory import ModelSize
 from verl.planner.hardware import Cluster
-from verl.planner.memory import Strategy, kv_bytes_per_token, shared_by
+from verl.planner.memory import Strategy, shared_by
 from verl.weights.layout import Layout
 
 #: Seconds in which a layer's kernels are launched: the least that a layer of one decoding step takes.
@@ -107,7 +107,7 @@ class Costs:
         """
         work, engines = self.work, ranks // tp
         rows = math.ceil(work.samples / engines)
-        kv = kv_bytes_per_token(size, tp)
+        kv = size.kv_bytes_per_token(tp)
         # Samples of one prompt share its keys and values.
         room = int(free / (kv * (work.prompt / work.n + work.response)))
         together = min(room, work.max_num_seqs, rows, batch or rows)

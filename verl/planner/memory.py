@@ -140,15 +140,3 @@ def estimate(
     activations = layout.pp * (stage * inputs + per_layer if checkpointing else stage * per_layer)
     parked = kept["gradients"] + kept["optimizer"] if strategy.parked else 0.0
     return Usage(kept, {"activations": activations, "head": max(logits, inside), "gathered": gathered}, parked, host)
-
-
-def workspace(size: ModelSize, tp: int, step_tokens: int, sequences: int) -> float:
-    """Bytes of a step of generation without weights, keys and values: its activations and logits."""
-    wide = 2 * (size.heads + size.kv_heads) * size.head_dim + 2 * size.intermediate
-    rows = (step_tokens + sequences) * (4 * size.hidden + wide / tp) + sequences * size.vocab / tp
-    return rows * size.itemsize
-
-
-def kv_bytes_per_token(size: ModelSize, tp: int) -> float:
-    """On each of `tp` ranks; a key-value head is not cut further."""
-    return size.kv_bytes_per_token / min(tp, size.kv_heads)

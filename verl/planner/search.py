@@ -11,6 +11,7 @@ and a set of several machines has whole machines, a set within one a power of tw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import product
@@ -137,6 +138,11 @@ class PlacementPlan:
         return self.problem.work.tokens / self.seconds
 
     @property
+    def per_device(self) -> float:
+        """Throughput of one of the cluster's devices."""
+        return self.throughput / self.problem.cluster.size
+
+    @property
     def generation(self) -> Generation:
         return next(group.generation for group in self.groups if group.generation)
 
@@ -223,16 +229,18 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
         engine = replace(engine, transition=seconds)
         if engine.seconds <= problem.most_seconds:
             tokens = engine.together * (work.prompt / work.n + work.response)
-            yield engine, tokens * memory.kv_bytes_per_token(size, tp)
+            yield engine, tokens * size.kv_bytes_per_token(tp)
 
 
 def generation_bytes(problem: Problem, actor: Choice, tp: int) -> float:
     """Bytes of a rank that generation needs beyond its models and the KV cache."""
-    size = actor.model.size
+    size, sequences = actor.model.size, problem.work.max_num_seqs
     # Where training does not gather, its shards are slices of the generation weights, and are not held twice.
     held = 0.0 if actor.strategy.gathers else actor.usage.kept["weights"]
-    workspace = memory.workspace(size, tp, _STEP_TOKENS, problem.work.max_num_seqs)
-    return size.weight_bytes / tp - held + workspace
+    # The activations and logits of a step.
+    wide = 2 * (size.heads + size.kv_heads) * size.head_dim + 2 * size.intermediate
+    rows = (_STEP_TOKENS + sequences) * (4 * size.hidden + wide / tp) + sequences * size.vocab / tp
+    return size.weight_bytes / tp - held + rows * size.itemsize
 
 
 def fits(problem: Problem, chosen: Sequence[Choice]) -> float:
@@ -263,7 +271,7 @@ class _Table:
     def _best(self, models: tuple[Model, ...], ranks: int, key: Key | None) -> Group | None:
         """The best group on `ranks` devices; `key`: how the models run that are, or follow, another set's.
 
-        Branch and bound: choices are tried quickest first, until the rest cannot be quicker than the best so far.
+        Choices are tried in the order of the least that they take, until that is no less than the best so far.
         """
         roles = {model.role for model in models}
         options = []
@@ -271,33 +279,19 @@ class _Table:
             of_model = self._frontier(model, ranks)
             if key is not None and (model.role == "actor" or (model.follows and model.follows not in roles)):
                 of_model = [choice for choice in self._all(model, ranks) if choice.key == key]
-            options.append(of_model)
-        if not all(options):
-            return None
-        least = [sum(of_model[0].seconds for of_model in options[done:]) for done in range(len(options) + 1)]
+            # No engine is quicker than with all memory beside the actor.
+            alone = ([sum(group.stages) for group in self._groups_of((choice,), ranks)] for choice in of_model)
+            options.append([(min(times), choice) for times, choice in zip(alone, of_model, strict=True) if times])
         best, best_seconds = None, float("inf")
-
-        def pick(number: int, chosen: tuple[Choice, ...], seconds: float) -> None:
-            nonlocal best, best_seconds
-            if number == len(options):
-                keys = {choice.model.role: choice.key for choice in chosen}
-                agree = all(choice.key == keys.get(choice.model.follows, choice.key) for choice in chosen)
-                for group in self._groups_of(chosen, ranks) if agree else ():
+        for pairs in sorted(product(*options), key=lambda pairs: sum(seconds for seconds, _ in pairs)):
+            if sum(seconds for seconds, _ in pairs) >= best_seconds:
+                break
+            chosen = tuple(choice for _, choice in pairs)
+            keys = {choice.model.role: choice.key for choice in chosen}
+            if all(choice.key == keys.get(choice.model.follows, choice.key) for choice in chosen):
+                for group in self._groups_of(chosen, ranks):
                     if sum(group.stages) < best_seconds:
                         best, best_seconds = group, sum(group.stages)
-                return
-            for choice in options[number]:
-                if seconds + choice.seconds + least[number + 1] >= best_seconds:
-                    break
-                generates = 0.0
-                if choice.model.role == "actor":  # no engine is quicker than with all memory beside the actor
-                    free = self.problem.memory - choice.usage.resting
-                    engines = generations(self.problem, choice, ranks, free)
-                    generates = min((engine.seconds for engine, _ in engines), default=float("inf"))
-                if seconds + choice.seconds + generates + least[number + 1] < best_seconds:
-                    pick(number + 1, (*chosen, choice), seconds + choice.seconds + generates)
-
-        pick(0, (), 0.0)
         return best
 
     def _groups_of(self, chosen: tuple[Choice, ...], ranks: int) -> Iterator[Group]:
@@ -387,40 +381,21 @@ def _too_small(problem: Problem) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """The best plan on `ranks` devices; `efficiency`: its throughput per device, relative to the smallest cluster with
-    the batch as it is."""
-
-    ranks: int
-    plan: PlacementPlan
-    efficiency: float
-
-
-def scaled(problem: Problem, ranks: int, factor: int = 1) -> Problem:
-    """The problem on `ranks` devices with `factor` times the samples a step; the number of optimizer steps stays."""
-    work = replace(problem.work, samples=problem.work.samples * factor)
-    return replace(problem, cluster=problem.cluster.resized(ranks), work=work)
-
-
-def strong(problem: Problem, ranks: Sequence[int]) -> list[Scaled]:
-    """Strong scaling: the batch as it is, on each number of devices that is enough, compared with the first of them."""
-    points: list[Scaled] = []
+def strong(problem: Problem, ranks: Sequence[int]) -> list[PlacementPlan]:
+    """Strong scaling: the best plan of the batch as it is, on each number of devices that is enough."""
+    plans = []
     for count in ranks:
-        try:
-            plan = search(scaled(problem, count))[0]
-        except ConfigError:
-            continue
-        base = points[0].plan.throughput / points[0].ranks if points else plan.throughput / count
-        points.append(Scaled(count, plan, plan.throughput / count / base))
-    return points
+        with suppress(ConfigError):
+            plans.append(search(replace(problem, cluster=problem.cluster.resized(count)))[0])
+    return plans
 
 
-def weak(problem: Problem, base: Scaled, ranks: int, least: float = 0.9, most: int = 64) -> Scaled | None:
-    """The smallest power of two by which the batch must grow for `least` of linear scaling; None: not up to `most`."""
+def weak(problem: Problem, base: PlacementPlan, ranks: int, least: float = 0.9, most: int = 64) -> PlacementPlan | None:
+    """The plan on `ranks` devices of the batch, grown by the smallest power of two up to `most`, that has `least` of
+    linear scaling from `base`; None: there is none. The number of optimizer steps stays."""
     for doubled in range(most.bit_length()):
-        plan = search(scaled(problem, ranks, 1 << doubled))[0]
-        efficiency = (plan.throughput / ranks) / (base.plan.throughput / base.ranks)
-        if efficiency >= least:
-            return Scaled(ranks, plan, efficiency)
+        work = replace(problem.work, samples=problem.work.samples << doubled)
+        plan = search(replace(problem, cluster=problem.cluster.resized(ranks), work=work))[0]
+        if plan.per_device / base.per_device >= least:
+            return plan
     return None

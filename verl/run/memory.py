@@ -160,7 +160,7 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
         cache = actor.kept["generation"] = 0.0
     elif rollout.kv_cache_gb is None:
         length = (config.data.max_prompt_length or 1024) + rollout.max_new_tokens
-        wanted = 2 * rollout.max_num_seqs * length * size.kv_bytes_per_token // rollout.tensor_model_parallel_size
+        wanted = 2 * rollout.max_num_seqs * length * size.kv_bytes_per_token() // rollout.tensor_model_parallel_size
         cache = min(wanted, max(0.0, room - actor.peak) / 2)
     return DeviceMemory(cluster, {"actor": actor, **others}, cache, reserve)
 

@@ -65,7 +65,7 @@ def kv_cache(
     Raises:
         ConfigError: the bytes hold no block.
     """
-    token = ModelSize.from_model(model).kv_bytes_per_token
+    token = ModelSize.from_model(model).kv_bytes_per_token()
     limits = (max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     longest = min((int(limit) for limit in limits if limit), default=_TYPICAL_LENGTH)
     if kv_memory is None:
