@@ -185,9 +185,7 @@ def training(section: str, model: str, needs: Mapping[str, Any]) -> dict[str, Sh
         f"{model}.lora.targets": Shown(updates, ["all-linear"], ["c_attn"], {f"{model}.lora.r": 2}, slow=True),
         f"{model}.max_position_embeddings": Shown(updates, None, 8),  # of a table that the files have otherwise
         f"{model}.trust_remote_code": Shown(updates, False, True, {f"{model}.path": "../coded"}),
-        f"{model}.enable_gradient_checkpointing": Shown(
-            updates, False, True, count="training/checkpointing.py:_evaluated"
-        ),
+        f"{model}.enable_gradient_checkpointing": Shown(updates, False, True, count="training/forward.py:_evaluated"),
         f"{model}.use_remove_padding": Shown(updates, True, False, count="models/packed.py:packed_hidden"),
         # Compiled layers are of fp32 and bf16: an fp64 model runs its own code.
         f"{model}.use_fused_kernels": Shown(
@@ -463,7 +461,7 @@ def of_engines() -> dict[str, Shown]:
         "optim": Shown(tiny, OptimConfig(lr=1e-2), None),
         "optimizer": Shown(tiny, plain_sgd, torch.optim.Adam),
         "scheduler": Shown(tiny, None, halving, needs={".optimizer": plain_sgd}),
-        "gradient_checkpointing": Shown(tiny, False, True, optim, count="training/checkpointing.py:_evaluated"),
+        "gradient_checkpointing": Shown(tiny, False, True, optim, count="training/forward.py:_evaluated"),
         "share_prompts": Shown(
             tiny, True, False, optim | {".max_tokens_per_micro_batch": 40}, count="training/forward.py:forward"
         ),

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.test_device import Fake
 from verl._host import device
-from verl.models import head_sizes, log_probs
-from verl.models.head_sizes import HeadSizes
+from verl.models import log_probs, memory
 from verl.models.log_probs import token_log_probs
+from verl.models.memory import HeadSizes
 
 N, D, V = 13, 7, 29
 
@@ -156,7 +156,7 @@ def test_temperature_zero_is_refused() -> None:
 def test_any_sizes_give_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch, chunk: int, block: int, gradient: int
 ) -> None:
-    monkeypatch.setattr(head_sizes, "CPU", HeadSizes(chunk, block, gradient))
+    monkeypatch.setattr(memory, "CPU", HeadSizes(chunk, block, gradient))
     hidden, weight, bias, targets = inputs()
     expected = reference(hidden, weight, bias, targets, 0.7, 1.0, 4.0)
     found = token_log_probs(hidden, weight, targets, bias=bias, temperature=0.7, entropy=True, softcap=4.0)

@@ -23,9 +23,8 @@ from verl.models.lora import adapters_off, add_lora, change_layers, has_adapters
 from verl.models.options import LoraOptions
 from verl.models.outputs import outputs
 from verl.models.packed import PackedModel
-from verl.models.portable import PortableModel
+from verl.models.portable import PortableModel, unwrapped
 from verl.models.save import save_pretrained_dir
-from verl.models.wrapped import unwrapped
 from verl.weights.layout import Layout
 from verl.weights.shard import checksum
 from verl.weights.shards import load_model_shards, model_shards

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from verl.attention.segments import pack_rows
 from verl.config import build_config
 from verl.errors import ConfigError
-from verl.models.head_sizes import CPU, HeadSizes
-from verl.models.memory import ModelSize
+from verl.models.memory import CPU, HeadSizes, ModelSize
 from verl.models.packed import PackedModel
 from verl.planner.memory import ddp, estimate
 from verl.run.memory import actor_memory

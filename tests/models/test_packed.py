@@ -23,7 +23,7 @@ from transformers import (
 from verl.attention.segments import Packed, pack_rows
 from verl.errors import DataError, ModelError
 from verl.models.heads import ValueModel
-from verl.models.packed import PackedModel
+from verl.models.packed import PackedModel, head_of
 
 Make = Callable[..., PreTrainedModel]
 
@@ -168,7 +168,7 @@ def test_a_bare_backbone_has_hidden_states_and_no_head(llama: PreTrainedModel) -
     expected = llama.model(flat.tokens[None]).last_hidden_state[0]
     assert (packed.hidden(flat.tokens, flat.positions, flat.context) - expected).abs().max() < 1e-12
     with pytest.raises(ModelError, match="no language-model head"):
-        packed.head()
+        head_of(packed.model)
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:

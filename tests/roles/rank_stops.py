@@ -30,7 +30,7 @@ PHASES: dict[str, tuple[str, str, str, int]] = {
     "start": ("verl.cluster.world", "World", "__init__", 1),
     "load": ("verl.training.torch_engine", "TorchEngine", "assemble", 1),
     "generate": ("verl.rollout.embedded.engine", "EmbeddedEngine", "step", 2),
-    "transfer": ("verl.weights.transfer", "Transfer", "_post", 2),
+    "transfer": ("verl.weights.transition", "Transfer", "_post", 2),
     "update": ("verl.training.engine", "TrainEngine", "_step", 2),
     "hand-over": ("verl.workers.actor", "ActorWorker", "_sync_weights", 1),
     "save": ("verl.workers.saving", "RankFiles", "gathered", 1),

@@ -25,8 +25,7 @@ from verl._host import device
 from verl.errors import CheckpointError, ModelError
 from verl.models.loading import load_model, load_tokenizer
 from verl.models.lora import adapters_off, has_adapters
-from verl.models.probe import check_export
-from verl.models.save import save_pretrained_dir
+from verl.models.save import check_export, save_pretrained_dir
 from verl.weights.shard import checksum
 from verl.weights.shards import model_shards
 

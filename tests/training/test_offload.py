@@ -21,7 +21,7 @@ from verl.training.torch_engine import TorchEngine
 from verl.weights.layout import Layout, Mesh
 from verl.weights.plan import transition
 from verl.weights.shards import model_shards
-from verl.weights.transfer import Transfer
+from verl.weights.transition import Transfer
 from verl.workers import streams
 
 DEVICE = torch.device("meta")

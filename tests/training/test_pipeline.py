@@ -16,7 +16,7 @@ from tests.training.cases import tiny_model
 from verl.errors import ConfigError
 from verl.models.packed import PackedModel
 from verl.training.parallel.pipeline import StageSplit
-from verl.weights.meta import on_meta
+from verl.weights.shards import on_meta
 
 
 def cut(model: Any, count: int) -> StageSplit:

@@ -79,7 +79,7 @@ def test_gradients_of_forks_in_three_levels_are_those_of_flat_rows_at_less_work(
     assert_same(found, expected, 1e-6 if kind == "gemma" else 1e-10)  # its norms are fp32
     assert tokens == [distinct_beginnings(batch), fed(batch)]
     assert tokens[0] < 0.6 * tokens[1] and shared_tokens(batch) == tokens[1] - tokens[0]
-    (rows,) = partition(batch, range(len(batch)), 1, Limits()).micro_batches
+    (rows,) = partition(batch, range(len(batch)), 1, Limits())[0]
     assert len(rows) == 1
 
 

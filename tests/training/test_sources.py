@@ -15,9 +15,8 @@ from verl.models.options import LoraOptions
 from verl.models.packed import PackedModel
 from verl.models.save import save_pretrained_dir
 from verl.models.source import ModelFiles
-from verl.weights.meta import is_on_meta, on_meta, sample
 from verl.weights.shard import checksum
-from verl.weights.shards import model_shards
+from verl.weights.shards import is_on_meta, model_shards, on_meta, sample
 
 QUICK = [
     ("llama", "causal", "fsdp2"),

@@ -25,8 +25,7 @@ from verl.weights.layout import Layout, Mesh, generation_mesh
 from verl.weights.plan import transition
 from verl.weights.shard import Shard
 from verl.weights.shards import named_weights
-from verl.weights.transfer import Transfer
-from verl.weights.transition import HybridWeights
+from verl.weights.transition import HybridWeights, Transfer
 from verl.workers.streams import gathered
 
 KINDS = ("llama", "qwen2", "gpt2")

@@ -235,23 +235,21 @@ class AutomaticCheckpoints:
         except VerlError as error:
             logger.warning("the last checkpoint was not saved: %s", error)
 
-    def resume(self, trainer: Loop, data: Loader | None = None) -> int | None:
-        """See `Trainer.resume`."""
+    def resume(self, trainer: Loop, data: Loader | None = None, step: int | None = None) -> int | None:
+        """See `Trainer.resume`; with a `step`, `Trainer.rollback`."""
         self.finish()
         start()
-        checkpoint = self.store.load(state.identity(trainer), partial(state.check, trainer, data=data))
+        identity, check = state.identity(trainer), partial(state.check, trainer, data=data)
+        if step is None:
+            checkpoint = self.store.load(identity, check)
+        else:
+            check(checkpoint := load_checkpoint(self.store.path(step), identity))
         if checkpoint is None:
             return None
-        self._restore(trainer, checkpoint)
-        return checkpoint.step
-
-    def rollback(self, trainer: Loop, step: int) -> None:
-        """See `Trainer.rollback`."""
-        self.finish()
-        start()
-        checkpoint = load_checkpoint(self.store.path(step), state.identity(trainer))
-        state.check(trainer, checkpoint)
-        self._restore(trainer, checkpoint)
+        state.restore(trainer, checkpoint)
+        self.store.rollback(checkpoint.step)
+        self.saved = checkpoint.step
+        return self.saved
 
     def before(self, step: int) -> int:
         """The newest checkpoint that is not after `step`, or the oldest one.
@@ -275,8 +273,3 @@ class AutomaticCheckpoints:
             except CheckpointError as error:
                 logger.warning("%s; looking at the one before it", error)
         return None
-
-    def _restore(self, trainer: Loop, checkpoint: Checkpoint) -> None:
-        state.restore(trainer, checkpoint)
-        self.store.rollback(checkpoint.step)
-        self.saved = checkpoint.step

@@ -25,16 +25,9 @@ import torch
 from verl._base.durable import parse_json
 from verl._host import device
 from verl.batch import Batch
+from verl.checkpoint import store
 from verl.checkpoint.schema import Probe, RandomState, RoleState, TrainerState
-from verl.checkpoint.store import (
-    TOKENIZER,
-    Checkpoint,
-    SaveResult,
-    Writer,
-    load_checkpoint,
-    model_identity,
-    save_checkpoint,
-)
+from verl.checkpoint.store import Checkpoint
 from verl.cluster.controller import start
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.models.lora import layer_changes
@@ -61,17 +54,17 @@ _ADAMW = {"step", *MOMENTS}
 _OWN = ("steps", "skipped", "updates", "idle", "position")
 
 
-def save(trainer: Loop, path: Path) -> SaveResult:
+def save(trainer: Loop, path: Path) -> store.SaveResult:
     """Write a checkpoint."""
     start()
-    return save_checkpoint(path, trainer.steps, *contents(trainer))
+    return store.save_checkpoint(path, trainer.steps, *contents(trainer))
 
 
 def load(trainer: Loop, path: Path) -> None:
     """Check a checkpoint, then restore it."""
     start()
     # A run of `verl train` records its settings, which a trainer outside of one does not have.
-    checkpoint = load_checkpoint(path, identity(trainer), unknown=() if trainer.settings else ("settings",))
+    checkpoint = store.load_checkpoint(path, identity(trainer), unknown=() if trainer.settings else ("settings",))
     check(trainer, checkpoint)
     restore(trainer, checkpoint)
 
@@ -84,7 +77,7 @@ def identity(trainer: Loop) -> dict[str, str]:
         parts[key] = task.algorithm.name or type(task.algorithm).__name__
     for role, handle in trainer.roles.items():
         architecture = type(getattr(handle.modules, "backbone", handle.modules)).__name__
-        parts |= model_identity(role, architecture, handle.outline)
+        parts |= store.model_identity(role, architecture, handle.outline)
     if digest := trainer.actor.reference.digest:
         parts["reference.sha256"] = digest
     if trainer.settings is not None:
@@ -92,7 +85,7 @@ def identity(trainer: Loop) -> dict[str, str]:
     return parts
 
 
-def contents(trainer: Loop, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[Writer]]:
+def contents(trainer: Loop, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[store.Writer]]:
     """The arguments of `save_checkpoint`: files, the identity, and the ranks of each role as writers.
 
     Args:
@@ -128,7 +121,7 @@ def contents(trainer: Loop, *, background: bool = False) -> tuple[dict[str, Any]
         "actor/config.json": actor.modules.config.to_dict(),
         "actor/probe.json": probe(actor.group.call, actor.modules, actor.head),
         # Templates and tokens that were set in Python are in no other file.
-        f"{TOKENIZER}/": actor.tokenizer_as_trained.save_pretrained,
+        f"{store.TOKENIZER}/": actor.tokenizer_as_trained.save_pretrained,
         "buffer.parquet": trainer.buffer.state(),
         "random": random_tensors,
         "trainer.json": trainer_json,

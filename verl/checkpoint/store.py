@@ -31,20 +31,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor
 
+from verl._base import durable
 from verl._base.checked import checked
-from verl._base.durable import (
-    clear_staging,
-    digest,
-    parse_json,
-    publish,
-    read_json,
-    recover,
-    seal,
-    seal_all,
-    staging_of,
-    sync_directory,
-    try_remove,
-)
 from verl._base.record import Natural
 from verl._base.schemas import CHECKPOINT
 from verl.batch import Batch
@@ -110,16 +98,16 @@ class Saving:
         on_end: Callable[[SaveResult], object] = lambda result: None,
     ) -> None:
         self.path, self.step, self._writers, self._on_end = path.absolute(), step, [*writers], on_end
-        self._staging = staging_of(self.path)
+        self._staging = durable.staging_of(self.path)
         self._manifest = {CHECKPOINT.key: CHECKPOINT.current, "identity": dict(identity), "step": step}
         self._result: SaveResult | None = None
         with self._reported():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            clear_staging(self.path.parent)
+            durable.clear_staging(self.path.parent)
             self._staging.mkdir()
             for writer in writers:
                 writer.begin(self._staging)
-            self._files = seal_all(_write_all(self._staging, files), self._staging)
+            self._files = durable.seal_all(_write_all(self._staging, files), self._staging)
 
     def wait(self) -> SaveResult:
         """Finish the save.
@@ -156,15 +144,15 @@ class Saving:
                 )
             folders.update(folder for folder in file.parents if folder.is_relative_to(self._staging))
         (self._staging / MANIFEST).write_bytes(dump_manifest({**self._manifest, "files": self._files}))
-        seal(self._staging / MANIFEST)
+        durable.seal(self._staging / MANIFEST)
         # The rename comes last, after all that it names is durable: a crash before it leaves a staging directory, which
         # the next save clears, and never half a checkpoint.
         for folder in sorted(folders, reverse=True):
-            sync_directory(folder)
-        publish(self._staging, self.path)
+            durable.sync_directory(folder)
+        durable.publish(self._staging, self.path)
 
     def _end(self, result: SaveResult) -> None:
-        try_remove(self._staging)
+        durable.try_remove(self._staging)
         self._result = result
         self._on_end(result)
 
@@ -176,7 +164,7 @@ class Saving:
         except OSError as error:
             self._end(SaveResult(f"checkpoint {self.path} was not saved: {reason(error)}"))
         except BaseException as error:
-            try_remove(self._staging)
+            durable.try_remove(self._staging)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"checkpoint {self.path} was not saved: {error}") from None
             raise
@@ -208,7 +196,7 @@ def _write_content(target: Path, content: Any) -> Iterable[Path]:
     if target.suffix == ".json":
         try:
             raw = json.dumps(content).encode()
-            parse_json(raw, Any)
+            durable.parse_json(raw, Any)
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"JSON cannot hold the content: {error}") from None
         target.write_bytes(raw)
@@ -265,7 +253,7 @@ class Checkpoint:
     def json(self, name: str, schema: Any = Any) -> Any:
         """The value stored under `name` (which ends in ".json"), checked by a pydantic schema in strict mode."""
         try:
-            return read_json(self.paths(name)[0], schema)
+            return durable.read_json(self.paths(name)[0], schema)
         except (OSError, ValueError) as error:
             raise self.damaged(f"{name}: {error}") from None
 
@@ -342,7 +330,7 @@ def load_checkpoint(
         CheckpointError: it has another format, or belongs to another model or configuration; names the differences.
     """
     root = Path(path).absolute()
-    recover(root)
+    durable.recover(root)
     manifest = _read_manifest(root)
     for name, entry in manifest.files.items():
         if fault := _file_fault(root, name, entry.size, entry.sha256):
@@ -374,7 +362,7 @@ def _may_replace(path: Path) -> bool:
     """Whether a checkpoint may take the place: nothing is there, an empty directory, or a checkpoint."""
     try:
         if os.path.lexists(path) and any(path.iterdir()):
-            read_json(path / MANIFEST, _Manifest)  # others have a file of that name, too
+            durable.read_json(path / MANIFEST, _Manifest)  # others have a file of that name, too
     except (OSError, ValueError):
         return False
     return True
@@ -387,12 +375,12 @@ def _read_manifest(root: Path) -> _Manifest:
     if file.is_symlink() or not file.is_file():
         raise DamagedCheckpointError(f"{root} is no checkpoint, or a damaged one: it has no {MANIFEST}")
     try:
-        content = read_json(file, dict[str, Any])
+        content = durable.read_json(file, dict[str, Any])
         # Byte for byte as a save writes it: parsing alone would pass repeated keys and changed white space.
         if file.read_bytes() == dump_manifest({key: value for key, value in content.items() if key != "digest"}):
             if type(content.get("format")) is int:  # a later format may have other keys, and is not damaged
                 CHECKPOINT.check(content["format"], f"checkpoint {root}")
-            manifest: _Manifest = read_json(file, _Manifest)
+            manifest: _Manifest = durable.read_json(file, _Manifest)
             if manifest.model_dump() == content:
                 return manifest
     except (OSError, ValueError):
@@ -420,7 +408,7 @@ def _file_fault(root: Path, name: str, size: int, sha256: str) -> str | None:
             return f"'{name}' is no regular file"
         if status.st_size != size:
             return f"'{name}' has {status.st_size} bytes instead of {size}"
-        if digest(descriptor) != sha256:
+        if durable.digest(descriptor) != sha256:
             return f"the content of '{name}' has changed (its SHA-256 differs)"
     finally:
         os.close(descriptor)

@@ -17,8 +17,7 @@ from verl.errors import CheckpointError, ModelError
 from verl.models.int4 import to_int4
 from verl.models.lora import change_layers
 from verl.models.source import ModelFiles
-from verl.weights.meta import on_meta, take_weights
-from verl.weights.shards import model_shards, outline
+from verl.weights.shards import model_shards, on_meta, outline, take_weights
 from verl.weights.tensor_files import is_finite
 from verl.workers.actor import ActorWorker
 
@@ -106,7 +105,7 @@ def rebuild(checkpoint: Checkpoint) -> tuple[Any, str | None]:
 
 
 def _from_config(checkpoint: Checkpoint, noted: Probe) -> Any:
-    """The model that a checkpoint holds whole, without weights (`verl.weights.meta`)."""
+    """The model that a checkpoint holds whole, without weights (`verl.weights.shards`)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from verl.models.heads import ValueModel, width_of

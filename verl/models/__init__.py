@@ -1,8 +1,7 @@
 """Transformers models: the packed forward, log-probs, value heads, loading, weights as shards, memory.
 
 Reading order: `loading`, `source`, `fit`, `heads`, `packed`, `log_probs`, `outputs`, `lora`,
-`adapter_check`, `llama`, `rope`, `wrapped`, `save`, `portable`, `options`, `memory`, `head_sizes`, `int4`,
-`probe`, `check`.
+`llama`, `rope`, `portable`, `save`, `options`, `memory`, `int4`, `check`.
 """
 
 from verl._base.later import later

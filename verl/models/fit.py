@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ from torch import nn
 from verl.errors import ModelError
 from verl.models.heads import HEADS, Stored, ValueModel
 from verl.models.lora import base_name, is_adapter
+from verl.weights.shard import Shape
 from verl.weights.shards import tied
 
-Shape: TypeAlias = tuple[int, ...]
 #: What safetensors calls the dtypes of plain floating-point weights. Those of 8 bits have scales apart.
 _FLOATING = ("F64", "F32", "F16", "BF16")
 #: Names that a message has room for.
@@ -55,12 +55,15 @@ class Fit:
         unexpected: names of tensors in the files that the model has no place for.
         reshaped: name -> shape in the files and in the model.
         retyped: name -> dtype in the files, of another kind than in the model: whole numbers for floating-point ones.
+        aliases: pairs of names in the files that are one weight in the model, which ties them. Where their values
+            differ transformers does not tie them, whatever the configuration says.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     retyped: dict[str, str] = field(default_factory=dict)
+    aliases: list[tuple[str, str]] = field(default_factory=list)
 
     def check(self, where: str, model: Any, spare: Iterable[str]) -> None:
         """Raises ModelError: something differs, unexpected tensors of the names `spare` apart."""
@@ -142,6 +145,7 @@ def compare(model: nn.Module, stored: Mapping[str, Stored]) -> Fit | None:
     for names in tied(weights):
         there = [name for name in names if name in sources]
         missing.update([] if there else names[:1])
+        fit.aliases += [(sources[there[0]][0].key, sources[name][0].key) for name in there[1:]]
         for name in there:
             _compare_weight(fit, name, weights[name], sources[name], stored)
     strange = sources.keys() - weights.keys()
@@ -196,21 +200,6 @@ def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     is_value = isinstance(model, ValueModel)
     names = [name for name in state if not (is_adapter(name) or (is_value and name.startswith("score.")))]
     return {base_name(name): state[name] for name in names}
-
-
-def is_tied_apart(model: nn.Module, stored: Mapping[str, Stored]) -> bool:
-    """Whether files hold weights that are tied in the model under several names, with values that differ: transformers
-    does not tie them then, whatever the configuration says."""
-    weights = model_weights(model)
-    try:
-        sources = weight_sources(model, stored)
-    except ModelError:
-        return False
-    for names in tied(weights):
-        first, *others = [sources[name][0].key for name in names if name in sources] or [""]
-        if any(not torch.equal(stored[first].read(), stored[other].read()) for other in others):
-            return True
-    return False
 
 
 def weight_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, list[WeightSource]]:

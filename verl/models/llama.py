@@ -319,10 +319,7 @@ class _AfterAttention(torch.autograd.Function):
         to_normed = (to_gate @ gate_of).addmm_(to_up, up_of)
         to_middle, normed, to_norm = _norm_backward(ctx.kernels, middle, norm, ctx.eps, to_normed, out.clone())
         to_weights = _weight_gradients(
-            projections,
-            [to_middle, to_gate, to_up, out],
-            [mixed, normed, normed, product],
-            ctx.needs_input_grad[5:],
+            projections, [to_middle, to_gate, to_up, out], [mixed, normed, normed, product], ctx.needs_input_grad[5:]
         )
         return None, None, to_middle, to_middle @ o, give(norm, to_norm), *to_weights
 

@@ -18,32 +18,27 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from verl.data.chat import ChatTokenizer
 from verl.errors import ModelError, nearest, shown
-from verl.models.fit import Fit, compare, is_tied_apart, weight_sources
+from verl.models.fit import Fit, compare, weight_sources
 from verl.models.heads import ValueModel, head_names, read_head, weight_files
 from verl.models.int4 import to_int4
 from verl.models.lora import has_adapters
 from verl.models.options import DTYPES
-from verl.weights.meta import on_meta
+from verl.weights.shards import on_meta
 
 logger = logging.getLogger(__name__)
 
 _DTYPES: dict[str, Any] = {name: "auto" if name in ("auto", "int4") else getattr(torch, name) for name in DTYPES}
 #: Heads of our own are over a model without one.
-_AUTO: dict[str, Any] = {"causal": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}
+_AUTO: dict[str, Any] = {
+    "causal": transformers.AutoModelForCausalLM,
+    "classifier": transformers.AutoModelForSequenceClassification,
+}
 _HALF = (torch.bfloat16, torch.float16)
 _ADAPTERS = (
     "{} holds adapters of peft, not a model: give their base and lora, or write the model that they make with it by "
@@ -81,8 +76,7 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype '{dtype}' is not one that a model can be loaded in: {nearest(dtype, _DTYPES)}")
-    name = _located(path_or_name, "model")
-    with _loading(name, "model") as logged:
+    with _loading(path_or_name, "model") as (name, logged):
         config = _config(name, kind, trust_remote_code, positions)
         model, report = _read(name, config, kind, trust_remote_code, _DTYPES[dtype], logged)
         _check_files(name, model, kind, report)
@@ -104,22 +98,21 @@ def meta_model(
     trust_remote_code: bool = False,
     positions: int | None = None,
 ) -> Any:
-    """The model that `load_model` loads, without weights, see `verl.weights.meta`.
+    """The model that `load_model` loads, without weights, see `verl.weights.shards`.
 
     Raises:
         ModelError: nothing is there, or it is no model.
     """
-    name = _located(path_or_name, "model")
-    with _loading(name, "model"):
+    with _loading(path_or_name, "model") as (name, _):
         config = _config(name, kind, trust_remote_code, positions)
         model = _from_config(name, config, kind, trust_remote_code, _DTYPES[dtype], device)
-        _check_files(name, model, kind)
-        if is_tied_apart(model, weight_files(name)):
+        files, aliases = weight_files(name), _check_files(name, model, kind)
+        if any(not torch.equal(*(files[key].read() for key in pair)) for pair in aliases):
             config.tie_word_embeddings = False
             model = _from_config(name, config, kind, trust_remote_code, _DTYPES[dtype], device)
         with suppress(OSError):  # it has none
             if kind == "causal":
-                model.generation_config = GenerationConfig.from_pretrained(name)
+                model.generation_config = transformers.GenerationConfig.from_pretrained(name)
         return model
 
 
@@ -132,17 +125,16 @@ def configured_model(
     Raises:
         ModelError: nothing is there, or it is no model.
     """
-    name = _located(path_or_name, "configuration")
-    with _loading(name, "model"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    with _loading(path_or_name, "configuration") as (name, _):
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
         for size in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"):
             value = getattr(text, size, None)
             if value is not None and not (type(value) is int and 0 < value < _MOST_OF_A_SIZE):
                 raise ModelError(f"{size} of {name}, by its config.json, is {value!r}, no number of them")
         stored = getattr(text, "dtype", None) or torch.float32
-        options = {"dtype": stored if dtype == "auto" else _DTYPES[dtype], "trust_remote_code": trust_remote_code}
-        return on_meta(partial(_AUTO.get(kind, AutoModel).from_config, config, **options))
+        kind_of = "causal" if kind == "causal" else "backbone"
+        return _from_config(name, config, kind_of, trust_remote_code, stored if dtype == "auto" else _DTYPES[dtype])
 
 
 def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: bool = False) -> str | None:
@@ -153,9 +145,8 @@ def resolved_dtype(path_or_name: str | Path, dtype: str, *, trust_remote_code: b
     """
     if dtype != "auto":
         return dtype
-    name = _located(path_or_name, "model")
-    with _loading(name, "model"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    with _loading(path_or_name, "model") as (name, _):
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     stored = getattr(config.get_text_config(), "dtype", None)
     if stored in _HALF and slow_in_half_precision():
         return "float32"
@@ -177,7 +168,7 @@ def slow_in_half_precision() -> bool:
 def _config(name: str, kind: str, trust_remote_code: bool, positions: int | None) -> Any:
     """The configuration in the files, changed as asked; what of it an export restores is noted there, see
     `verl.models.rope.own_positions`."""
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     if kind == "classifier":
         config.num_labels = 1
     if positions is not None:
@@ -221,15 +212,16 @@ def _from_config(
     return ValueModel(model, read_head(name)).eval() if kind in ("value", "score") else model
 
 
-def _check_files(name: str, model: Any, kind: str, report: dict[str, Any] | None = None) -> None:
+def _check_files(name: str, model: Any, kind: str, report: dict[str, Any] | None = None) -> list[tuple[str, str]]:
     """Raises ModelError: the files do not fit the model, by their names, shapes and kinds of numbers or by
-    transformers' `loading_info`."""
+    transformers' `loading_info`. Returns `Fit.aliases`."""
     fits = [compare(model, weight_files(name))]
     if report is not None:
         reshaped = {key: (tuple(there), tuple(here)) for key, there, here in report["mismatched_keys"]}
         fits.append(Fit(sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), reshaped))
     for fit in filter(None, fits):
         fit.check(name, model, _spare_names(name, model, kind))
+    return fits[0].aliases if fits[0] else []
 
 
 def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
@@ -243,7 +235,7 @@ def _spare_names(name: str, model: Any, kind: str) -> Iterator[str]:
         return
     yield from head_names(files) if kind != "classifier" else ()
     with suppress(Exception):  # there may be no such language model
-        whole = on_meta(partial(AutoModelForCausalLM.from_config, inner.config))
+        whole = on_meta(partial(transformers.AutoModelForCausalLM.from_config, inner.config))
         sources, weights = weight_sources(whole, files), whole.state_dict()
         for target in weights.keys() - {f"{inner.base_model_prefix}.{key}" for key in whole.base_model.state_dict()}:
             yield from (target, *(source.key for source in sources.get(target, ())))
@@ -266,11 +258,10 @@ def load_tokenizer(path_or_name: str | Path, *, trust_remote_code: bool = False)
     Raises:
         ModelError: there is no tokenizer, or it is not loadable.
     """
-    name = _located(path_or_name, "tokenizer")
-    if os.path.isdir(name) and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
-        raise ModelError(f"{name} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): pass tokenizer=")
-    with _loading(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    with _loading(path_or_name, "tokenizer") as (name, _):
+        if os.path.isdir(name) and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
+            raise ModelError(f"{name} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): pass tokenizer=")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return cast(PreTrainedTokenizerBase, tokenizer)
@@ -361,9 +352,10 @@ def _check_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _loading(name: str, what: str) -> Iterator[list[logging.LogRecord]]:
+def _loading(path_or_name: str | Path, what: str) -> Iterator[tuple[str, list[logging.LogRecord]]]:
     """Errors of transformers say what could not be loaded. Its reports are not shown, since what they say is checked
-    here; yields what it logs, for its errors that refer to that."""
+    here; yields the name for transformers, and what that logs, for its errors that refer to that."""
+    name = _located(path_or_name, what)
     library = transformers_logging.get_logger("transformers")
     handlers, level, spreads = library.handlers, library.level, library.propagate
     bars = transformers_logging.is_progress_bar_enabled()
@@ -372,7 +364,7 @@ def _loading(name: str, what: str) -> Iterator[list[logging.LogRecord]]:
     library.setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     try:
-        yield kept.buffer
+        yield name, kept.buffer
     except ModelError:
         raise
     except Exception as error:  # transformers raises whatever a bad name, file or value leads it to

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from verl._base.autograd import GradientSum, grad_sum, shared
 from verl.kernels.compiled import accumulate, layer_kernels
-from verl.models.head_sizes import HeadSizes
+from verl.models.memory import HeadSizes
 from verl.weights.shard import local_part, rows_of
 
 

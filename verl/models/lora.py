@@ -26,8 +26,8 @@ from verl.errors import ConfigError, ModelError
 from verl.models.int4 import Int4Linear
 from verl.models.options import LoraOptions
 from verl.weights.layout import ModelShape
-from verl.weights.meta import is_on_meta
-from verl.weights.shard import Shard, blocks_of, local_part
+from verl.weights.shard import Shape, Shard, blocks_of, local_part
+from verl.weights.shards import is_on_meta
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: The number of a layer in the name of a module, as peft finds it, and the name of the list that holds it.
@@ -70,7 +70,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
         weights[name].data.copy_(tensor)
 
 
-def first_adapters(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def first_adapters(shapes: Mapping[str, Shape], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """What adapters of layers begin with, by the names and shapes of a model's weights in their order, in fp32: random
     numbers and zeros (section 4.1 of the paper; uniform ones, as peft draws them), whose product is zero."""
     generator = torch.Generator().manual_seed(seed)
@@ -195,13 +195,11 @@ def reference_weights(model: Any) -> dict[str, torch.Tensor]:
 def merged_shards(model: nn.Module) -> Iterator[Shard]:
     """The weights of the equal plain model, under its names: each adapter is added to a copy of its layer, and weights
     in 4 bits are restored, one layer at a time. The live weights stay as they are. All of them must be whole."""
-    adapted, state = _adapted(model), model.state_dict(keep_vars=True)
+    adapted, state = _changed(model), model.state_dict(keep_vars=True)
     live = {id(tensor) for tensor in state.values()}
     done, seen = set[str](), set[int]()
     for name, tensor in state.items():
-        parts = name.split(".")
-        prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
-        owner = next((prefix for prefix in prefixes if prefix in adapted), None)
+        owner = next((outer for outer in adapted if name.startswith(f"{outer}.")), None)
         if owner is None:
             # Tied ones once; a weight whose alias is adapted is no alias of what that becomes.
             if id(tensor) not in seen:
@@ -218,16 +216,14 @@ def merged_shards(model: nn.Module) -> Iterator[Shard]:
 @contextmanager
 def merged_forwards(model: nn.Module) -> Iterator[None]:
     """Inside, each layer computes as the plain one that an export makes of it, which lives for that call alone."""
-    adapted = _adapted(model)
-    outer = _outer(adapted)
+    layers = _changed(model).values()
     try:
-        for name in outer:
-            layer = adapted[name]
+        for layer in layers:
             layer.forward = lambda *args, layer=layer, **kwargs: _merged(layer)(*args, **kwargs)
         yield
     finally:
-        for name in outer:
-            adapted[name].__dict__.pop("forward", None)
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
 
 
 def save_adapter(model: nn.Module, path: str | Path) -> None:
@@ -317,9 +313,8 @@ def _merged(module: nn.Module) -> nn.Module:
 def without_adapters(model: nn.Module) -> Any:
     """A copy of a transformers model, not trained yet, as it was before it got them."""
     plain = copy.deepcopy(_inner(model))
-    adapted = _adapted(plain)
-    for name in _outer(adapted):
-        layer: Any = getattr(adapted[name], "original_module", None) or adapted[name]
+    for name, changed in _changed(plain).items():
+        layer: Any = getattr(changed, "original_module", None) or changed
         layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
         plain.set_submodule(name, layer.dense() if isinstance(layer, Int4Linear) else layer)
     del plain.peft_config
@@ -327,14 +322,14 @@ def without_adapters(model: nn.Module) -> Any:
     return plain
 
 
-def _outer(names: Iterable[str]) -> list[str]:
-    """The module names that lie inside none of the others."""
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-
-
-def _adapted(model: nn.Module) -> dict[str, nn.Module]:
-    modules = model.named_modules()
-    return {name: m for name, m in modules if isinstance(m, Int4Linear) or hasattr(m, "_disable_adapters")}
+def _changed(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules in 4 bits or with adapters, but for those inside of another."""
+    changed: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # outer ones come first
+        is_changed = isinstance(module, Int4Linear) or hasattr(module, "_disable_adapters")
+        if is_changed and not name.startswith(tuple(f"{outer}." for outer in changed)):
+            changed[name] = module
+    return changed
 
 
 def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:

@@ -1,4 +1,5 @@
-"""The sizes of a model that its memory depends on (`verl.planner.memory`). Imported without torch.
+"""The sizes that memory depends on: of a model (`verl.planner.memory`), and of the part of its head that is computed
+at a time, by the memory of the device. Imported without torch.
 
 Activations are counted: the tensors that the backward of a layer with gated MLP and rotary attention keeps (other
 layers keep less), or of a fused layer of a Llama-shaped model on CPU.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from verl._host import device
 from verl.weights.layout import count_of
 
 if TYPE_CHECKING:
@@ -79,3 +81,51 @@ class ModelSize(NamedTuple):
         norms = 2 * self.hidden * (self.itemsize if self.fused else 4 + 2 * self.itemsize)
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return norms + (attention + (2 if self.fused else 4) * self.intermediate) * self.itemsize / tp
+
+
+class HeadSizes(NamedTuple):
+    """Elements. They depend on the kind of device, not on its free memory: sums must come in the same order again.
+
+    Attributes:
+        chunk: logits that are there at once.
+        block: logits that are worked on in full precision at a time.
+        gradient: of the head's gradient that are computed at a time.
+    """
+
+    chunk: int
+    block: int
+    gradient: int
+
+    @classmethod
+    def of(cls, memory: float | None) -> HeadSizes:
+        """For an accelerator with `memory` bytes in all; None: for a CPU."""
+        if memory is None:
+            return CPU
+        # Each operation is a kernel over the whole chunk. With two fp32 copies it takes a fiftieth of the memory.
+        chunk = int(memory) // 512
+        return cls(chunk, chunk, chunk)
+
+    @classmethod
+    def on(cls, where: object) -> HeadSizes:
+        """For a device of this machine ("cuda:0" or a `torch.device`)."""
+        return cls.of(device.total_memory(str(where))) if device.is_accelerator(str(where)) else CPU
+
+    def work_bytes(self, logits: float, weight: float, itemsize: int) -> int:
+        """Peak bytes of a forward and backward pass, without its inputs and results.
+
+        Args:
+            logits: of the pass, tokens x vocabulary.
+            weight: elements of the head.
+            itemsize: bytes of a logit before it is widened.
+        """
+        chunk = min(self.chunk, logits)
+        if self == CPU:  # the kernels work in place, and a block is as small as a cache
+            return int(chunk) * itemsize
+        # Entropies need two copies: the logits, of which their gradient becomes, and the probabilities.
+        copies = 2 * min(self.block, chunk) * max(4, itemsize)
+        return int(chunk * itemsize + max(copies, min(self.gradient, weight) * itemsize))
+
+
+#: 64 MB of logits in bf16: fewer starve the matrix products. Blocks of 4 MB stay in the caches. A whole gradient would
+#: take longer than pieces of it, and be of the head's own size.
+CPU = HeadSizes(1 << 25, 1 << 20, 1 << 22)

@@ -33,8 +33,7 @@ from verl.errors import ModelError
 from verl.models.llama import AttentionRecorder, FusedLayers, has_llama_shape, is_close
 from verl.models.log_probs import token_log_probs
 from verl.weights.layout import count_of
-from verl.weights.meta import sample, stacks_of
-from verl.weights.shards import named_weights
+from verl.weights.shards import named_weights, sample, stacks_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +77,8 @@ class PackedModel:
     Args:
         fused_kernels: run the layers by fused kernels where they are available; a name asks for the kernels of that
             library, and others are taken with a warning. Ours are "compiled", for Llama-shaped models on CPU.
-        device: where it computes; None: where its weights are. Weights may come later (`verl.weights.meta`), or stay in
-            host memory.
+        device: where it computes; None: where its weights are. Weights may come later (`on_meta`), or stay in host
+            memory.
 
     Raises:
         ModelError: it is no transformers model with a text configuration, its head is not a linear map (with the
@@ -150,14 +149,6 @@ class PackedModel:
             return fused.hidden
         return self.packed_hidden if self.supports_packed else lambda tokens, _, rows: self.padded_hidden(tokens, rows)
 
-    def head(self) -> tuple[Tensor, Tensor | None]:
-        """The output weight `[V, d]` and its bias `[V]`, if any.
-
-        Raises:
-            ModelError: the model is a backbone without an output head, or the head has something else to train.
-        """
-        return head_of(self.model)
-
     def compile_layers(self) -> None:
         """Compile the layers of the model's own code, in place, instead of fused ones. Layers of one kind share their
         graphs. Attention is left out: it is a kernel already, and depends on the context."""
@@ -169,7 +160,7 @@ class PackedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[N, V]` of hidden states `[N, d]`, in fp32 (fp64 for an fp64 model)."""
-        weight, bias = self.head()
+        weight, bias = head_of(self.model)
         if hasattr(weight, "placements"):  # ranks have rows of it: the module gathers their logits
             logits: Tensor = self.model.get_output_embeddings()(hidden)
         else:
@@ -181,7 +172,7 @@ class PackedModel:
 
     def log_probs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         """`token_log_probs(**options)` of `targets` `[N]` under this model's head, given hidden states `[N, d]`."""
-        weight, bias = self.head()
+        weight, bias = head_of(self.model)
         options |= {"bias": bias, "scale": self._scale, "softcap": self._softcap}
         return token_log_probs(hidden, weight, targets, **options)
 
@@ -412,7 +403,11 @@ def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
 
 
 def head_of(model: Any) -> tuple[Tensor, Tensor | None]:
-    """The output weight `[V, d]` and its bias `[V]`, if any; see `PackedModel.head`."""
+    """The output weight `[V, d]` of a causal LM and its bias `[V]`, if any.
+
+    Raises:
+        ModelError: the model is a backbone without an output head, or the head has something else to train.
+    """
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no language-model head: load it as a causal LM")

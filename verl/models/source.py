@@ -6,8 +6,8 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from functools import cache, cached_property, partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,17 +21,10 @@ from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
 from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
 from verl.weights.forks import no_forks
-from verl.weights.meta import sample
 from verl.weights.shard import Shard
-from verl.weights.shards import model_shards, named_weights, tied, whole_weights
+from verl.weights.shards import model_shards, named_weights, sample, tied, whole_weights
 
 Kind = Literal["causal", "value", "score"]
-
-
-class _Weight(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sources: Sequence[WeightSource]
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class ModelFiles:
         return self._made(load_model, self.dtype)
 
     def on_meta(self, device: torch.device | str = "cpu") -> Any:
-        """The model without weights, see `verl.weights.meta`.
+        """The model without weights, see `verl.weights.shards`.
 
         Raises:
             ModelError: nothing is there, or it is no model.
@@ -113,37 +106,38 @@ class ModelFiles:
             if there is None:
                 raise ModelError(f"the files have no '{names[0]}'")
             stored |= dict.fromkeys(names, sources[there])
-        plan = {}
+        plan: dict[str, tuple[torch.Tensor, Sequence[WeightSource]]] = {}
         for name, weight in model.state_dict(keep_vars=True).items():
             if is_adapter(name) or base_name(name) in stored:
                 of_name = () if is_adapter(name) else stored[base_name(name)]
-                plan[name] = _Weight(tuple(weight.shape), weight.dtype, of_name)
+                plan[name] = torch.empty_like(weight, device="meta"), of_name
         return partial(self._shards, plan)
 
-    def _shards(self, plan: Mapping[str, _Weight], model: Any) -> Iterator[Shard]:
+    def _shards(self, plan: Mapping[str, tuple[torch.Tensor, Sequence[WeightSource]]], model: Any) -> Iterator[Shard]:
         """From the files: views of these where the dtype is theirs, so that reading a part touches no more."""
-        files, opened = weight_files(self.path), {}
-        head = dict(self._head(model)) if isinstance(model, ValueModel) else {}
+        files, opened = weight_files(self.path), cache(partial(safe_open, framework="pt"))
+        head: dict[str, torch.Tensor] = {}
+        if isinstance(model, ValueModel):  # in the files, or a new one
+            stored = read_head(self.path) or (None, None)
+            for (name, new), saved in zip(model.score.named_parameters(), stored, strict=False):
+                head[f"score.{name}"] = torch.zeros(new.shape, dtype=new.dtype) if saved is None else saved
         # One after the other, in the order of the whole model: ranks that have a part of them draw the same numbers.
-        adapters = first_adapters({name: weight.shape for name, weight in plan.items()}, self.seed)
+        adapters = first_adapters({name: tuple(weight.shape) for name, (weight, _) in plan.items()}, self.seed)
         for name, _ in named_weights(model):
             if name in head:
                 yield Shard.whole(name, head[name])
                 continue
-            weight = plan[name]
+            weight, sources = plan[name]
             if is_adapter(name):
                 tensor = next(tensor for drawn, tensor in adapters if drawn == name)
                 yield Shard.whole(name, tensor.to(weight.dtype))
-            for source in weight.sources:
-                path = files[source.key].path
-                if path not in opened:
-                    opened[path] = safe_open(path, framework="pt")
-                tensor = opened[path].get_tensor(source.key).to(weight.dtype)
+            for source in sources:
+                tensor = opened(files[source.key].path).get_tensor(source.key).to(weight.dtype)
                 if source.expert is None:
                     yield Shard.whole(name, tensor)
                     continue
                 offset = (source.expert, source.part * len(tensor), *(0,) * (tensor.dim() - 1))
-                yield Shard(name, weight.shape, offset, tensor[None])
+                yield Shard(name, tuple(weight.shape), offset, tensor[None])
 
     @cached_property
     def digest(self) -> str | None:
@@ -166,13 +160,6 @@ class ModelFiles:
         except ModelError:
             return model_shards(self.load())
         return whole_weights(read(model))
-
-    def _head(self, model: ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
-        """The head's weights in the files, or a new head's."""
-        saved = dict(zip(("weight", "bias"), read_head(self.path) or (None, None), strict=True))
-        for name, weight in model.score.named_parameters():
-            tensor = saved[name]
-            yield f"score.{name}", torch.zeros(weight.shape, dtype=weight.dtype) if tensor is None else tensor
 
 
 ModelSource: TypeAlias = PortableModel | ModelFiles

@@ -14,7 +14,7 @@ from itertools import product
 from verl._base.checked import checked
 from verl._base.record import Portion
 from verl.errors import ConfigError, nearest
-from verl.models.head_sizes import HeadSizes
+from verl.models.memory import HeadSizes
 
 GB = 1e9
 #: Seconds of one hop of a collective beside its bytes: within a machine, between machines.

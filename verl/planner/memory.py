@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from verl.models.head_sizes import CPU, HeadSizes
-from verl.models.memory import ModelSize
+from verl.models.memory import CPU, HeadSizes, ModelSize
 from verl.weights.layout import Layout
 
 #: Share of a device's memory that its runtime, communication buffers and fragmentation take.

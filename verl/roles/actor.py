@@ -65,7 +65,7 @@ class Actor(ModelHandle[ActorWorker]):
         model: a causal language model of transformers (or a `ValueModel`, to go on with a score head), or the name or
             directory of one. A `PeftModel` trains its adapters only. A model wrapped in `FullyShardedDataParallel` or
             `fully_shard` on every rank of the job is copied and trained in our own layout (see
-            `verl.models.wrapped`): read the result from `Actor.model`.
+            `verl.models.portable`): read the result from `Actor.model`.
         tokenizer: a tokenizer, or its name or directory; default: the model's.
         strategy: `train.strategy`; None leaves it as it is.
         train: `TrainOptions`, or a mapping of its fields.

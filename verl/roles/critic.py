@@ -20,7 +20,7 @@ from verl.errors import ConfigError, ModelError
 from verl.models.heads import ValueModel
 from verl.models.loading import as_tokenizer
 from verl.models.options import ModelOptions
-from verl.models.wrapped import unwrapped
+from verl.models.portable import unwrapped
 from verl.roles.columns import add_rewards, as_sequences
 from verl.roles.handle import H, ModelHandle, P
 from verl.roles.settings import as_name, read_settings

@@ -185,7 +185,7 @@ class ModelHandle(Generic[W_co]):
             if loading.lora is not None:
                 add_lora(self.modules, loading.lora, seed)
             elif has_adapters(self.modules):
-                from verl.models.adapter_check import check_adapters
+                from verl.models.check import check_adapters
 
                 check_adapters(self.modules)
         if loading.lora is not None and files is not None:

@@ -9,8 +9,8 @@ from verl._host.ranks import registry
 from verl.errors import ConfigError, ModelError
 from verl.models.heads import ValueModel, score_model
 from verl.models.loading import load_model
+from verl.models.portable import unwrapped
 from verl.models.source import ModelFiles
-from verl.models.wrapped import unwrapped
 from verl.rollout.hf import StartingEngine
 from verl.weights.shard import Shard, checksum
 from verl.weights.shards import model_shards

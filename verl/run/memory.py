@@ -13,8 +13,7 @@ from verl.algorithms import BaseAlgorithm
 from verl.cluster.placement import DeviceMesh
 from verl.config import Config
 from verl.errors import ConfigError
-from verl.models.head_sizes import HeadSizes
-from verl.models.memory import ModelSize
+from verl.models.memory import HeadSizes, ModelSize
 from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE, Strategy, Usage, ddp, estimate, fsdp

@@ -335,7 +335,7 @@ class Loop:
             CheckpointError: there is no such checkpoint, it is damaged, or the disk refuses.
         """
         loader = self._loader
-        self._checkpoints().rollback(self, step)
+        self._checkpoints().resume(self, step=step)
         if skip_data:
             self._loader, self._position = loader, None
 

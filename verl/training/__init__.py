@@ -1,5 +1,5 @@
 """How one model is trained: engines, optimizer, micro-batches, and the record a loss function reads.
 
-Reading order: `engine`, `micro_batch`, `forward`, `gradients`, `optimizer`, `adamw`, `checkpointing`, `options`,
-`ranks`, `torch_engine`, `local_weights`, `parallel`, `backends`.
+Reading order: `engine`, `micro_batch`, `forward`, `gradients`, `optimizer`, `adamw`, `options`, `ranks`,
+`torch_engine`, `parallel`, `backends`.
 """

@@ -27,13 +27,11 @@ from verl.errors import ConfigError, DataError, TrainingError
 from verl.kernels.inductor import lacking
 from verl.models.lora import adapters_off, merged_shards, reference_weights, shape_of
 from verl.models.packed import PackedModel
-from verl.training.checkpointing import enable_checkpointing, recomputing
-from verl.training.forward import Forward
-from verl.training.local_weights import LocalWeights
+from verl.training.forward import Forward, enable_checkpointing, recomputing
 from verl.training.micro_batch import Limits, MiniBatch, partition
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, Head, check_training
-from verl.training.ranks import Parallel, Ranks, gather_json
+from verl.training.ranks import LocalWeights, Parallel, Ranks, gather_json
 from verl.weights.layout import DATA_DIMS, Mesh
 from verl.weights.shard import Shard, Stream
 
@@ -84,13 +82,14 @@ class OneStage:
         wrapped: `forward` in what calls it for us; None: itself.
     """
 
-    def __init__(self, forward: Forward, wrapped: Callable[..., dict[str, Tensor]] | None = None) -> None:
-        self._forward, self._wrapped = forward, wrapped or forward
+    def __init__(self, forward: Forward, wrapped: Any = None) -> None:
+        self._forward = forward
+        self.wrapped: Any = wrapped or forward
 
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         for one in micro_batches:
             with self._forward.precision():
-                outputs = self._wrapped(self._forward.pack(one.batch, one.tree), one.want, one.temperature)
+                outputs = self.wrapped(self._forward.pack(one.batch, one.tree), one.want, one.temperature)
             yield one.finish(outputs)
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
@@ -113,8 +112,8 @@ class TrainEngine(ABC):
         group: their process group; None for one rank.
         parts: groups of some of them, see `Ranks`.
         packed: the model (or its backbone) as a `PackedModel`, if there is one already.
-        weights: for a model without weights (`verl.weights.meta`): called with it once it is laid out, returns shards,
-            of which only this rank's parts are read.
+        weights: for a model without weights (`on_meta`): called with it once it is laid out, returns shards, of
+            which only this rank's parts are read.
         device: where the weights of such a model go.
 
     Attributes:
@@ -256,7 +255,7 @@ class TrainEngine(ABC):
             optimizer.move(to_host=False)
         try:
             losses: list[Loss] = []
-            if nothing_to_compute(parts):
+            if self.skips_all(parts):
                 gradients.fill_zeros()
             else:
                 # `backward` leaves no gradient in `.grad`: each goes into the fp32 sum of its weight as it is computed,
@@ -293,6 +292,10 @@ class TrainEngine(ABC):
         else:
             optimizer.step(grad_norm)
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
+
+    def skips_all(self, parts: Sequence[LossTerm]) -> bool:
+        """Whether there are rows, and all of them are skipped. Every rank has the same parts, so all ranks agree."""
+        return any(len(part.rows) for part in parts) and not any(part.computed for part in parts)
 
     def backward(self, parts: Sequence[LossTerm], loss_scale: float) -> list[Loss]:
         """The losses of this rank's micro-batches, after the backward pass of each times `loss_scale`. Their metrics
@@ -379,20 +382,10 @@ class TrainEngine(ABC):
         """
         self._trained().load_state(self.weights.local_state(shards), meta)
 
-    def free_gradients(self) -> None:
-        """Free the memory of gradient sums until the next `update`."""
-        if self.optimizer is not None:
-            self.optimizer.gradients.free()
-
     def _trained(self) -> Any:
         if self.optimizer is None:
             raise TrainingError("this model is only read: make its engine with `optim` to train it")
         return self.optimizer
-
-
-def nothing_to_compute(parts: Sequence[LossTerm]) -> bool:
-    """Whether there are rows, and all of them are skipped. Every rank is given the same parts, so all ranks agree."""
-    return any(len(part.rows) for part in parts) and not any(part.computed for part in parts)
 
 
 def no_loss(outputs: dict[str, Tensor]) -> Loss:

@@ -1,17 +1,20 @@
-"""A model as a function of a micro-batch: flat tokens in, what its head predicts out.
+"""A model as a function of a micro-batch: flat tokens in, what its head predicts out; and gradient checkpointing:
+activations are computed again in the backward pass instead of being kept.
 
 Shapes: R response tokens of all rows, row after row; S rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from verl._base.autograd import take_rows
 from verl.algorithms.loss_terms import LossNeeds
@@ -132,3 +135,43 @@ class Forward(nn.Module):
                 f"row {row}{sample} feeds {fed[row]} tokens to {model}, which has learned {limit} positions: shorten "
                 "prompt or response"
             )
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Switch it on for a transformers model that has it; its dropout probabilities become zero for good."""
+    # Older versions of transformers have the second name only.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+        if hasattr(module, "_gradient_checkpointing_func"):
+            # Nothing is random: there is no generator state to keep for the recomputation.
+            module._gradient_checkpointing_func = partial(
+                checkpoint, partial(_evaluated, module), use_reentrant=False, preserve_rng_state=False
+            )
+
+
+@contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards keep no activations of layers: transformers recomputes in training mode only."""
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module.training = True
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+def _evaluated(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """A function of a module, which is in evaluation mode meanwhile: whatever noise it would add in training stays
+    off."""
+    before, module.training = module.training, False
+    try:
+        return function(*args)
+    finally:
+        module.training = before

@@ -10,8 +10,9 @@ last token of a response does not count, because nothing is predicted from it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,18 +50,6 @@ class Limits(NamedTuple):
     share_responses: bool = True
 
 
-class Partition(NamedTuple):
-    """Who computes which rows.
-
-    Attributes:
-        micro_batches: for each data-parallel rank, the rows of each of its micro-batches.
-        tree: of the rows that are computed; the others have no path.
-    """
-
-    micro_batches: list[list[list[int]]]
-    tree: PrefixTree
-
-
 class _Unit(NamedTuple):
     """Rows that stay together, and the tokens they cost in one forward."""
 
@@ -70,8 +59,9 @@ class _Unit(NamedTuple):
 
 def partition(
     batch: Batch, computed: Sequence[int], ranks: int, limits: Limits, *, coupled: bool = False, lockstep: bool = False
-) -> Partition:
-    """The rows of each micro-batch of each rank. Every rank makes the same partition.
+) -> tuple[list[list[list[int]]], PrefixTree]:
+    """The rows of each micro-batch of each data-parallel rank, and the tree of those that are computed (the others have
+    no path). Every rank makes the same partition.
 
     Args:
         batch: a mini-batch, the rows of all ranks.
@@ -91,7 +81,7 @@ def partition(
     paths: list[tuple[int, ...]] = [()] * len(batch)
     for row, path in zip(computed, costs.tree.paths, strict=True):
         paths[row] = path
-    return Partition(numbered, PrefixTree(costs.tree.lengths, paths))
+    return numbered, PrefixTree(costs.tree.lengths, paths)
 
 
 def zero_gradient_rows(rows: Batch, weights: Tensor, needs: LossNeeds, *, auxiliary_loss: bool = False) -> list[int]:
@@ -186,15 +176,13 @@ class _Costs:
     """The rows of a batch as prefix trees and, if coupled, groups; and the cost in tokens of any set of them."""
 
     def __init__(self, batch: Batch, limits: Limits, coupled: bool) -> None:
-        # Before a rollout nothing is known of the responses: they count alike.
-        has_responses = "response_tokens" in batch
         self.predicted = [_UNKNOWN - 1] * len(batch)
         self.prompts = batch.lengths("prompt_tokens")
         self.groups = batch.group_indices() if coupled else None
         prompts = rows = _ragged(batch, "prompt_tokens")
         groups = batch["group"] if limits.share_responses and "group" in batch else None
         kin = families(prompts, groups) if limits.share_prompts else range(len(batch))
-        if has_responses:
+        if "response_tokens" in batch:  # before a rollout nothing is known of the responses: they count alike
             responses = _ragged(batch, "response_tokens")
             rows = [np.concatenate([prompt, fed[:-1]]) for prompt, fed in zip(prompts, responses, strict=True)]
             self.predicted = [0] * len(rows)
@@ -234,16 +222,10 @@ def _pack(units: list[_Unit], limits: Limits) -> list[list[_Unit]]:
     """Consecutive units in as few parts as the limits allow, then with the smallest largest part."""
     max_tokens, max_rows, *_ = limits
     total = sum(unit.tokens for unit in units)
-    low, high = 0, total if max_tokens is None else min(max_tokens, total)
-    best = _fill(units, high, max_rows)
-    while low < high:
-        middle = (low + high) // 2
-        parts = _fill(units, middle, max_rows)
-        if len(parts) <= len(best):
-            best, high = parts, middle
-        else:
-            low = middle + 1
-    return best
+    most = total if max_tokens is None else min(max_tokens, total)
+    fewest = len(_fill(units, most, max_rows))
+    smallest = bisect_left(range(most), True, key=lambda tokens: len(_fill(units, tokens, max_rows)) == fewest)
+    return _fill(units, smallest, max_rows)
 
 
 def _fill(units: list[_Unit], max_tokens: int, max_rows: int | None) -> list[list[_Unit]]:
@@ -273,11 +255,8 @@ class MiniBatch:
         lengths = rows.lengths("response_tokens")
         if weights.shape != (sum(lengths),):
             raise DataError(f"{sum(lengths)} response tokens need as many weights, got shape {list(weights.shape)}")
-        ends = list(accumulate(lengths))
-        self._part, self._precision = part, precision
-        self._weights = [weights[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        masked = "response_mask" in rows
-        active = int(weights.count_nonzero())
+        self._part, self._precision, self._weights = part, precision, weights.split(lengths)
+        masked, active = "response_mask" in rows, int(weights.count_nonzero())
         self._totals: dict[str, Any] = {
             "total_sequences": len(rows),
             "total_tokens": int(rows.tensor("response_mask").count_nonzero()) if masked else sum(lengths),

@@ -170,7 +170,7 @@ class TrainOptions(TrainSettings):
     @property
     def trains(self) -> bool:
         """Whether the model is trained; else it is only read."""
-        return self.optim is not None
+        return any(getattr(self, name, None) is not None for name in ("optim", "optimizer"))
 
     @property
     def back_end(self) -> str:
@@ -218,10 +218,6 @@ class EngineOptions(TrainOptions):
     def _check(self) -> None:
         if self.scheduler is not None and self.optimizer is None:
             raise wrong("scheduler", "is of a caller's optimizer: give optimizer too, or optim.schedule in its place")
-
-    @property
-    def trains(self) -> bool:
-        return self.optim is not None or self.optimizer is not None
 
     def asked(self) -> dict[str, str]:
         here: dict[str, str | bool] = {

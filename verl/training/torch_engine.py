@@ -13,15 +13,13 @@ from verl.models.heads import ValueModel
 from verl.models.portable import empty_copy
 from verl.training.engine import TrainEngine, WeightSource
 from verl.training.forward import Forward
-from verl.training.local_weights import LocalWeights, WholeModel
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import EngineOptions, FSDPConfig, OptimConfig, TrainOptions
 from verl.training.parallel.data import replicate, shard, units
-from verl.training.ranks import Parallel, Ranks
+from verl.training.ranks import LocalWeights, Parallel, Ranks, WholeModel
 from verl.weights.layout import Layout
-from verl.weights.meta import give_memory
 from verl.weights.shard import local_part
-from verl.weights.shards import load_model_shards
+from verl.weights.shards import give_memory, load_model_shards
 
 
 class TorchEngine(TrainEngine):
@@ -106,7 +104,7 @@ def rehearse(
     if layout.is_plain and splits == 1 and "batch_invariant" not in rollout:
         return
     from verl.training.parallel.expert import fused_experts
-    from verl.training.parallel.pipeline import stages
+    from verl.training.parallel.pipeline import StageSplit
     from verl.training.parallel.tensor import cut_backbone
 
     try:
@@ -122,7 +120,7 @@ def rehearse(
     if options.back_end == "megatron":
         return
     if layout.pp > 1:
-        stages(forward, layout.pp, trains=options.trains)
+        StageSplit(forward.model, forward.packed, layout.pp, trains=options.trains)
     if layout.ep > 1:
         fused_experts(forward, layout.ep)
     if layout.shard > 1 and options.back_end == "fsdp":

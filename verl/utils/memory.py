@@ -49,8 +49,7 @@ def _tensors(thing: Any, holder: str, visited: set[int]) -> Iterator[tuple[str, 
     if isinstance(thing, nn.Module):
         # Before its attributes are walked, where buffers would count under the class of the module that holds them.
         for tensor in (*thing.parameters(), *thing.buffers()):
-            for kind, part in _tensors(tensor, "weights", visited):
-                yield kind, part
+            yield from _tensors(tensor, "weights", visited)
     for part in _parts(thing):
         yield from _tensors(part, holder if _is_container(thing) else type(thing).__name__, visited)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from verl.errors import ConfigError
 from verl.weights.layout import Mesh
-from verl.weights.shard import ShardedDim, ShardSlice, Slice, WeightSpec, buckets, shard_slices
+from verl.weights.shard import Shape, ShardedDim, ShardSlice, Slice, WeightSpec, buckets, shard_slices
 
 #: Of the weights that travel at a time, by default.
 BUCKET_BYTES = 32 << 20
@@ -75,7 +75,7 @@ class ReshardPlan:
             self.specs[name].shape, self.sharded_dims[name], self.target.layout.sizes, self.target.coordinate(rank)
         )
 
-    def local_shape(self, rank: int, name: str) -> tuple[int, ...]:
+    def local_shape(self, rank: int, name: str) -> Shape:
         """The shape of a rank's part of a weight in the target."""
         blocks, shape = self.blocks(rank, name), self.specs[name].shape
         ends = ([start + size for start, size in zip(*block.local, strict=True)] for block in blocks)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from verl._base.checked import hinted
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Of a weight or a block of one: sizes, or an index, by dimension.
+Shape: TypeAlias = tuple[int, ...]
+#: Of a weight: where each begins, and its elements.
+Blocks: TypeAlias = "Iterable[tuple[Shape, torch.Tensor]]"
 #: Bytes of shards that travel as one object.
 BUNCH = 64 << 20
 
@@ -32,8 +36,8 @@ BUNCH = 64 << 20
 class Slice(NamedTuple):
     """A slice of a weight: the index where it begins, and its shape."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Shape
+    shape: Shape
 
     def __and__(self, other: Slice) -> Slice:
         """What both have in common; without elements if that is nothing."""
@@ -58,8 +62,8 @@ class Shard:
     """`tensor` is the block of the weight `name` (of `global_shape`) that begins at `offset`, one index a dimension."""
 
     name: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    global_shape: Shape
+    offset: Shape
     tensor: torch.Tensor
 
     @classmethod
@@ -109,7 +113,7 @@ class WeightSpec:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     sharded_dims: tuple[ShardedDim, ...] = ()
     stages: tuple[int, ...] = ()
@@ -192,9 +196,7 @@ def rows_of(weight: torch.Tensor) -> range:
     return range(start, min(start + each, count))
 
 
-def blocks_of(
-    tensor: torch.Tensor, local: torch.Tensor | None = None
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def blocks_of(tensor: torch.Tensor, local: torch.Tensor | None = None) -> Blocks:
     """The blocks of a tensor that this rank holds: where each begins, and its part of `local`, on the same memory.
 
     There are several where fused matrices (query, key and value) are cut one by one, and none where a rank holds
@@ -222,7 +224,7 @@ class ShardSlice(NamedTuple):
 
 
 def shard_slices(
-    shape: tuple[int, ...], sharded_dims: Sequence[ShardedDim], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    shape: Shape, sharded_dims: Sequence[ShardedDim], sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> tuple[ShardSlice, ...]:
     """The blocks that the part of one rank is made of, for any rank of any mesh.
 
@@ -245,7 +247,7 @@ def shard_slices(
     )
 
 
-def run_blocks(shape: tuple[int, ...], start: int, run: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def run_blocks(shape: Shape, start: int, run: torch.Tensor) -> Blocks:
     """The blocks that a run of the elements of a flattened tensor is made of: where each begins in the tensor, and its
     part of `run`, on the same memory.
 
@@ -272,7 +274,7 @@ def run_blocks(shape: tuple[int, ...], start: int, run: torch.Tensor) -> Iterato
 
 
 @lru_cache(maxsize=4096)
-def _run_blocks(shape: tuple[int, ...], ranks: int, index: int) -> tuple[ShardSlice, ...]:
+def _run_blocks(shape: Shape, ranks: int, index: int) -> tuple[ShardSlice, ...]:
     """The blocks of one of equal runs of a flattened tensor, of which the last may be shorter."""
     import torch
 

@@ -1,19 +1,30 @@
-"""The weights of a live model as a stream of shards, and back in place.
+"""The weights of a live model as a stream of shards, and back in place; and models without weights.
 
 Names are those of the model's state dictionary, which for dense architectures are the checkpoint's names;
 tied weights occur once, under the first of their names (the embedding's).
+
+The parameters of a model without weights are on torch's meta device and take no memory until they are laid out over
+ranks, so that a rank has memory for what it keeps alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain, groupby
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl.errors import CheckpointError, nearest
-from verl.weights.shard import Shard, Slice, blocks_of
+from verl.errors import CheckpointError, ModelError, nearest
+from verl.weights.shard import Blocks, Shape, Shard, Slice, blocks_of
+
+#: More distinct layers than this are no sample of a model.
+_MOST_LAYERS = 8
+#: Embeddings of a sample; more than the probes have tokens.
+_VOCABULARY = 64
 
 
 def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
@@ -56,13 +67,13 @@ def whole_weights(shards: Iterable[Shard]) -> Iterator[Shard]:
         yield Shard.whole(name, whole)
 
 
-def fill_blocks(blocks: Iterable[tuple[tuple[int, ...], Tensor]], shard: Shard) -> int:
+def fill_blocks(blocks: Blocks, shard: Shard) -> int:
     """Copy what a shard has of blocks of its tensor (where each begins, and its elements), and return how many elements
     that are."""
     return sum(fill_block(offset, block, shard) for offset, block in blocks)
 
 
-def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool = True) -> int:
+def fill_block(offset: Shape, target: Tensor, shard: Shard, copy: bool = True) -> int:
     """Copy what a shard has of the block `target` that begins at `offset`, and return how many elements that are."""
     target, source = overlap(offset, target, shard)
     if copy:
@@ -70,7 +81,7 @@ def fill_block(offset: tuple[int, ...], target: Tensor, shard: Shard, copy: bool
     return source.numel()
 
 
-def overlap(offset: tuple[int, ...], target: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+def overlap(offset: Shape, target: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """What the block `target` that begins at `offset` and a shard have in common, as parts of either."""
     common = Slice(offset, tuple(target.shape)) & shard.slice
     return common.of(target, offset), common.of(shard.tensor, shard.offset)
@@ -81,9 +92,7 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: others for name, *others in tied(model.state_dict(keep_vars=True)) if others}
 
 
-def load_model_shards(
-    model: nn.Module, shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> None:
+def load_model_shards(model: nn.Module, shards: Iterable[Shard], shapes: Mapping[str, Shape] | None = None) -> None:
     """Copy shards into the live tensors, in their dtype and on their device; see `fill_weights`.
 
     Args:
@@ -96,9 +105,9 @@ def load_model_shards(
 
 @torch.no_grad()
 def fill_weights(
-    weights: Mapping[str, Sequence[tuple[tuple[int, ...], Tensor]]],
+    weights: Mapping[str, Sequence[tuple[Shape, Tensor]]],
     shards: Iterable[Shard],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     tied: Mapping[str, Sequence[str]],
     model: str,
 ) -> None:
@@ -138,7 +147,7 @@ def take_model_shards(model: nn.Module, shards: Iterable[Shard]) -> None:
         load_model_shards(model, shards)
 
 
-def _check(shard: Shard, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
+def _check(shard: Shard, shapes: Mapping[str, Shape], model: str) -> None:
     """Raises CheckpointError: the model has no such weight, or it has another shape."""
     if shard.name not in shapes:
         raise CheckpointError(f"weight '{shard.name}' is not one of this {model}: {nearest(shard.name, shapes)}")
@@ -150,3 +159,114 @@ def _check(shard: Shard, shapes: Mapping[str, tuple[int, ...]], model: str) -> N
         )
     if not shard.is_inside:
         raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    return any(weight.is_meta for weight in model.parameters())
+
+
+def on_meta(make: Callable[[], Any], device: torch.device | str = "cpu") -> Any:
+    """A transformers model without weights. Its buffers are on `device`, filled by the model's own code."""
+    with torch.device("meta"):
+        model = make()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for weight in model.parameters():  # what transformers leaves alone when it fills a model in
+        weight._is_hf_initialized = True
+    with torch.random.fork_rng(), torch.no_grad():
+        model.initialize_weights()
+    return model.eval()
+
+
+@torch.no_grad()
+def give_memory(model: nn.Module, device: torch.device | str) -> None:
+    """Give parameters without memory some, not filled in: of cut ones, to this rank's parts. Tied ones stay tied."""
+    tied = tied_names(model)
+    model._apply(lambda tensor: _with_memory(tensor, device) if tensor.is_meta else tensor)
+    _tie(model, tied)
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, shards: Iterable[Shard]) -> None:
+    """Give a model, which may have none, the weights of a stream that has all of them: the very tensors, where they are
+    whole and in the model's dtype (they may be mapped files); others are put together. Tied ones stay tied."""
+    weights, state = dict(named_weights(model)), dict[str, Tensor]()
+    for shard in shards:
+        weight = weights[shard.name]
+        if shard.is_whole:
+            state[shard.name] = shard.tensor.to(weight.dtype)
+        else:
+            whole = state.setdefault(shard.name, torch.empty_like(weight, device="cpu"))
+            shard.slice.of(whole).copy_(shard.tensor)
+    tied = tied_names(model)
+    state |= {other: state[first] for first, others in tied.items() for other in others}
+    model.load_state_dict(state, assign=True)
+    _tie(model, tied)
+
+
+def _tie(model: nn.Module, tied: Mapping[str, Sequence[str]]) -> None:
+    """Make the weights of these names (see `tied_names`) one again."""
+    for first, others in tied.items():
+        for owner, _, name in (other.rpartition(".") for other in others):
+            setattr(model.get_submodule(owner), name, attrgetter(first)(model))
+
+
+def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    return DTensor(torch.empty_like(tensor._local_tensor, device=device), tensor._spec, requires_grad=False)
+
+
+def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> Any:
+    """A small model that computes as `model` does, which may have no weights: of its class, with its first layers (as
+    many as show every kind of layer that it has, and at least `layers`), few embeddings and random weights.
+
+    Raises:
+        ModelError: its layers differ too much, or it has none.
+    """
+    text = model.config.get_text_config()
+    count = int(text.num_hidden_layers)
+    stacks = stacks_of(model, count)
+    kinds = [_kind(layer) for layer in stacks[0]] if stacks else []
+    depth = max(layers, max((kinds.index(kind) for kind in kinds), default=count) + 1)
+    if depth > min(_MOST_LAYERS, count):
+        raise ModelError(f"the layers of {type(model).__name__} are of too many kinds for a sample of them")
+    config = deepcopy(model.config)
+    text = config.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    if text.vocab_size > _VOCABULARY:
+        text.vocab_size, text.pad_token_id = _VOCABULARY, None
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        small = type(model)._from_config(config, dtype=dtype)
+        for weight in small.parameters():  # an error in what a layer adds must not drown in what it adds to
+            scale = 1.5 / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 0.1
+            weight.add_(torch.randn_like(weight), alpha=scale)
+    return small.to(device).eval()
+
+
+def stacks_of(model: nn.Module, layers: int) -> list[nn.ModuleList]:
+    """The lists of modules that may be the layers of a model: those that have so many."""
+    return [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What tells a layer from others: its modules, their settings and the shapes of their weights."""
+    kinds = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and key not in ("layer_idx", "training")
+        }
+        shapes = [(key, tuple(weight.shape)) for key, weight in module.named_parameters(recurse=False)]
+        kinds.append((name, type(module), tuple(sorted(settings.items())), tuple(shapes)))
+    return tuple(kinds)

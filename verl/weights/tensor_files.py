@@ -84,7 +84,12 @@ def read_shards(paths: Iterable[Path]) -> Iterator[Shard]:
             with safe_open(path, framework="pt") as file:
                 partial_shards = parse_json((file.metadata() or {}).get("shards", "{}").encode(), _SHARDS)
                 for key in file.keys():  # noqa: SIM118 - not a dictionary
-                    yield _shard(key, file.get_tensor(key), partial_shards.get(key))
+                    tensor = file.get_tensor(key)
+                    name, shape, offset = partial_shards.get(key) or (key, tensor.shape, [0] * tensor.dim())
+                    shard = Shard(name, tuple(shape), tuple(offset), tensor)
+                    if not (len(shape) == len(offset) == tensor.dim() and shard.is_inside):
+                        raise ValueError(f"'{key}' of shape {list(tensor.shape)} at {offset} does not lie in {shape}")
+                    yield shard
         except (SafetensorError, OSError, ValueError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read as tensors: {error}") from None
 
@@ -101,16 +106,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     tensor = tensor.float() if tensor.element_size() == 1 else tensor
     return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))  # NaN is passed on by both
-
-
-def _shard(key: str, tensor: torch.Tensor, part: tuple[str, list[int], list[int]] | None) -> Shard:
-    if part is None:
-        return Shard.whole(key, tensor)
-    name, shape, offset = part
-    shard = Shard(name, tuple(shape), tuple(offset), tensor)
-    if not (len(shape) == len(offset) == tensor.dim() and shard.is_inside):
-        raise ValueError(f"'{key}' of shape {list(tensor.shape)} at {offset} does not lie in {shape}")
-    return shard
 
 
 def _write(path: Path, part: list[tuple[str, Shard]], values: Iterator[Shard]) -> Path:

@@ -13,8 +13,7 @@ from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions
 from verl.training.torch_engine import TorchEngine
 from verl.weights.layout import generation_mesh
-from verl.weights.meta import give_memory
-from verl.weights.shards import named_weights
+from verl.weights.shards import give_memory, named_weights
 from verl.weights.transition import HybridWeights
 
 

@@ -135,8 +135,9 @@ def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchP
         rows_left_out += sum(len(loss.skipped) for loss in losses)
         shared += sum(shared_tokens(loss.rows.take(loss.computed)) for loss in losses)
         tokens_left_out += sum(sum(loss.rows.take(loss.skipped).lengths("response_tokens")) for loss in losses)
-    if torch.accelerator.is_available():  # a device's memory is the KV cache's until the next update
-        engine.free_gradients()
+    # A device's memory is the KV cache's until the next update. (DeepSpeed frees its own sums.)
+    if torch.accelerator.is_available() and hasattr(engine.optimizer, "gradients"):
+        engine.optimizer.gradients.free()
     skipped = [step for step in steps if step["update/skipped"]]
     counts = {
         "update/steps": float(len(steps)),

@@ -25,7 +25,7 @@ from torch import Tensor
 from verl._host.device import to_device
 from verl.errors import RolloutError
 from verl.kernels.compiled import kernels
-from verl.models.packed import PackedModel, evaluating
+from verl.models.packed import PackedModel, evaluating, head_of
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks
 from verl.rollout.embedded.decode import DecodeStep
 from verl.rollout.embedded.kv_cache import KVCache
@@ -219,7 +219,7 @@ class ModelRunner:
                 return self.packed.logits(states)
         if not self._plain_head:
             return self.packed.logits(states)
-        weight, bias = self.packed.head()
+        weight, bias = head_of(self.packed.model)
         if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
             # torch would take MKL, which copies the whole head into blocks for the few rows of a decode step; oneDNN,
             # as in bf16, reads it where it lies: at 32 rows in half of the time.
@@ -235,5 +235,5 @@ class ModelRunner:
 def _head_is_plain(packed: PackedModel) -> bool:
     """Whether logits are the head's linear map and nothing else (no scale, no soft cap)."""
     states = torch.linspace(-3, 3, 2 * packed.hidden_size, dtype=packed.dtype).view(2, -1)
-    plain = torch.nn.functional.linear(states, *packed.head())
+    plain = torch.nn.functional.linear(states, *head_of(packed.model))
     return torch.equal(packed.logits(states), plain.to(torch.promote_types(plain.dtype, torch.float32)))

@@ -15,6 +15,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -24,26 +25,15 @@ from torch import Tensor, nn
 from verl._host.device import variable
 from verl.algorithms.loss_terms import Loss, LossNeeds, LossTerm
 from verl.errors import ConfigError, TrainingError
-from verl.training.engine import (
-    IDLE,
-    NO_GRADIENT,
-    Metrics,
-    MicroBatch,
-    OneStage,
-    TrainEngine,
-    WeightSource,
-    no_loss,
-    nothing_to_compute,
-)
+from verl.models.packed import head_of
+from verl.training.engine import IDLE, NO_GRADIENT, Metrics, MicroBatch, OneStage, TrainEngine, WeightSource, no_loss
 from verl.training.forward import Forward
-from verl.training.local_weights import LocalWeights, WholeModel
 from verl.training.optimizer import MOMENTS, adamw_options, check_masters, check_optimizer, fill_state, lr_factor
 from verl.training.options import FSDPConfig, OptimConfig
 from verl.training.parallel.data import units
-from verl.training.ranks import Parallel, Ranks
-from verl.weights.meta import give_memory
-from verl.weights.shard import Shard, ShardedDim, Stream, run_blocks
-from verl.weights.shards import fill_blocks, load_model_shards
+from verl.training.ranks import LocalWeights, Parallel, Ranks, WholeModel
+from verl.weights.shard import Blocks, Shape, Shard, ShardedDim, Stream, run_blocks
+from verl.weights.shards import fill_blocks, give_memory, load_model_shards
 
 #: Elements of gradients that are reduced at once.
 _BUCKET = 1 << 24
@@ -76,7 +66,7 @@ class DeepSpeedEngine(TrainEngine):
 
     def update(self, parts: Sequence[LossTerm]) -> Metrics:
         adam, losses = self.optimizer, list[Loss]()
-        if nothing_to_compute(parts):  # DeepSpeed has no other way to a gradient of zeros
+        if self.skips_all(parts):  # DeepSpeed has no other way to a gradient of zeros
             idle = MicroBatch(IDLE, None, self.forward.wanted(LossNeeds()), 1.0, no_loss)
             [*self.schedule.forward_backward(iter([idle]), 1.0)]
         else:  # DeepSpeed takes the mean over ranks, of what adds up
@@ -98,9 +88,6 @@ class DeepSpeedEngine(TrainEngine):
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any]) -> None:
         self.optimizer.load_state(shards, meta, {n: torch.Size(spec.shape) for n, spec in self.weights.specs.items()})
 
-    def free_gradients(self) -> None:
-        """Nothing: DeepSpeed has its own sums, which it frees."""
-
 
 class ZeroWeights(LocalWeights):
     """The weights that DeepSpeed has flattened: whole, or in stage 3 a run of each one's elements."""
@@ -108,7 +95,7 @@ class ZeroWeights(LocalWeights):
     def sharded_dims(self, weight: Tensor) -> Sequence[ShardedDim]:
         return (ShardedDim("shard", None),) if hasattr(weight, "ds_tensor") else ()
 
-    def blocks(self, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def blocks(self, weight: Tensor) -> Blocks:
         return run_blocks(tuple(getattr(weight, "ds_shape", weight.shape)), *held_run(weight))
 
     def release(self, name: str) -> int:
@@ -118,20 +105,12 @@ class ZeroWeights(LocalWeights):
 class _ZeroSchedule(OneStage):
     """One micro-batch after the other. DeepSpeed reduces the gradients of each, in the first stage of the last."""
 
-    def __init__(self, forward: Forward, engine: Any) -> None:
-        super().__init__(forward, engine)
-        self._engine = engine
-
     def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
-        ahead = iter(micro_batches)
-        one = next(ahead, None)
-        while one is not None:
-            following = next(ahead, None)
-            self._engine.set_gradient_accumulation_boundary(following is None)
-            for loss in self.forward([one]):
-                self._engine.backward(loss.total * loss_scale)
-                yield loss.detached()
-            one = following
+        for one, following in pairwise(chain[Any](micro_batches, [None])):
+            self.wrapped.set_gradient_accumulation_boundary(following is None)
+            (loss,) = self.forward([one])
+            self.wrapped.backward(loss.total * loss_scale)
+            yield loss.detached()
 
 
 @dataclass(frozen=True)
@@ -145,7 +124,7 @@ class MasterSlice:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     start: int
     size: int
@@ -156,7 +135,7 @@ class MasterSlice:
         """The piece of a tensor that is laid out like `flat`."""
         return flat[self.flat_start : self.flat_start + self.size]
 
-    def blocks(self, flat: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def blocks(self, flat: Tensor) -> Blocks:
         return run_blocks(self.shape, self.start, self.of(flat))
 
 
@@ -189,7 +168,14 @@ class ZeroAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if not self._flats:
             return
-        self.grad_norm = self._norm()
+        squares = [
+            torch.linalg.vector_norm(part.of(part.flat.grad), dtype=torch.float64).square().cpu()
+            for part in self.slices
+            if part.flat.grad is not None
+        ]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        self._ranks.all_reduce([total], dist.ReduceOp.SUM, ["replicate", "shard"])
+        self.grad_norm = float(total.sqrt())
         if not (self.may_step and math.isfinite(self.grad_norm)):
             return
         limit = self.config.max_grad_norm
@@ -201,17 +187,6 @@ class ZeroAdamW(torch.optim.AdamW):
             group["lr"] = self.lr
         super().step()
         self.completed_steps += 1
-
-    def _norm(self) -> float:
-        """The norm of the gradient over the shards of all ranks."""
-        squares = [
-            torch.linalg.vector_norm(part.of(part.flat.grad), dtype=torch.float64).square().cpu()
-            for part in self.slices
-            if part.flat.grad is not None
-        ]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        self._ranks.all_reduce([total], dist.ReduceOp.SUM, ["replicate", "shard"])
-        return float(total.sqrt())
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -295,7 +270,7 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
             mpu=_data_parallel(ranks.group("replicate", "shard")),
         )
     if stage == 3 and forward.head == "lm":  # the head's weight is read outside of its module
-        for weight in forward.packed.head():
+        for weight in head_of(forward.packed.model):
             if weight is not None:
                 deepspeed.zero.register_external_parameter(forward, weight)
     flats = [weight for group in adam.param_groups for weight in group["params"]]

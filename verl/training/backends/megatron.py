@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,12 @@ from verl.models.log_probs import token_log_probs
 from verl.models.packed import AttentionContext
 from verl.training.engine import TrainEngine, WeightSource
 from verl.training.forward import Forward
-from verl.training.local_weights import LocalWeights, WholeModel
 from verl.training.optimizer import MixedPrecisionOptimizer
 from verl.training.options import OptimConfig
 from verl.training.parallel.data import replicate
 from verl.training.parallel.pipeline import Pipeline, Stage
-from verl.training.ranks import Parallel, Ranks, gather_json
-from verl.weights.shard import Shard, ShardedDim
+from verl.training.ranks import LocalWeights, Parallel, Ranks, WholeModel, gather_json
+from verl.weights.shard import Shape, Shard, ShardedDim
 from verl.weights.shards import fill_weights, model_shards, overlap
 
 _EMBEDDING = "gpt.embedding.word_embeddings.weight"
@@ -63,10 +62,7 @@ class MegatronEngine(TrainEngine):
         self.weights.load((source or model_shards)(original))
         self.parallel = _parallel(forward, model, whole, ranks, stage)
         if options.trains:
-            trained = dict(model.named_parameters())
-            self.optimizer = MixedPrecisionOptimizer(
-                trained, options.optim or OptimConfig(), is_scaled=forward.packed.dtype == torch.float16
-            )
+            self.optimizer = MixedPrecisionOptimizer(dict(model.named_parameters()), options.optim or OptimConfig())
 
     def merged_shards(self) -> Iterator[Shard]:
         return self.shards()  # it has no adapters
@@ -195,8 +191,8 @@ class Block:
     """
 
     name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    shape: Shape
+    offset: Shape
     rows: tuple[int, int] | None = None
     cut: int | None = None
     pads: bool = False
@@ -239,8 +235,8 @@ class MegatronModel(nn.Module):
         self.gpt = _gpt_model(self.config, ranks, stage, is_tied=self._is_tied, head_dim=source.head_dim)
         if is_last and not is_lm:
             del self.gpt.output_layer
+            self.score = copy.deepcopy(forward.model.score).to_empty(device=self.device)
         self.gpt.to(self.device, self.dtype)
-        self.score = copy.deepcopy(forward.model.score).to_empty(device=self.device) if is_last and not is_lm else None
         rotary: Any = source.backbone.rotary_emb
         self.register_buffer("_rates", rotary.inv_freq.to(self.device, torch.float32).clone(), persistent=False)
         for weight in self.parameters():
@@ -296,9 +292,7 @@ class MegatronModel(nn.Module):
 
     def predict(self, hidden: Tensor) -> Tensor:
         """Values or scores `[N]` for hidden states `[N, E]`."""
-        assert self.score is not None
-        values: Tensor = self.score(hidden)
-        return values
+        return cast(Tensor, self.score(hidden))
 
     def _rows(self, size: int) -> tuple[int, int]:
         """This rank's part of a dimension, which is padded to equal parts: where it begins and ends."""

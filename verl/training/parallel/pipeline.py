@@ -28,26 +28,13 @@ from verl.training.engine import MicroBatch
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
 from verl.training.ranks import Parallel, Ranks
-from verl.weights.meta import is_on_meta, sample
-
-
-def stages(forward: Forward, count: int, *, trains: bool) -> StageSplit:
-    """How the model is cut into `count` stages.
-
-    Raises:
-        ConfigError: the model cannot be cut, or a stage has nothing to train.
-    """
-    cut = StageSplit(forward.model, forward.packed, count)
-    for number in range(count) if trains else ():
-        if not any(weight.requires_grad for weight in cut.parameters(number)):
-            raise ConfigError(f"layout: pp={count} leaves stage {number} with nothing to train: its weights are frozen")
-    return cut
+from verl.weights.shards import is_on_meta, sample
 
 
 def pipeline(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:
     """Keep the layers of this rank's stage; embeddings stay on the first, the head on the last."""
     count = ranks.mesh.layout.pp
-    cut = stages(forward, count, trains=trains)
+    cut = StageSplit(forward.model, forward.packed, count, trains=trains)
     tied = cut.parameters(0) & cut.parameters(count - 1)
     parallel.tied = frozenset(name for name, weight in forward.model.named_parameters() if weight in tied)
     stage, _ = cut.install(ranks.mesh.coordinate(ranks.rank)["pp"])
@@ -208,12 +195,13 @@ class StageSplit:
 
     Args:
         packed: `model`, or its backbone.
+        trains: each stage needs something to train.
 
     Raises:
-        ConfigError: the model cannot be cut.
+        ConfigError: the model cannot be cut, or a stage has nothing to train.
     """
 
-    def __init__(self, model: nn.Module, packed: PackedModel, count: int) -> None:
+    def __init__(self, model: nn.Module, packed: PackedModel, count: int, *, trains: bool = False) -> None:
         self._packed, self.count = packed, count
         layers = packed.num_layers
         self._bounds = [-(-layers * stage // count) for stage in range(count + 1)]
@@ -224,15 +212,21 @@ class StageSplit:
         self._gives_tuple, self._width = False, 0
         flat = pack_rows([[5, 17, 3], [23, 2]], [[19, 7, 31], [4, 11]], packed.device, keep_last=True)
         self._hidden = partial(packed.hidden, flat.tokens % packed.vocab_size, flat.positions, flat.context)
-        if not is_on_meta(model):
+        self._around: list[_Around]
+        if is_on_meta(model):
+            small = sample(packed.model, packed.device, layers=2)
+            tried = StageSplit(small, PackedModel(small, fused_kernels=False), 2)
+            self._gives_tuple, self._width = tried._gives_tuple, tried._width
+            at_end = {one.name: one.at_end for one in tried._around}
+            self._around = [_Around(*one, at_end.get(one[1], True)) for one in self._beside(model, path)]
+        else:
             self._around, expected = self._trial(model, path)
             self._check(expected)
-            return
-        small = sample(packed.model, packed.device, layers=2)
-        tried = StageSplit(small, PackedModel(small, fused_kernels=False), 2)
-        self._gives_tuple, self._width = tried._gives_tuple, tried._width
-        at_end = {one.name: one.at_end for one in tried._around}
-        self._around = [_Around(*one, at_end.get(one[1], True)) for one in self._beside(model, path)]
+        for number in range(count) if trains else ():
+            if not any(weight.requires_grad for weight in self.parameters(number)):
+                raise ConfigError(
+                    f"layout: pp={count} leaves stage {number} with nothing to train: its weights are frozen"
+                )
 
     def parameters(self, number: int) -> set[nn.Parameter]:
         """The parameters of a stage; tied ones may be on the first stage and on the last."""

@@ -216,11 +216,6 @@ def _experts(cutter: _Cutter, name: str, module: nn.Module) -> None:
     cutter.run_locally(module, before=cutter.enter, after=cutter.sum)
 
 
-def _gpt2_attention(cutter: _Cutter, name: str, module: Any) -> None:
-    """GPT-2's attention splits the fused result by a size that it stores."""
-    module.split_size //= cutter.size
-
-
 _STYLES: dict[str, Style] = {
     "colwise": _columns,
     "colwise_gather_output": partial(_columns, gather=True),
@@ -231,7 +226,8 @@ _STYLES: dict[str, Style] = {
     "moe_tp_experts": _experts,
     # A norm that is applied to each head.
     "replicated_with_grad_allreduce": lambda cutter, _, norm: cutter.partial_sums.extend(norm.parameters()),
-    "gpt2_attention": _gpt2_attention,
+    # It splits the fused result by a size that it stores.
+    "gpt2_attention": lambda cutter, _, module: setattr(module, "split_size", module.split_size // cutter.size),
 }
 
 
