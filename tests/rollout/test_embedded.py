@@ -37,13 +37,13 @@ def test_samples_of_a_prompt_share_one_prefill_and_prompts_their_beginning(engin
         for j in range(8):
             engine.add(Request(f"{i}/{j}", [*common, 200 + i], params))
     engine.step()
-    assert engine.stats.prompt_tokens == 65 + 1 + 1
+    assert engine.scheduler.prompt_tokens == 65 + 1 + 1
     # Two shared blocks, one more block a prompt, one a response.
     assert engine.cache.num_blocks - engine.cache.available == 2 + 3 + 24
     list(generate(engine, []))
     assert engine.cache.available == engine.cache.num_blocks
     list(generate(engine, [Request("later", [*common, 1], params)]))
-    assert engine.stats.prompt_tokens == 67 + 1
+    assert engine.scheduler.prompt_tokens == 67 + 1
 
 
 def test_a_finished_response_gives_its_place_at_once(packed64: PackedModel) -> None:
@@ -52,7 +52,7 @@ def test_a_finished_response_gives_its_place_at_once(packed64: PackedModel) -> N
     requests = [Request(name, [5, 6], SamplingParams(max_new_tokens=n)) for name, n in lengths.items()]
     finished = [sample.id for sample in generate(engine, requests)]
     assert finished == ["a", "b", "c", "long"]
-    assert engine.stats.steps <= 21
+    assert engine.scheduler.steps <= 21
 
 
 def test_stop_tokens_and_lengths(engine: EmbeddedEngine) -> None:

@@ -89,7 +89,7 @@ def test_turns_mask_what_the_policy_did_not_write(engine: EmbeddedEngine) -> Non
         assert turns.response_tokens[12:14] == [40, 41]
         assert [lp == 0 for lp in turns.rollout_log_probs] == [m == 0 for m in turns.response_mask]
     # Six episodes of 36 steps each went side by side.
-    assert engine.stats.steps < 100
+    assert engine.scheduler.steps < 100
 
 
 def test_an_episode_that_raises_or_hangs_is_an_outcome_and_the_others_go_on(engine: EmbeddedEngine) -> None:

@@ -150,7 +150,7 @@ def test_a_sample_is_the_same_alone_in_a_batch_and_under_preemption(
     batch = run(engine(500), requests)
     tight = engine(12, step_tokens=29)
     squeezed = run(tight, requests)
-    assert tight.stats.preemptions > (10 if compiled else 0)
+    assert tight.scheduler.preemptions > (10 if compiled else 0)
     assert tight.cache.available == tight.cache.num_blocks == 12
     for request in requests[::7]:
         alone = run(engine(20), [request])[request.id]
@@ -241,7 +241,7 @@ def test_batch_invariant_responses_do_not_depend_on_how_steps_are_divided(
     whole = outcome(requests, max_batch=300)
     assert outcome(requests, max_batch=70, step_tokens=150) == whole
     assert outcome(requests, max_batch=300, kv_memory=1 << 20) == whole
-    assert engines[-1].stats.preemptions > 0
+    assert engines[-1].scheduler.preemptions > 0
     for few in (requests[:1], requests[20:45:7]):
         alone = outcome(few)
         assert alone == {name: whole[name] for name in alone}

@@ -92,7 +92,7 @@ def test_a_failure_at_any_token_changes_no_response(
                 engine.step()
         engine.wake()
         assert {name: sample.tokens for name, sample in rest_of(engine).items()} == expected
-        assert engine.stats.preemptions and engine.cache.available == engine.cache.num_blocks
+        assert engine.scheduler.preemptions and engine.cache.available == engine.cache.num_blocks
 
 
 def test_a_prompt_token_is_not_taken_for_that_of_a_response(make_model: MakeModel) -> None:

@@ -98,10 +98,10 @@ def test_turns_prefill_what_is_new(make_model: MakeModel, compiled: bool, look_a
 
     asyncio.run(play())
     if look_ahead:  # the last token was computed by the step that was launched before the host saw it
-        assert expected - 4 * 12 <= engine.stats.prompt_tokens <= expected
+        assert expected - 4 * 12 <= engine.scheduler.prompt_tokens <= expected
     else:
-        assert engine.stats.prompt_tokens == expected == new_tokens(engine.pairs)
-    assert engine.cache.available == engine.cache.num_blocks and not engine.stats.preemptions
+        assert engine.scheduler.prompt_tokens == expected == new_tokens(engine.pairs)
+    assert engine.cache.available == engine.cache.num_blocks and not engine.scheduler.preemptions
     check_log_probs(model, engine.pairs)
 
 
@@ -133,7 +133,7 @@ def test_forks_prefill_what_is_new(make_model: MakeModel, step_tokens: int) -> N
     # Of a prompt that an earlier one begins with, the last token is computed again, for its state is needed: of each
     # turn that nothing was written behind, and of three forks that were asked for again.
     again = 3 * (4 + 3)
-    assert engine.stats.prompt_tokens - again == new_tokens(engine.pairs)
+    assert engine.scheduler.prompt_tokens - again == new_tokens(engine.pairs)
     check_log_probs(model, engine.pairs)
 
 
@@ -149,11 +149,11 @@ def test_what_is_kept_makes_room_and_is_gone_with_the_weights(make_model: MakeMo
             if turn == 6:
                 with torch.no_grad():
                     model.lm_head.weight.mul_(1.01)  # type: ignore[operator]
-                before = engine.stats.prompt_tokens
+                before = engine.scheduler.prompt_tokens
             (sample,) = generate(engine, [Request(str(turn), tokens, params, is_turn=True)])
             check_log_probs(model, [engine.pairs[-1]])
             if turn == 6:
-                assert engine.stats.prompt_tokens - before == len(tokens)
+                assert engine.scheduler.prompt_tokens - before == len(tokens)
             tokens = [*tokens, *sample.tokens, *(rng.randrange(3, 300) for _ in range(3))][-200:]
         assert engine.cache.available == engine.cache.num_blocks
 
@@ -166,9 +166,9 @@ def test_batch_invariant_turns_share_prompts_alone(make_model: MakeModel, is_tur
     engine = make_engine(packed, batch_invariant=True)
     (first,) = generate(engine, [Request("a", list(range(10, 50)), params, is_turn=is_turn)])
     tokens = [*range(10, 50), *first.tokens, 7, 8]
-    before = engine.stats.prompt_tokens
+    before = engine.scheduler.prompt_tokens
     (kept,) = generate(engine, [Request("b", tokens, params, is_turn=is_turn)])
-    assert engine.stats.prompt_tokens - before == (len(first.tokens) + 2 if is_turn else len(tokens) - 32)
+    assert engine.scheduler.prompt_tokens - before == (len(first.tokens) + 2 if is_turn else len(tokens) - 32)
     (alone,) = generate(make_engine(packed, batch_invariant=True), [Request("b", tokens, params)])
     assert (kept.tokens, kept.log_probs) == (alone.tokens, alone.log_probs)
 
@@ -231,6 +231,6 @@ def test_an_agent_of_128_turns_with_forks(monkeypatch: pytest.MonkeyPatch) -> No
         shared = max((alike(read, call.prompt.read) for read in before), default=-1)
         expected += len(call.prompt.read) - shared - (call.prompt.parent is None)
         before.append(call.prompt.read)
-    assert engine.stats.prompt_tokens == expected and not engine.stats.preemptions
-    assert engine.stats.generated_tokens == sum(len(call.sample.tokens) for call in calls)
+    assert engine.scheduler.prompt_tokens == expected and not engine.scheduler.preemptions
+    assert sum(len(sample.tokens) for _, sample in engine.pairs) == sum(len(call.sample.tokens) for call in calls)
     check_log_probs(model, [engine.pairs[9], engine.pairs[10], engine.pairs[-1]])

@@ -162,4 +162,4 @@ def test_every_request_is_answered_or_refused_with_a_reason(
     assert set(finishes) == {"stop", "length", "abort", "reject", "refused", "wrong parameters"}
     assert engine.cache.available == engine.cache.num_blocks
     assert not engine.scheduler.prompts
-    assert (engine.stats.preemptions > 0) == (blocks == 14)
+    assert (engine.scheduler.preemptions > 0) == (blocks == 14)

@@ -10,7 +10,6 @@ micro-batch, by a system prompt, tools or examples that their prompts have in co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -81,8 +80,7 @@ def prefix_tree(
     rows: Sequence[Indices],
     prompts: Sequence[int],
     families: Sequence[int],
-    past_prompts: bool = True,
-    least: int | None = None,
+    least: float | None = None,
 ) -> PrefixTree:
     """The trees of rows.
 
@@ -90,10 +88,9 @@ def prefix_tree(
         rows: the tokens of each that are fed.
         prompts: how many of them are its prompt.
         families: of each row; different families share nothing.
-        past_prompts: rows share more than whole prompts.
-        least: fewest tokens that they share then; None: `LEAST`.
+        least: fewest tokens that they share past their prompts; None: `LEAST`.
     """
-    fewest = math.inf if not past_prompts else LEAST if least is None else least
+    fewest = LEAST if least is None else least
     lengths: list[int] = []
     paths: list[tuple[int, ...]] = [()] * len(rows)
     members: dict[int, list[int]] = {}

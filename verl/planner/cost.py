@@ -51,11 +51,6 @@ class Workload:
         """Samples of a micro-batch."""
         return max(1, (self.micro_tokens or self.length) // self.length)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step, which throughput counts."""
-        return self.samples * self.length
-
 
 @dataclass(frozen=True)
 class Generation:

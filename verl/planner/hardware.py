@@ -121,12 +121,15 @@ class Cluster:
         Raises:
             ConfigError: it is no cluster, or the kind is unknown.
         """
-        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)", text.strip())
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(([A-Za-z][\w.-]*?)(?:-(\d+)(?:[gG][bB])?)?)", text.strip())
         if match is None:
             raise ConfigError(f"{option}: '{text}' is no cluster: write MACHINESxDEVICESxKIND, such as 16x8xA100")
-        device = _device(match[3].lower())
+        name, kind, memory = match[3], match[4].lower(), match[5]
+        device = DEVICES.get(f"{kind}-{memory}", DEVICES.get(kind))
         if device is None:
-            raise ConfigError(f"{option}: no data sheet of '{match[3]}': {nearest(match[3].lower(), DEVICES)}")
+            raise ConfigError(f"{option}: no data sheet of '{name}': {nearest(name.lower(), DEVICES)}")
+        if memory:
+            device = replace(device, name=name.upper(), memory=int(memory) * GB)
         machines, per_machine = int(match[1] or 1), int(match[2])
         if not 1 <= machines * per_machine <= 1 << 14:
             raise ConfigError(f"{option}: '{text}' needs 1 to 16384 devices")
@@ -173,18 +176,6 @@ class Cluster:
         """Seconds in which every rank passes `amount` bytes to the one `stride` ranks on."""
         rate = self.device.link if stride < self.per_machine else self.network / self.per_machine
         return amount / (rate * self.efficiency.network) + HOP[stride >= self.per_machine]
-
-
-def _device(name: str) -> Device | None:
-    """The device of a name in lower case, which may end with its memory: "h100", "a100-40", "h100-94gb"."""
-    kind, _, memory = name.rpartition("-")
-    if name in DEVICES:
-        return DEVICES[name]
-    if kind in DEVICES and re.fullmatch(r"\d+(gb)?", memory):
-        amount = memory.removesuffix("gb")
-        exact = DEVICES.get(f"{kind}-{amount}", DEVICES[kind])
-        return replace(exact, name=name.upper(), memory=int(amount) * GB)
-    return None
 
 
 @cache

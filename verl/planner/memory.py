@@ -80,18 +80,14 @@ class Usage:
         return f"{self.peak / 1e9:.2f} GB ({', '.join(parts)})"
 
     @property
-    def total_kept(self) -> float:
-        return sum(self.kept.values())
-
-    @property
     def resting(self) -> float:
         """While another model, or generation, works."""
-        return self.total_kept - self.parked
+        return sum(self.kept.values()) - self.parked
 
     @property
     def peak(self) -> float:
         """While it works itself, without other models."""
-        return self.total_kept + sum(self.step.values())
+        return sum(self.kept.values()) + sum(self.step.values())
 
 
 def estimate(

@@ -135,7 +135,7 @@ class PlacementPlan:
     @property
     def throughput(self) -> float:
         """Tokens of prompts and responses a second."""
-        return self.problem.work.tokens / self.seconds
+        return self.problem.work.samples * self.problem.work.length / self.seconds
 
     @property
     def per_device(self) -> float:

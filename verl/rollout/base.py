@@ -30,10 +30,6 @@ class LongPromptError(RolloutError):
     """A prompt leaves the model no room for a response."""
 
 
-#: Of a field that changes what is sampled, see `verl._base.record.Change`.
-_RESULT = {"changes": "result"}
-
-
 @checked
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -48,15 +44,15 @@ class SamplingParams:
         ConfigError: a value is out of range.
     """
 
-    max_new_tokens: Natural = field(default=128, metadata=_RESULT)
-    min_new_tokens: Natural = field(default=0, metadata=_RESULT)
-    temperature: Temperature = field(default=1.0, metadata=_RESULT)
-    top_k: Natural = field(default=0, metadata=_RESULT)
-    top_p: Portion = field(default=1.0, metadata=_RESULT)
-    min_p: Share = field(default=0.0, metadata=_RESULT)
-    stop: Strings = field(default=(), metadata=_RESULT)
-    stop_token_ids: Annotated[tuple[Natural, ...], AsTuple] = field(default=(), metadata=_RESULT)
-    ignore_eos: bool = field(default=False, metadata=_RESULT)
+    max_new_tokens: Natural = 128
+    min_new_tokens: Natural = 0
+    temperature: Temperature = 1.0
+    top_k: Natural = 0
+    top_p: Portion = 1.0
+    min_p: Share = 0.0
+    stop: Strings = ()
+    stop_token_ids: Annotated[tuple[Natural, ...], AsTuple] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from verl._base.checked import checked
+from verl._base.record import Natural
 from verl.errors import ConfigError
 from verl.rollout.episode import DEADLINE, Client
 from verl.rollout.grammar import Grammar
@@ -37,6 +39,7 @@ class ScoreGuard:
         return [None if score >= self.minimum else self.verdict for score in self.score(list(texts))]
 
 
+@checked
 @dataclass(eq=False, kw_only=True)
 class ConstrainedEpisode:
     """A single turn under constraints; a response that violates one is discarded and another one is sampled.
@@ -59,14 +62,12 @@ class ConstrainedEpisode:
     grammar: Grammar | Callable[[Mapping[str, Any]], Grammar | None] | None = None
     guard: Guard | None = None
     accept: Callable[[str, Mapping[str, Any]], bool | Awaitable[bool]] | None = None
-    max_resamples: int = 3
+    max_resamples: Natural = 3
     deadline: float = DEADLINE
 
     def __post_init__(self) -> None:
         if self.grammar is None and self.guard is None and self.accept is None:
             raise ConfigError("a constrained episode needs a grammar, a guard or accept")
-        if self.max_resamples < 0:
-            raise ConfigError(f"max_resamples must be at least 0, got {self.max_resamples}")
         #: Whether samples do not follow the model's distribution; the trainer warns of it.
         self.masks = self.grammar is not None
 

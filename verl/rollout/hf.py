@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,11 +84,12 @@ class HFEngine:
         self._vocab_size = int(config.vocab_size)
         self._responses = ResponseOptions(seed, self._vocab_size, self.max_length, tuple(eos_token_ids), tokenizer)
         self._accepted = inspect.signature(model.forward).parameters
-        self._waiting: deque[Response] = deque()
+        #: In the order of arrival.
         self._by_id: dict[str, Response] = {}
+        self._batch: list[Response] = []
         #: Whether a cache and padding on the left give what a plain forward does.
         self.cached = True
-        self._forget_batch()
+        self.sleep()
         self._choose_forward()
 
     @property
@@ -104,7 +104,6 @@ class HFEngine:
         """
         check_new(request, self._by_id)
         self._by_id[request.id] = Response(request, self._responses)
-        self._waiting.append(self._by_id[request.id])
 
     @torch.no_grad()
     def step(self) -> list[Sample]:
@@ -115,9 +114,8 @@ class HFEngine:
         """
         self._keep([row for row, response in enumerate(self._batch) if response.finish is None])
         if not self._batch:
-            self._forget_batch()
-            self._waiting = deque(response for response in self._waiting if response.finish is None)
-            self._batch += [self._waiting.popleft() for _ in range(min(self.max_batch, len(self._waiting)))]
+            self.sleep()
+            self._batch = [r for r in self._by_id.values() if r.finish is None][: self.max_batch]
         if self._batch:
             try:
                 logits = self._forward()
@@ -148,19 +146,15 @@ class HFEngine:
         self.policy_version = version
 
     def sleep(self) -> None:
-        """Free the memory of the cache. Unfinished requests are kept: the running ones are put back in the queue, and
-        continue after their rows are recomputed."""
-        self._waiting.extendleft(reversed(self._batch))
-        self._forget_batch()
-
-    def wake(self) -> None:
-        """Nothing to do: each batch makes its own cache."""
-
-    def _forget_batch(self) -> None:
-        self._batch: list[Response] = []
+        """Free the memory of the cache. Unfinished requests are kept: the running ones continue after their rows are
+        recomputed."""
+        self._batch = []
         self._cache: Any = None
         self._cache_is_long = False
         self._mask = torch.empty(0, 0, dtype=torch.int64)
+
+    def wake(self) -> None:
+        """Nothing to do: each batch makes its own cache."""
 
     def _keep(self, rows: list[int]) -> None:
         """Drop all other rows of the batch."""
@@ -267,7 +261,7 @@ class HFEngine:
                     response.tokens.append(row[-1])
                 logits.append(self._forward())
         finally:
-            self._forget_batch()
+            self.sleep()
         got, want = (each - each.mean(-1, keepdim=True) for each in (torch.cat(logits), plain))
         return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)).nan_to_num(torch.inf).max())
 

@@ -38,17 +38,22 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
     policy = config.actor_rollout_ref
     size = ModelSize.from_model(actor.modules)
     size = size._replace(fused=size.fused and policy.model.use_fused_kernels)
-    if not device.is_here(actor.controller.device):
-        logger.info("memory is not checked: this process sees no '%s'", actor.controller.device)
+    where = actor.controller.device
+    if not device.is_here(where):
+        logger.info("memory is not checked: this process sees no '%s'", where)
         return
     layout = actor.controller.meshes("actor", actor.train_options)["train"].layout
-    available, algorithms = _available(actor, size), list(algorithms)
+    available, algorithms = device.free_memory(where), list(algorithms)
+    if where == "cpu":
+        available //= local_ranks()
+    elif not device.of(actor.modules).startswith(where):
+        available -= size.weight_bytes
     # The models beside the actor are taken to be of its size. The reference of a LoRA is its own base.
     if size.trained == size.parameters and "reference" in roles_of(config, algorithms):
         available -= size.weight_bytes
     critics = sum(len(algorithm.roles & {"critic", "cost_critic"}) for algorithm in algorithms)  # each task has its own
-    available -= critics * int(estimate(size, ddp(size.itemsize), Layout()).total_kept)
-    usage = actor_memory(config, size, layout, available, HeadSizes.on(actor.controller.device))
+    available -= critics * int(estimate(size, ddp(size.itemsize), Layout()).resting)
+    usage = actor_memory(config, size, layout, available, HeadSizes.on(where))
     logger.info("memory of training the actor: about %s", usage)
 
 
@@ -88,16 +93,6 @@ def actor_memory(config: Config, size: ModelSize, layout: Layout, available: int
                 settings.append(f"{key}.model.enable_gradient_checkpointing=true")
             raise ConfigError(f"{missing}: set {' and '.join(settings)}")
     raise ConfigError(f"{missing}: no micro-batch is small enough, take a smaller model or a machine with more memory")
-
-
-def _available(actor: Actor, size: ModelSize) -> int:
-    """Bytes free for the actor, its weights excluded, on its device: of that device, or this rank's share of the
-    host."""
-    where = actor.controller.device
-    if where == "cpu":
-        return device.free_memory("cpu") // local_ranks()
-    loaded = device.of(actor.modules).startswith(where)
-    return device.free_memory(where) - (0 if loaded else size.weight_bytes)
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class _Costs:
             responses = _ragged(batch, "response_tokens")
             rows = [np.concatenate([prompt, fed[:-1]]) for prompt, fed in zip(prompts, responses, strict=True)]
             self.predicted = [0] * len(rows)
-        self.tree = prefix_tree(rows, self.prompts, kin, limits.share_responses)
+        self.tree = prefix_tree(rows, self.prompts, kin, None if limits.share_responses else float("inf"))
 
     def tokens(self, rows: Sequence[int]) -> int:
         return self.tree.tokens(rows) + sum([self.predicted[row] for row in rows])

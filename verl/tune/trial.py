@@ -17,7 +17,6 @@ from verl.report.reading import is_number, read_rows
 
 #: Seconds between two looks at the records of a run, and those a run has to save when it is stopped.
 LOOK, SAVE = 1.0, 300.0
-Points = list[tuple[int, float]]
 
 
 class TrialFailedError(Exception):
@@ -39,9 +38,8 @@ def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]
         TrialFailedError: it ended with an error or by a signal.
     """
     watch = None
-    if (
-        sys.platform == "linux"
-    ):  # a run ends with the process that started it, even if that is killed; elsewhere it goes on
+    # A run ends with the process that started it, even if that is killed; elsewhere it goes on.
+    if sys.platform == "linux":
         from verl.sandbox.jail import die_with_parent
 
         watch = partial(die_with_parent, os.getpid())
@@ -69,7 +67,7 @@ def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]
     return code == 0
 
 
-def points(run: Path, metric: str) -> Points:
+def points(run: Path, metric: str) -> list[tuple[int, float]]:
     """The steps of a run that recorded a number for a metric, and these numbers."""
     return [(row["step"], row[metric]) for row in read_rows(run / "metrics.jsonl") if is_number(row.get(metric))]
 

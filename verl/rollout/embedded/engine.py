@@ -25,7 +25,7 @@ from verl.rollout.base import Request, Sample, check_new
 from verl.rollout.embedded.kv_cache import KVCache, block_tokens, blocks_for
 from verl.rollout.embedded.response import PendingTokens, Response, ResponseOptions
 from verl.rollout.embedded.runner import ModelRunner
-from verl.rollout.embedded.scheduler import EngineOptions, EngineStats, Scheduler
+from verl.rollout.embedded.scheduler import EngineOptions, Scheduler
 from verl.weights.shard import Shard, local_part
 from verl.weights.shards import take_model_shards
 
@@ -81,12 +81,11 @@ class EmbeddedEngine:
         ahead = on_device if self.options.look_ahead is None else self.options.look_ahead
         self.options = replace(self.options, look_ahead=ahead and packed.tensor_group is None)
         self.policy_version = 0
-        self.stats = EngineStats()
         self.cache = _make_cache(packed, kv_memory, self.max_length, self.options)
-        self.scheduler = Scheduler(self.cache, self.stats, self.options)
-        self.runner = ModelRunner(packed, self.cache, self.stats, self.options, self.max_length)
+        self.scheduler = Scheduler(self.cache, self.options)
+        self.runner = ModelRunner(packed, self.cache, self.options, self.max_length)
         self._model_state: list[tuple[int, int]] = []
-        #: Tokens of the last step, while they are in flight.
+        #: Tokens in flight, as the steps sampled them.
         self._pending: list[PendingTokens] = []
         self._by_id: dict[str, Response] = {}
         self._finished: list[Response] = []
@@ -130,13 +129,11 @@ class EmbeddedEngine:
         # nothing overlaps.
         try:
             if any(r.request.processors or r.mask is not None for r in self.scheduler.running):
-                self._take(self._pending)
-            batch = self.scheduler.schedule()
-            before, self._pending = self._pending, self.runner.run(batch, self.policy_version)
-            # Looking ahead, a step is on the device by now while the tokens of the one before are read here.
+                self._take()
+            # Looking ahead, a step is on the device while the tokens of the one before are read here.
+            before = len(self._pending) if self.options.look_ahead else None
+            self._pending += self.runner.run(self.scheduler.schedule(), self.policy_version)
             self._take(before)
-            if not self.options.look_ahead:
-                self._take(self._pending)
         except BaseException:
             # Blocks are marked as filled when they are planned, so the cache is not valid.
             self._pending = []
@@ -206,8 +203,9 @@ class EmbeddedEngine:
             self.cache.clear()
         self.runner.forward = self.packed.choose_forward()
 
-    def _take(self, taken: list[PendingTokens]) -> None:
-        """Add sampled tokens to their responses, and free the blocks of those that have ended."""
+    def _take(self, count: int | None = None) -> None:
+        """Add the first sampled tokens (None: all) to their responses, and free the blocks of those that have ended."""
+        taken, self._pending = self._pending[:count], [] if count is None else self._pending[count:]
         for pending in taken:
             going_on = [response for response in pending.responses if response.finish is None]
             try:
@@ -217,16 +215,12 @@ class EmbeddedEngine:
                     if response.finish is not None:
                         self.scheduler.end(response)
                         self._finished.append(response)
-            self.stats.generated_tokens += len(going_on)
-        if taken is self._pending:
-            self._pending = []
 
     def _pause(self) -> None:
         """Read what is in flight, and preempt all responses; where that fails, unread tokens are sampled again."""
         try:
-            self._take(self._pending)
+            self._take()
         finally:
-            self._pending = []
             self.scheduler.preempt_all()
 
 

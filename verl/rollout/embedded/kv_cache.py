@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from itertools import accumulate, takewhile
-from operator import and_, eq
+from operator import and_, eq, itemgetter
 
 import torch
 from torch import Tensor
@@ -189,11 +189,11 @@ class KVCache:
     def longest_partial(self, digest: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """`(block, rows)`: the cached block after this prefix that begins with the most of these tokens, and how many
         they are."""
-        best = (0, 0)
-        for block in self._after.get(digest, ()):
-            rows = sum(accumulate(map(eq, self._partial[block][1], tokens), and_))
-            best = max(best, (block, rows), key=lambda each: each[1])
-        return best
+        alike = (
+            (block, sum(accumulate(map(eq, self._partial[block][1], tokens), and_)))
+            for block in self._after.get(digest, ())
+        )
+        return max(alike, key=itemgetter(1), default=(0, 0))
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Remove one user of these blocks."""

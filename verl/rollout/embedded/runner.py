@@ -31,7 +31,7 @@ from verl.rollout.embedded.decode import DecodeStep
 from verl.rollout.embedded.kv_cache import KVCache
 from verl.rollout.embedded.response import PendingTokens, Response, next_sampling, sample_next
 from verl.rollout.embedded.sampler import SamplingFlags
-from verl.rollout.embedded.scheduler import EngineOptions, EngineStats, ScheduledBatch
+from verl.rollout.embedded.scheduler import EngineOptions, ScheduledBatch
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
 # rows of a step to a multiple of 8 makes a token's result independent of how many others there are. The step grows with
@@ -57,10 +57,8 @@ class ModelRunner:
             needs: where it looks ahead without our kernels.
     """
 
-    def __init__(
-        self, packed: PackedModel, cache: KVCache, stats: EngineStats, options: EngineOptions, max_length: int
-    ) -> None:
-        self.packed, self.cache, self.stats, self.group = packed, cache, stats, packed.tensor_group
+    def __init__(self, packed: PackedModel, cache: KVCache, options: EngineOptions, max_length: int) -> None:
+        self.packed, self.cache, self.group = packed, cache, packed.tensor_group
         self._rows = FIXED_ROWS if options.batch_invariant else None
         self._driver = 0 if self.group is None else dist.get_process_group_ranks(self.group)[0]
         self.is_driver = self.group is None or dist.get_rank() == self._driver
@@ -87,7 +85,6 @@ class ModelRunner:
         In a decode step the batch has the last token of each response: its keys and values are written to its slot, and
         the next token is sampled from the logits of its hidden state.
         """
-        self.stats.steps += bool(batch.tokens)
         with ExitStack() as stack:
             if self.group is not None and (batch.tokens or batch.copies):
                 text = bytearray(json.dumps(vars(batch) | {"completed": [], "samples": []}).encode())

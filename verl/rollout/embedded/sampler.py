@@ -33,8 +33,6 @@ from verl.kernels.compiled import Kernels
 from verl.rollout.base import SamplingParams
 
 BLOCK = 256
-# Rows are worked on in pieces of about this size, which stay in the cache between the passes.
-_PIECE_BYTES = 4 << 20
 # Top-p looks at this many largest weights before it sorts a whole row.
 _CANDIDATES = 1024
 # SplitMix64.
@@ -156,42 +154,28 @@ def _sample_torch(logits: Tensor, flags: SamplingFlags, table: Tensor) -> tuple[
     """`sample` in torch operations; fp32 or fp64 logits are overwritten."""
     uniforms, inverse, top_k, top_p, min_p = table
     greedy = inverse == 0
-    weights, sums, best = _weights(logits, torch.where(greedy, 1.0, inverse), flags)
+    best = logits.argmax(-1) if flags.is_greedy else None
+    weights = logits.sub_(logits.amax(-1, keepdim=True))
+    if flags.is_scaled:
+        weights.mul_(torch.where(greedy, 1.0, inverse).to(weights.dtype)[:, None])
+    sums = _block_sums(weights.exp_())
     log_total = sums.double().sum(-1).log()
     if flags.top_k or flags.has_top_p or flags.has_min_p:
         # The log-prob below is of a kept token, whose weight stays as it is.
         _filter(weights, flags, top_k, top_p, min_p)
-        _block_sums(weights, sums)
-    tokens = torch.where(greedy, best, _inverse_cdf(weights, sums, uniforms))
+        sums = _block_sums(weights)
+    tokens = _inverse_cdf(weights, sums, uniforms)
+    if best is not None:
+        tokens = torch.where(greedy, best, tokens)
     log_probs = weights.gather(1, tokens[:, None])[:, 0].double().log() - log_total
     return tokens, log_probs
 
 
-def _weights(logits: Tensor, inverse: Tensor, flags: SamplingFlags) -> tuple[Tensor, Tensor, Tensor]:
-    """exp((x - max) / T) `[N, V]`, which overwrites the logits; its block sums `[N, B]`; greedy choices `[N]`."""
-    rows, vocab = logits.shape
-    sums = logits.new_empty(rows, -(-vocab // BLOCK))
-    best = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    inverse = inverse.to(logits.dtype)[:, None]
-    piece = max(1, _PIECE_BYTES // (vocab * logits.element_size())) if logits.is_cpu else rows
-    for start in range(0, rows, piece):
-        x = logits[start : start + piece]
-        peak = x.amax(-1)
-        if flags.is_greedy:
-            best[start : start + piece] = x.argmax(-1)
-        x.sub_(peak[:, None])
-        if flags.is_scaled:
-            x.mul_(inverse[start : start + piece])
-        x.exp_()
-        _block_sums(x, sums[start : start + piece])
-    return logits, sums, best
-
-
-def _block_sums(weights: Tensor, out: Tensor) -> None:
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums `[N, B]` of the blocks."""
     whole = weights.shape[1] // BLOCK * BLOCK
-    torch.sum(weights[:, :whole].unflatten(1, (-1, BLOCK)), -1, out=out[:, : whole // BLOCK])
-    if whole < weights.shape[1]:
-        torch.sum(weights[:, whole:], -1, out=out[:, -1])
+    sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
+    return sums if whole == weights.shape[1] else torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
 
 
 def _filter(weights: Tensor, flags: SamplingFlags, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:

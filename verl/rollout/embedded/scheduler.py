@@ -40,11 +40,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.errors import ConfigError
+from verl._base.checked import checked
+from verl._base.record import Count
 from verl.rollout.embedded.kv_cache import BLOCK, KVCache, prefix_digests
 from verl.rollout.embedded.response import PromptState, Response
 
 
+@checked
 @dataclass(frozen=True)
 class EngineOptions:
     """How the embedded engine runs.
@@ -63,27 +65,11 @@ class EngineOptions:
         ConfigError: a number is not positive.
     """
 
-    max_batch: int = 256
-    step_tokens: int = 2048
+    max_batch: Count = 256
+    step_tokens: Count = 2048
     batch_invariant: bool = False
     compiled: bool = True
     look_ahead: bool | None = None
-
-    def __post_init__(self) -> None:
-        batch, step = self.max_batch, self.step_tokens
-        if batch < 1 or step < 1:
-            raise ConfigError(f"rollout: max_batch ({batch}) and step_tokens ({step}) must be positive")
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
 
 
 @dataclass
@@ -164,14 +150,17 @@ class Scheduler:
         waiting: in the order of arrival.
         running: in the order of admission.
         prompts: of the running responses, by their tokens.
+        steps, prompt_tokens, preemptions: counts since the engine was made.
     """
 
     cache: KVCache
-    stats: EngineStats
     options: EngineOptions
     waiting: deque[Response] = field(default_factory=deque)
     running: list[Response] = field(default_factory=list)
     prompts: dict[tuple[int, ...], PromptState] = field(default_factory=dict)
+    steps: int = 0
+    prompt_tokens: int = 0
+    preemptions: int = 0
 
     def schedule(self) -> ScheduledBatch:
         """The next step. Blocks and tokens count as filled and computed from here on."""
@@ -180,6 +169,7 @@ class Scheduler:
         batch = ScheduledBatch(self.cache.block)
         self._plan_prompts(batch)
         self._plan_responses(batch)
+        self.steps += bool(batch.tokens)
         return batch
 
     def end(self, response: Response) -> None:
@@ -240,7 +230,7 @@ class Scheduler:
                 if block is not None:
                     response.blocks += block
                 else:
-                    self.stats.preemptions += 1
+                    self.preemptions += 1
                     self.waiting.appendleft(self.running[-1])
                     self._leave(self.running[-1])
 
@@ -269,7 +259,7 @@ class Scheduler:
                 turns.append((prompt, start, end))
         for prompt, start, end in turns:  # for later steps: copies are made before a step's tokens are computed
             self.cache.cache_prefix(prompt.tokens, prompt.blocks, prompt.digests, start, end)
-        self.stats.prompt_tokens += self.options.step_tokens - budget
+        self.prompt_tokens += self.options.step_tokens - budget
 
     def _skip_cached(
         self, prompt: PromptState, planned: Sequence[tuple[PromptState, int, int]], batch: ScheduledBatch
@@ -322,7 +312,6 @@ class Scheduler:
                 index = batch.add(chunk, start, prompt.blocks[:shared] + response.blocks, shared, row)
                 response.computed += len(chunk)
                 budget -= len(chunk) - 1
-                self.stats.recomputed_tokens += len(chunk) - 1
             # Without a chunk its first token is next: that is sampled from the prompt's hidden state, index -1.
             if response.computed == response.sampled:
                 response.row = len(batch.samples)
