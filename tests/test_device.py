@@ -257,6 +257,7 @@ def test_a_worker_has_the_device_that_its_process_sees(monkeypatch: pytest.Monke
 def test_a_layout_is_chosen_by_the_devices_memory_before_the_model_is_there(fake: Fake, tiny: Path) -> None:
     actor = verl.Actor(str(tiny))
     assert (actor.device, device.of(actor.model)) == ("meta", "cpu")
+    actor.controller.transport.devices_a_machine = 2
     layout = replace(actor.controller.meshes("actor", actor.train_options)["train"].layout, shard=2)
     assert generation_seconds(actor, layout, (1, 2), 2).keys() == {1, 2}
     fake.free = -(3 << 20)  # nothing, with what torch holds for the next tensor

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def length(texts: list[str]) -> list[float]:
@@ -30,3 +31,8 @@ def length(texts: list[str]) -> list[float]:
 def who(texts: list[str]) -> list[float]:
     time.sleep(float(texts[0].removeprefix("wait")))
     return [float(os.getpid())]
+
+
+def pids(group: Any) -> list[int]:
+    """The process ids of the workers of a pool that have started."""
+    return [worker.pid for worker in group.workers if worker.pid]

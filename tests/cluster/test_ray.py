@@ -223,18 +223,18 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(job: Any, caplog: py
 def test_slots_have_the_deadline_of_the_trainer_that_places_them(cluster: None, tiny: Path) -> None:
     from verl.cluster.controller import Controller
 
-    def timeouts(placement: Any, deadline: float) -> tuple[float, float]:
+    def timeout(placement: Any, deadline: float) -> float:
         trainer = verl.Trainer(str(tiny), reward_fn=len, placement=placement, deadline=deadline, log_dir=False)
-        return trainer.actor.controller.timeout, trainer.actor.controller.transport.timeout
+        return trainer.actor.controller.transport.timeout
 
-    assert timeouts("cpu:0-1", 77) == (77, 77)
-    assert timeouts("cpu:0-1", 88) == (88, 88)  # nothing has started yet
+    assert timeout("cpu:0-1", 77) == 77
+    assert timeout("cpu:0-1", 88) == 88  # nothing has started yet
     given = Controller("cpu:0-1", timeout=5)
-    assert timeouts(given, 77) == (5, 5)
+    assert timeout(given, 77) == 5
     given.close()
     shared = Controller.of("cpu:0-1")
     shared.start()
-    assert timeouts("cpu:0-1", 77) == (88, 88)
+    assert timeout("cpu:0-1", 77) == 88
     shared.close()
 
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 import verl
-from tests.cluster.functions import length, who
+from tests.cluster.functions import length, pids, who
 from tests.conftest import byte_tokenizer
 from verl.batch import Batch
 from verl.cluster.ray import pool
@@ -55,7 +55,8 @@ def test_samples_are_scored_one_by_one_and_in_order(make: Callable[..., Reward])
     assert not reward.whole_batch
     texts = ["a" * n for n in range(1, 40)]
     assert reward.get_reward(texts_of(*texts))["reward"] == [float(n) for n in range(1, 40)]
-    wait_until(lambda: len(reward.group.pids) == 2, 60)  # the first may score all of them before the second has started
+    # The first may score all of them before the second has started.
+    wait_until(lambda: len(pids(reward.group)) == 2, 60)
     assert make(lambda texts: [float(len(texts))] * len(texts), batch_size=2).get_reward(texts_of("a", "b", "c"))[
         "reward"
     ] == [2.0, 2.0, 1.0]
@@ -95,7 +96,7 @@ def test_workers_that_are_killed_at_any_moment_lose_nothing(make: Callable[..., 
             if killed < pool.MAX_DEATHS - 1:  # so many before they are ready would mean that the function cannot start
                 killed += 1
                 with suppress(ProcessLookupError, IndexError):  # dead already, or none has started
-                    os.kill(chance.choice(reward.group.pids), signal.SIGKILL)
+                    os.kill(chance.choice(pids(reward.group)), signal.SIGKILL)
                     kills += 1
 
     kills = 0
@@ -119,7 +120,7 @@ def test_workers_come_and_go_while_samples_are_scored(make: Callable[..., Reward
         served.append(set(reward.get_reward(texts_of(*["wait0.02"] * samples))["reward"]))
 
     score(3)
-    group, first = reward.group, set(reward.group.pids)
+    group, first = reward.group, set(pids(reward.group))
     scorer = threading.Thread(target=score, args=(400,))
     scorer.start()
     group.scale(3)
@@ -261,7 +262,7 @@ def test_a_stall_dumps_every_worker(make: Callable[..., Reward], capfd: pytest.C
 def test_close_ends_them_and_the_next_sample_starts_them(make: Callable[..., Reward]) -> None:
     reward = make()
     reward.get_reward(texts_of("a"))
-    at_first = reward.group.pids
+    at_first = pids(reward.group)
     errors: list[Exception] = []
 
     def score() -> None:
@@ -276,7 +277,7 @@ def test_close_ends_them_and_the_next_sample_starts_them(make: Callable[..., Rew
     reward.close()
     waiting.join(10)
     assert "was closed" in str(errors[0])
-    assert reward.get_reward(texts_of("a"))["reward"] == [1.0] and not set(at_first) & set(reward.group.pids)
+    assert reward.get_reward(texts_of("a"))["reward"] == [1.0] and not set(at_first) & set(pids(reward.group))
 
 
 @pytest.mark.slow
@@ -289,7 +290,7 @@ def test_a_file_that_is_edited_ends_the_run_where_it_would_be_read_again(
     assert reward.get_reward(texts_of("a"))["reward"] == [1.0]
     file.write_text("def f(solution_str): return 2.0\n")
     assert reward.get_reward(texts_of("a"))["reward"] == [1.0]
-    os.kill(reward.group.pids[0], signal.SIGKILL)
+    os.kill(pids(reward.group)[0], signal.SIGKILL)
     with pytest.raises(RewardError, match=rf"{file} is not what it was when this run began"):
         reward.get_reward(texts_of("a"))
     assert make(f"{file}:f", workers=1).get_reward(texts_of("a"))["reward"] == [2.0]
@@ -349,7 +350,7 @@ def test_reward_models_are_scaled_replaced_and_score_as_one_in_this_process(
         reward = make(None, model=source, workers=1, batch_size=4, retries=1, **options)
         assert reward.get_reward(samples)["reward"] == pytest.approx(expected, abs=1e-9)
         reward.group.scale(2)
-        os.kill(reward.group.pids[0], signal.SIGKILL)
+        os.kill(pids(reward.group)[0], signal.SIGKILL)
         found, counts = asyncio.run(reward.score_and_count(samples))
         assert found["reward"] == pytest.approx(expected, abs=1e-9)
         assert counts["workers/max"] == 2 and counts["deaths/count"] == 1

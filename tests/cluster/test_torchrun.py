@@ -256,7 +256,7 @@ def test_ranks_have_the_deadline_of_a_pipeline(tiny: Path, tmp_path: Path) -> No
         "pipeline.add_stage('update', updater)\n"
         "assert {node.deadline for node in pipeline.graph.nodes.values() if node.role} == {154}\n"
         "assert pipeline.run(['a', 'b']).metrics['lr/actor'] > 0\n"
-        "assert actor.controller.timeout == 77 == actor.controller.transport.worker.timeout\n"
+        "assert actor.controller.transport.timeout == 77 == actor.controller.transport.worker.timeout\n"
     )
     job(2, file, tiny)
 

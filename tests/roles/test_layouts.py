@@ -151,7 +151,6 @@ def test_a_model_and_an_optimizer_without_a_schedule_are_taken(tiny: Path) -> No
     TwoThings.more = (None, None, None)
     with pytest.raises(ConfigError, match="not 4 things"):
         TwoThings(model_name=str(tiny))
-    assert verl.Actor(str(tiny)).controller.transport.devices_a_machine >= 0
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import torch
 
 import verl
 from tests import ranks
+from tests.cluster.functions import pids
 from tests.trainer import refused_agents
 from tests.trainer.timeline_file import read_timeline
 from verl._host.ray_session import connect
@@ -82,15 +83,15 @@ def test_workers_are_killed_and_scaled_and_nothing_is_lost(tiny: Path, monkeypat
     prompts, chance = Prompts(), random.Random(0)
     try:
         trainer.advance(prompts)
-        at_first = set(trainer.group.pids)
+        at_first = set(pids(trainer.group))
         for _ in range(3):
-            victim = chance.choice(trainer.group.pids)
+            victim = chance.choice(pids(trainer.group))
             killer = threading.Timer(chance.random() * 0.5, kill, (victim,))
             killer.start()
             for _ in range(2):
                 assert trainer.advance(prompts)["rollout/workers"] == 2
             killer.join()
-        assert len(at_first & set(trainer.group.pids)) < 2  # some were replaced
+        assert len(at_first & set(pids(trainer.group))) < 2  # some were replaced
         trainer.group.scale(1)
         assert trainer.advance(prompts)["rollout/workers"] == 1
         trainer.group.scale(2)
@@ -134,7 +135,7 @@ def test_a_worker_of_each_kind_dies_between_two_steps(tiny: Path) -> None:
     try:
         trainer.advance(prompts)
         for group in (trainer.group, reward.group):
-            kill(group.pids[0])
+            kill(pids(group)[0])
         record = trainer.advance(prompts)
     finally:
         trainer.close()
@@ -150,10 +151,10 @@ def slow_low_bytes(texts: list[str]) -> list[float]:
 def kill_one(trainer: Recorder, reward: verl.Reward | None, chance: random.Random) -> None:
     """SIGKILL one rollout worker, or one of the reward's, at a random moment of a random one of the first steps."""
     step, late = chance.randrange(4), chance.random() * 0.4
-    while trainer.steps < step or len((reward or trainer).group.pids) < 2:
+    while trainer.steps < step or len(pids((reward or trainer).group)) < 2:
         time.sleep(0.01)
     time.sleep(late)
-    os.kill(chance.choice((reward or trainer).group.pids), signal.SIGKILL)
+    os.kill(chance.choice(pids((reward or trainer).group)), signal.SIGKILL)
 
 
 class Unhurried(verl.Actor):
@@ -279,7 +280,7 @@ def running(tiny: Path) -> Iterator[Recorder]:
 @pytest.mark.slow
 def test_a_rollout_worker_that_dies_between_two_steps_is_replaced(running: Recorder) -> None:
     before = len(running.trained)
-    kill(running.group.pids[0])
+    kill(pids(running.group)[0])
     running.fit(iter([["c", "d"]]), 1)
     assert len(running.trained) == len(set(running.trained)) == before + 4
     assert not running.schedule.untrained and running.group.size == 1

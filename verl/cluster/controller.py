@@ -3,14 +3,14 @@ on a Ray cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from verl._base.checked import checked, hinted
 from verl._base.combinations import MAKE, check
 from verl._base.record import Seconds
-from verl._host.device import claim, count, default_kind
+from verl._host.device import claim, count
 from verl._host.ranks import local_ranks, torchrun_ranks
 from verl.cluster.group import RankGroup
 from verl.cluster.placement import DeviceMesh, ResourcePool
@@ -47,45 +47,34 @@ class Controller:
     def __init__(self, placement: Any = None, *, timeout: Seconds | None = None) -> None:
         self._may_change = timeout is None
         ranks = torchrun_ranks()
-        self.executor = "torchrun" if ranks > 1 else "local"
-        self._placement = placement
+        #: The placement of each role; by default all roles on all ranks.
+        self.mesh = DeviceMesh(ResourcePool.numbered(0, ranks) if placement is None else placement)
+        first = self.mesh.devices[0]
         #: Where models run; a kind alone: on whichever device of that kind they are.
-        self.device = default_kind()
-        if placement is not None:
-            if ranks == 1 and (len(self.mesh.devices) > 1 or self.mesh.devices[0].is_named):
-                self.executor = "ray"
-                self.transport: Transport = _ray_transport(self.mesh, TIMEOUT if timeout is None else timeout)
-            else:
-                self._check(ranks)
-            device = self.mesh.devices[0]
-            self.device = str(device) if device.kind == "cuda" else device.kind
-        if self.executor == "torchrun":
+        self.device = first.kind if placement is None or first.kind != "cuda" else str(first)
+        if ranks > 1:
             from verl.cluster.torchrun.transport import torchrun_transport
 
-            kind = self.mesh.devices[0].kind
+            for device in self.mesh.devices:
+                if device.node or device.accelerator:
+                    what = f"device {device} names a node or accelerator"
+                    raise ConfigError(f"placement: {what}, which takes Ray, not torchrun")
+            self.mesh.check({first.kind: ranks}, f"this torchrun job of {ranks} ranks")
             for index in range(local_ranks()):
-                claim(f"{kind}:{index}")
-            self.transport = torchrun_transport(timeout, kind)
-        elif self.executor == "local":
-            self.transport = Transport(self.device)
+                claim(f"{first.kind}:{index}")
+            self.executor = "torchrun"
+            self.transport: Transport = torchrun_transport(timeout, first.kind)
+        elif len(self.mesh.devices) > 1 or first.node or first.accelerator:
+            self.executor = "ray"
+            self.transport = _ray_transport(self.mesh, TIMEOUT if timeout is None else timeout)
+        else:
+            if placement is not None:
+                self.mesh.check({"cuda": count("cuda"), "cpu": first.index + 1}, "this machine")
+            self.executor, self.transport = "local", Transport(self.device)
         #: Whether roles run in this process alone.
         self.is_local = self.executor == "local"
         #: Ranks in all.
         self.size = self.transport.size
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that ranks wait for each other."""
-        return self.transport.timeout
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        """The placement of each role; by default all roles on all ranks."""
-        return DeviceMesh(ResourcePool.numbered(0, torchrun_ranks()) if self._placement is None else self._placement)
-
-    def own_pool(self, role: str) -> ResourcePool | None:
-        """The devices that the placement names for a role, if any."""
-        return None if self._placement is None else self.mesh.pools.get(role)
 
     @classmethod
     def of(cls, placement: Any = None) -> Controller:
@@ -96,14 +85,9 @@ class Controller:
         if isinstance(placement, Controller):
             return placement
         key = torchrun_ranks(), None if placement is None else DeviceMesh(placement)
-        if key not in _known or _known[key].has_ended:
+        if key not in _known or _known[key].transport.ended is not None:
             _known[key] = cls(placement)
         return _known[key]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the processes at its devices were ended, by `close` or by a failure."""
-        return self.transport.ended is not None
 
     def group(
         self,
@@ -124,28 +108,23 @@ class Controller:
         Raises:
             ConfigError: the settings, the ranks and the model do not go together; nothing has been started.
         """
-        meshes = self.meshes(role, options, 1 if rollout is None else rollout.tensor_parallel)
+        meshes = RoleMeshes(role, self.meshes(role, options, 1 if rollout is None else rollout.tensor_parallel))
         if model is not None:
-            self._check_model(role, meshes, options, model, rollout)
+            shape, trains, generates = shape_of(model), meshes.meshes["train"], meshes.meshes.get("rollout")
+            asked = {"Ray": f"{MAKE}, or run in one process or under torchrun"} if self.executor == "ray" else {}
+            others = f"all {self.size} ranks of a job, and '{role}' trains on {trains.size}"
+            asked |= {"other ranks": others} if trains.size < self.size else {}
+            check_training(options, trains.layout, shape, **asked)
+            generation = {} if rollout is None else rollout.asked()
+            if generates is not None:
+                generates.layout.check(shape)
+                check(generation | shape.asked())
+            if not self.is_local:
+                splits = 1 if generates is None else generates.layout.tp
+                rehearse(model, options, trains.layout, splits=splits, rollout=generation)
         if self.is_local:
             claim(self.device)
-        return RankGroup(RoleMeshes(role, meshes), recipe, Transport(self.device) if self.is_local else self.transport)
-
-    def _check_model(
-        self, role: str, meshes: Mapping[str, Mesh], options: TrainOptions, model: Any, rollout: Any
-    ) -> None:
-        shape, trains, generates = shape_of(model), meshes["train"], meshes.get("rollout")
-        asked = {"Ray": f"{MAKE}, or run in one process or under torchrun"} if self.executor == "ray" else {}
-        others = f"all {self.size} ranks of a job, and '{role}' trains on {trains.size}"
-        asked |= {"other ranks": others} if trains.size < self.size else {}
-        check_training(options, trains.layout, shape, **asked)
-        generation = {} if rollout is None else rollout.asked()
-        if generates is not None:
-            generates.layout.check(shape)
-            check(generation | shape.asked())
-        if not self.is_local:
-            splits = 1 if generates is None else generates.layout.tp
-            rehearse(model, options, trains.layout, splits=splits, rollout=generation)
+        return RankGroup(meshes, recipe, Transport(self.device) if self.is_local else self.transport)
 
     def meshes(self, role: str, options: TrainOptions = _PLAIN, generation_tp: int = 1) -> dict[str, Mesh]:
         """The ranks of a role by mesh, "train" and, of an actor, "rollout": on devices of its own if the placement says
@@ -155,12 +134,14 @@ class Controller:
             generation_tp: ranks that share one copy of the actor in generation.
 
         Raises:
-            ConfigError: the ranks cannot be shared so, or do not ascend (`Mesh.check_order`).
+            ConfigError: the ranks cannot be shared so.
         """
-        ranks, parallel = self._stand(role)
-        meshes = {"train": Mesh(ranks, layout_of(options, len(ranks), parallel))}
+        is_numbered, pool = self.executor == "torchrun", self.mesh.pool(role)
+        rank_of = {device: device.index if is_numbered else i for i, device in enumerate(self.mesh.devices)}
+        ranks = tuple(rank_of[device] for device in pool.devices)
+        meshes = {"train": Mesh(ranks, layout_of(options, len(ranks), pool.parallel))}
         if role == "actor":
-            ranks, _ = self._stand("rollout")
+            ranks = tuple(rank_of[device] for device in self.mesh.pool("rollout").devices)
             if len(ranks) % generation_tp:
                 raise ConfigError(
                     f"layout: rollout.tensor_model_parallel_size={generation_tp} does not divide the {len(ranks)} "
@@ -170,21 +151,11 @@ class Controller:
             trains = meshes["train"]
             is_strided = set(ranks) == set(trains.ranks) and not trains.layout.is_plain
             meshes["rollout"] = generation_mesh(trains, tg=generation_tp) if is_strided else Mesh(ranks, layout)
-        for mesh in meshes.values():
-            mesh.check_order()
         return meshes
-
-    def _stand(self, role: str) -> tuple[tuple[int, ...], str]:
-        """The ranks of a role, and how they share its model, as `ResourcePool.parallel`."""
-        if self._placement is None:
-            return tuple(range(self.size)), "data"
-        pool, devices = self.mesh.pool(role), self.mesh.devices
-        numbers = (device.index if self.executor == "torchrun" else devices.index(device) for device in pool.devices)
-        return tuple(numbers), pool.parallel
 
     def wait(self, seconds: float) -> None:
         """Set the timeout of ranks and controller, if none was given and the ranks have not started."""
-        if self._may_change and not (self.transport.has_started):
+        if self._may_change and not self.transport.has_started:
             self.transport.timeout = seconds
 
     def start(self) -> None:
@@ -203,8 +174,6 @@ class Controller:
         Returns:
             The results, by rank.
         """
-        if self.is_local:
-            return [function(*args, *(each[0] if each else ()))]
         commands = {rank: Command("run", (function, *args, *(each[rank] if each else ()))) for rank in range(self.size)}
         answers = dict(run(self.transport, commands, getattr(function, "__name__", "everywhere")))
         return [answers[rank] for rank in range(self.size)]
@@ -213,14 +182,6 @@ class Controller:
         """End the processes that were started on a Ray cluster; the end of this process does that, too."""
         if self.executor == "ray":
             self.transport.close()
-
-    def _check(self, ranks: int) -> None:
-        if ranks == 1:
-            self.mesh.check({"cuda": count("cuda"), "cpu": self.mesh.devices[0].index + 1}, "this machine")
-            return
-        if named := next((device for device in self.mesh.devices if device.is_named), None):
-            raise ConfigError(f"placement: device {named} names a node or accelerator, which takes Ray, not torchrun")
-        self.mesh.check({self.mesh.devices[0].kind: ranks}, f"this torchrun job of {ranks} ranks")
 
 
 def _ray_transport(mesh: DeviceMesh, timeout: float) -> Transport:
@@ -253,7 +214,7 @@ def everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
     """
     if torchrun_ranks() > 1:
         return Controller.of(None).everywhere(function, *args)
-    started = [known for known in _known.values() if not (known.is_local or known.has_ended)]
+    started = [known for known in _known.values() if not known.is_local and known.transport.ended is None]
     if len(started) > 1:
         raise ConfigError(f"there are {len(started)} placements: call everywhere() of one of the controllers")
     return started[0].everywhere(function, *args) if started else [function(*args)]

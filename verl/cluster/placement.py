@@ -36,11 +36,6 @@ class Device:
     node: str = ""
     accelerator: str = ""
 
-    @property
-    def is_named(self) -> bool:
-        """Whether it names a node or a type of accelerator."""
-        return bool(self.node or self.accelerator)
-
     def __str__(self) -> str:
         node, accelerator = f"@{self.node}" if self.node else "", f" ({self.accelerator})" if self.accelerator else ""
         return f"{self.kind}:{self.index}{node}{accelerator}"
@@ -221,13 +216,11 @@ class DeviceMesh:
 def _devices(written: str | Device) -> list[Device]:
     if isinstance(written, Device):
         return [replace(written, kind=_kind(written.kind, written))]
-    text = str(written).strip().lower()
-    match = _RANGE.fullmatch(text)
+    match = _RANGE.fullmatch(str(written).strip().lower())
     if match is None:
         raise ConfigError(f"placement: '{written}' is no device: write 'cuda:0', 'cuda:0-3' or 'cpu:0,2'")
-    kind, numbers = _kind(match[1], written), match[2] or "0"
-    devices = []
-    for part in numbers.replace(" ", "").split(","):
+    kind, devices = _kind(match[1], written), []
+    for part in (match[2] or "0").replace(" ", "").split(","):
         first, _, last = part.partition("-")
         if max(len(first), len(last)) > 9:
             raise ConfigError(f"placement: '{written[:40]}' has a number of a device that no machine has")

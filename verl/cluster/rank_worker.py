@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,15 @@ class RankWorker:
         """This rank's context in a role; None if it has no part in it. All ranks call this in the same order."""
         return RankContext(role=role.role, device=self.device)
 
-    def collective(self, what: str) -> AbstractContextManager[None]:
-        """Inside, a broken collective raises `BrokenCollectiveError`."""
-        return nullcontext()
+    @contextmanager
+    def collective(self, what: str, where: str) -> Iterator[None]:
+        """Inside, an exception keeps its type and says where it arose, in a note; a collective of a `World` that breaks
+        raises `BrokenCollectiveError`."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(where)
+            raise
 
     def carry_out(
         self, method: str, args: Sequence[Any], answers: bool, rows: Sequence[int] | None, first: Any = None
@@ -56,7 +62,7 @@ class RankWorker:
 
     def make(self, key: int, recipe: partial[Any], role: RoleMeshes) -> Iterable[Any]:
         """This rank's worker of a role, if it has one. Called on all ranks, in the same order."""
-        with self._noted(role.role, "start"):
+        with self.collective(f"{role.role}.start", f"in role '{role.role}', {who()}, call 'start'"):
             context = self.context(role)
             if context is not None:
                 self.workers[key] = (role.role, recipe(context=context))
@@ -68,7 +74,7 @@ class RankWorker:
     def call(self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *first: Any) -> Iterator[Any]:
         """Call a method of this rank's worker of a role; yields its items, or its one result."""
         role, worker = self.workers[key]
-        with self._noted(role, method):
+        with self.collective(f"{role}.{method}", f"in role '{role}', {who()}, call '{method}'"):
             answer = getattr(worker, method)(*first, *args, **kwargs)
             if isinstance(answer, Iterator):
                 yield from answer
@@ -81,23 +87,8 @@ class RankWorker:
     def run(self, function: Callable[..., Any], *args: Any) -> Iterable[Any]:
         """Call a function in this process."""
         name = getattr(function, "__name__", "everywhere")
-        with self.collective(name), _noted(f"in '{name}', {who()}"):
+        with self.collective(name, f"in '{name}', {who()}"):
             return (function(*args),)
-
-    @contextmanager
-    def _noted(self, role: str, method: str) -> Iterator[None]:
-        with self.collective(f"{role}.{method}"), _noted(f"in role '{role}', {who()}, call '{method}'"):
-            yield
-
-
-@contextmanager
-def _noted(text: str) -> Iterator[None]:
-    """Inside, an exception keeps its type and says where it arose, in a note."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(text)
-        raise
 
 
 def part_of(first: Any, rows: Sequence[int] | None) -> Any:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl._host.device import count
 from verl.cluster.rank_context import TIMEOUT
 from verl.cluster.rank_worker import RankWorker, stacks
 from verl.errors import BrokenCollectiveError, ClusterError
@@ -60,9 +59,10 @@ class Transport:
         worker: its workers, once it `has_started`.
         timeout: seconds that ranks wait for each other.
         ended: why the processes were ended; None: they were not.
+        devices_a_machine: most devices of the placement's kind that a machine has for its ranks.
     """
 
-    own_rank, size = 0, 1
+    own_rank, size, devices_a_machine = 0, 1, 1
     timeout = TIMEOUT
     ended: str | None = None
     has_started = False
@@ -70,11 +70,6 @@ class Transport:
 
     def __init__(self, device: str) -> None:
         self.worker = RankWorker(device)
-
-    @property
-    def devices_a_machine(self) -> int:
-        """Most devices of the placement's kind that a machine has for its ranks."""
-        return count(self.worker.device.partition(":")[0])
 
     def start(self) -> None:
         """Start or join the processes, which the first `send` does otherwise."""

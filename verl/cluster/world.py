@@ -73,11 +73,12 @@ class World(RankWorker):
         )
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
+    def collective(self, what: str, where: str) -> Iterator[None]:
         self._open.add(token := object())
         is_broken = False
         try:
-            yield
+            with super().collective(what, where):
+                yield
         except Exception as error:
             if is_broken := is_broken_collective(error):
                 raise BrokenCollectiveError(

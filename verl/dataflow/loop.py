@@ -43,8 +43,9 @@ def dump_stacks(reason: str) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         logger.error("%s; stacks of all threads:\n%s", reason, file.read())
-    if pool := sys.modules.get("verl.cluster.ray.pool"):  # else there are none
-        pool.dump_stacks()
+    if module := sys.modules.get("verl.cluster.ray.pool"):  # else there are none
+        for pool in list(module.POOLS):
+            pool.dump_stacks()
 
 
 @dataclass(eq=False)

@@ -253,7 +253,7 @@ def output_node(read: ModelOutput, handle: Actor | Critic) -> Node:
 def deadline_of(handle: Actor | Critic) -> float | None:
     """On several ranks each call has a deadline, whose error names the rank that is late; a node makes up to two such
     calls, and its own deadline, which cannot name a rank, comes after theirs."""
-    return None if handle.controller.is_local else 2 * handle.controller.timeout
+    return None if handle.controller.is_local else 2 * handle.controller.transport.timeout
 
 
 @checked

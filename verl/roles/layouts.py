@@ -78,7 +78,7 @@ def enable_hybrid_engine(
         raise ConfigError(f"hybrid engine: a model with a '{actor.head}' head writes no responses")
     if options.name not in ("auto", *ENGINES):
         raise ConfigError(f"hybrid engine: it is for the engines embedded, hf and vllm, not {options.name!r}")
-    pool = actor.controller.own_pool("rollout")
+    pool = actor.controller.mesh.pools.get("rollout")
     if pool is not None and set(pool.devices) != set(actor.controller.mesh.pool("actor").devices):
         raise ConfigError(
             "hybrid engine: placement gives generation devices of its own, where weights travel to after each "

@@ -99,7 +99,7 @@ class Reward:
             ConfigError: the reward has no model that could run there, or the ranks shall cut it.
         """
         controller = Controller.of(placement)
-        pool = controller.own_pool(role)
+        pool = controller.mesh.pools.get(role)
         if pool is None:
             return
         models = self._models()

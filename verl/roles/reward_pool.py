@@ -175,7 +175,7 @@ class RewardPool(Pool):
         elif isinstance(answer, Exception):
             raise answer
         elif name == "start":
-            self._has_started(worker, answer)
+            worker.host, worker.node, worker.pid = answer
         elif job is None:  # loaded, or alive
             self._deaths, worker.is_ready = 0, True
         else:

@@ -160,7 +160,7 @@ class RolloutPool(Pool):
         if isinstance(answer, Exception):
             raise answer
         if name == "start":
-            self._has_started(worker, answer)
+            worker.host, worker.node, worker.pid = answer
         elif answer is None:
             worker.ran = time.monotonic()
         if not isinstance(answer, Finished) or answer.group not in worker.jobs:

@@ -143,4 +143,4 @@ class Controller(controller.Controller):
 
     def broadcast(self, what: Symbol) -> Flow:
         """Begin an expression with `prompts`; see `verl.trainer.expression`."""
-        return Flow(deadline=DEADLINE if self._may_change else self.timeout).broadcast(what)
+        return Flow(deadline=DEADLINE if self._may_change else self.transport.timeout).broadcast(what)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 #: What makes a process a rank of a torchrun job; a worker is none, though the driver may be one.
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -19,7 +18,7 @@ _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 class PooledWorker:
     """A Ray actor of a `Pool`."""
 
-    def start(self, name: str, env: Mapping[str, str], path: Sequence[str], folder: str) -> dict[str, Any]:
+    def start(self, name: str, env: Mapping[str, str], path: Sequence[str], folder: str) -> tuple[str, str, int]:
         """Become worker `name`.
 
         Args:
@@ -27,7 +26,7 @@ class PooledWorker:
             folder: the driver's working directory; "": stay here.
 
         Returns:
-            `host`, `node` (Ray's name of it) and `pid`.
+            Host, node (Ray's name of it) and process id.
         """
         import ray
 
@@ -43,7 +42,7 @@ class PooledWorker:
         host = socket.gethostname()
         logging.basicConfig(format=f"{name} on {host}: %(levelname)s %(name)s: %(message)s", force=True)
         _end_together()
-        return {"host": host, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+        return host, ray.get_runtime_context().get_node_id(), os.getpid()
 
 
 def _end_together() -> None:

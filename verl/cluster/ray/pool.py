@@ -36,18 +36,14 @@ PATIENCE = 30.0
 #: What a worker takes of a node's CPUs: next to none, so that no placement keeps it from starting, but nothing
 #: where there are none for work.
 _CPUS = 0.001
-_POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def dump_stacks() -> None:
-    """Have the workers of all pools write the stacks of their threads to their stderr."""
-    for pool in list(_POOLS):
-        pool.dump_stacks()
+#: All pools of this process.
+POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
+_once_at_exit = functools.cache(atexit.register)
 
 
 def close_all() -> None:
     """End the workers of all pools."""
-    for pool in list(_POOLS):
+    for pool in list(POOLS):
         pool.close()
 
 
@@ -117,7 +113,7 @@ class Pool:
         self._next = 0
         self._deaths, self._death = 0, 0.0
         self._ample_since, self._needed = 0.0, 0
-        _POOLS.add(self)
+        POOLS.add(self)
 
     @property
     def workers(self) -> list[Worker]:
@@ -127,11 +123,6 @@ class Pool:
     @property
     def size(self) -> int:
         return len(self.workers)
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers that have started."""
-        return [worker.pid for worker in self.workers if worker.pid]
 
     @checked
     def scale(self, size: Processes) -> None:
@@ -187,7 +178,8 @@ class Pool:
 
     def _start(self) -> None:
         ray = connect()
-        _close_at_exit()
+        # Before Ray's own end, which would look like the death of every worker: so once Ray is imported.
+        _once_at_exit(close_all)
         actor = ray.remote(
             max_restarts=0, num_cpus=_CPUS, num_gpus=self.gpus, concurrency_groups=self.concurrency_groups
         )(self.worker_class)
@@ -201,9 +193,6 @@ class Pool:
         """Begin a call of a worker's method; its end is an event."""
         future = getattr(worker.actor, method.__name__).remote(*args).future()
         future.add_done_callback(lambda done: self.events.put((worker, name, done.exception() or done.result())))
-
-    def _has_started(self, worker: Worker, about: dict[str, Any]) -> None:
-        worker.host, worker.node, worker.pid = about["host"], about["node"], about["pid"]
 
     def _end(self, worker: Worker) -> None:
         self._workers.remove(worker)
@@ -231,12 +220,6 @@ class Pool:
         logger.warning("%s %s; another one takes its place", worker, how)
         self._start()
         return how
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    """Before Ray's own end, which would look like the death of every worker: so it is called once Ray is imported."""
-    atexit.register(close_all)
 
 
 def kill(worker: Worker) -> None:

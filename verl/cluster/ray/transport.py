@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -53,12 +54,15 @@ class RayTransport(Transport):
         #: The last batch that was sent, and its reference: the calls of a step read the same one.
         self._put: tuple[Callable[[], Any], Any] = (lambda: None), None
         connect()
-        self._cpus = _check(mesh)
-
-    @property
-    def devices_a_machine(self) -> int:
-        kind = "GPU" if self.mesh.devices[0].kind == "cuda" else "CPU"
-        return int(max(node["Resources"].get(kind, 0) for node in _nodes()))
+        self._kind = "GPU" if mesh.devices[0].kind == "cuda" else "CPU"
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeName"], n["NodeID"]))
+        self.devices_a_machine = int(max(node["Resources"].get(self._kind, 0) for node in nodes))
+        self._selectors = [_selector(device, nodes) for device in mesh.devices]
+        self._share = 1.0 if self._kind == "GPU" else _free_cpus(self.size)
+        if self._kind == "GPU":
+            gpus = int(ray.cluster_resources().get("GPU", 0))
+            mesh.check({"cuda": gpus}, f"the Ray cluster of {len(nodes)} nodes")
 
     def start(self) -> None:
         """Start the processes and let them meet.
@@ -69,42 +73,39 @@ class RayTransport(Transport):
         with self._lock:
             if self.has_started or self.ended is not None:
                 return
-            kind = self.mesh.devices[0].kind
-            nodes = _nodes()
-            bundle = {"GPU": 1.0} if kind == "cuda" else {"CPU": self._cpus}
-            selectors = [_selector(device, nodes) for device in self.mesh.devices]
-            strategy = "PACK" if kind == "cuda" else "SPREAD"
-            self._group = placement_group([bundle] * self.size, strategy, bundle_label_selector=selectors)
+            bundle, is_cuda = {self._kind: self._share}, self._kind == "GPU"
+            strategy = "PACK" if is_cuda else "SPREAD"
+            self._group = placement_group([bundle] * self.size, strategy, bundle_label_selector=self._selectors)
             if not self._group.wait(START_DEADLINE):
                 remove_placement_group(self._group)
+                has, free = (
+                    ", ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
+                    for resources in (ray.cluster_resources(), ray.available_resources())
+                )
                 raise ClusterError(
                     f"placement: {self.size} devices with {bundle} each found no place on the Ray cluster within "
-                    f"{START_DEADLINE:g} s: it has {_amounts(ray.cluster_resources())}, of which free: "
-                    f"{_amounts(ray.available_resources())}"
+                    f"{START_DEADLINE:g} s: it has {has}, of which free: {free}"
                 )
             actor_class = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayRank)
+            share = {"num_gpus": 1, "num_cpus": 0} if is_cuda else {"num_cpus": self._share}
             for index in range(self.size):
                 where = PlacementGroupSchedulingStrategy(self._group, index)
-                share = {"num_gpus": 1, "num_cpus": 0} if kind == "cuda" else {"num_cpus": self._cpus}
                 self._workers.append(actor_class.options(scheduling_strategy=where, **share).remote())
             self.has_started = True
-            self._meet("cuda:0" if kind == "cuda" else "cpu")
+            self._meet("cuda:0" if is_cuda else "cpu")
 
     def _meet(self, device: str) -> None:
         """Let the ranks meet at a store that rank 0 opens: the port is its own from the beginning."""
-
-        def each(commands: Mapping[int, Command]) -> dict[int, Any]:
-            return dict(run(self, commands, "start", timeout=START_DEADLINE))
-
-        about = each(dict.fromkeys(range(self.size), Command("about")))
+        each = partial(run, self, what="start", timeout=START_DEADLINE)
+        about = dict(each(dict.fromkeys(range(self.size), Command("about"))))
         self._about = [about[rank] for rank in range(self.size)]
         machines = [one["node"] for one in self._about]
         is_one = len(set(machines)) == 1
-        port = each({0: Command("open_store", (is_one,))})[0]
+        ((_, port),) = each({0: Command("open_store", (is_one,))})
         meeting = "127.0.0.1" if is_one else self._about[0]["address"], port
         threads = [max(1, torch.get_num_threads() // machines.count(machine)) for machine in machines]
         joins = [(rank, machines, meeting, self.timeout, device, n, sys.path) for rank, n in enumerate(threads)]
-        each({rank: Command("join", args) for rank, args in enumerate(joins)})
+        dict(each({rank: Command("join", args) for rank, args in enumerate(joins)}))
 
     def send(
         self, commands: Mapping[int, Command], what: str, first: Any = None, collective: bool = False
@@ -179,30 +180,18 @@ def _shared(args: tuple[Any, ...]) -> Any:
     return ray.put(args) if buffers or len(pickled) > _INLINE else pickled
 
 
-def _check(mesh: DeviceMesh) -> float:
-    """Compare a placement with the cluster; the CPUs that a rank on a CPU takes of it."""
-    nodes = _nodes()
-    for device in mesh.devices:
-        _selector(device, nodes)
-    total = ray.cluster_resources()
-    if mesh.devices[0].kind == "cuda":
-        mesh.check({"cuda": int(total.get("GPU", 0))}, f"the Ray cluster of {len(nodes)} nodes")
-        return 0.0
+def _free_cpus(ranks: int) -> float:
+    """The CPUs that each of some ranks on CPUs takes of the cluster."""
     # Half of what is free, so that a second placement and other work find a place.
-    free, count = ray.available_resources().get("CPU", 0.0), len(mesh.devices)
-    share: float = min(1.0, free / 2 / count)
+    free = ray.available_resources().get("CPU", 0.0)
+    share: float = min(1.0, free / 2 / ranks)
     if share < _LEAST_CPUS:
         raise ConfigError(
-            f"placement: {count} cpu devices take {_LEAST_CPUS} CPUs each or more, and of the {total.get('CPU', 0):g} "
-            f"CPUs of the Ray cluster {free:g} are free, half of which a placement may take"
+            f"placement: {ranks} cpu devices take {_LEAST_CPUS} CPUs each or more, and of the "
+            f"{ray.cluster_resources().get('CPU', 0):g} CPUs of the Ray cluster {free:g} are free, half of which a "
+            "placement may take"
         )
     return math.floor(share * 1e4) / 1e4  # the cluster's own precision
-
-
-def _nodes() -> list[dict[str, Any]]:
-    """The living nodes of the cluster, the head first."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return sorted(alive, key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeName"], n["NodeID"]))
 
 
 def _selector(device: Device, nodes: list[dict[str, Any]]) -> dict[str, str]:
@@ -225,7 +214,3 @@ def _selector(device: Device, nodes: list[dict[str, Any]]) -> dict[str, str]:
     if device.kind == "cuda" and device.node and device.index >= (count := int(matching[0]["Resources"].get("GPU", 0))):
         raise ConfigError(f"placement: device {device} is not there: node {device.node} has {count} GPUs")
     return labels
-
-
-def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -58,9 +58,9 @@ def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
         buffers.append(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
         dtype = str(value.dtype).removeprefix("torch.")
         return {"$": "tensor", "at": len(buffers) - 1, "dtype": dtype, "shape": list(value.shape)}
-    for name, form in _FORMS.items():
-        if isinstance(value, form.kind):
-            return {"$": name, "parts": _encoded(form.parts(value), buffers)}
+    for name, (kind, parts, _) in _FORMS.items():
+        if isinstance(value, kind):
+            return {"$": name, "parts": _encoded(parts(value), buffers)}
     if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
         fields = {name: _encoded(getattr(value, name), buffers) for name in _field_names(type(value))}
         # An algorithm may change from batch to batch.
@@ -101,7 +101,8 @@ def decode(tree: Any, buffers: list[torch.Tensor]) -> Any:
         return tree
     kind = tree.get("$")
     if kind in _FORMS:
-        return _FORMS[kind].whole(decode(tree["parts"], buffers))
+        _, _, whole = _FORMS[kind]
+        return whole(decode(tree["parts"], buffers))
     if kind == "tensor":
         dtype, raw = _dtype(tree["dtype"]), buffers[tree["at"]]
         return (raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)).reshape(tree["shape"])
@@ -123,14 +124,6 @@ def decode(tree: Any, buffers: list[torch.Tensor]) -> Any:
     return target
 
 
-class _Form(NamedTuple):
-    """How values of a kind travel: as `parts`, of kinds that have a form themselves, and made again of these."""
-
-    kind: Any
-    parts: Callable[[Any], Any]
-    whole: Callable[[Any], Any]
-
-
 def _items(value: tuple[Any, ...]) -> list[Any]:
     if type(value) is not tuple:  # a named tuple is a class of its own
         raise ConfigError(f"a {type(value).__qualname__} cannot travel to another rank: give a plain tuple")
@@ -144,7 +137,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _files_of(tokenizer: Any) -> dict[str, bytes]:
+def _files(tokenizer: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
@@ -157,44 +150,38 @@ def _tokenizer(files: Mapping[str, bytes]) -> Any:
         return load_tokenizer(folder)
 
 
-#: In the order in which they are tried.
-_FORMS = {
-    "bytes": _Form(
+#: How values of a kind travel: as parts, of kinds that have a form themselves, and made again of these. In the order in
+#: which they are tried.
+_FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (
         bytes | bytearray | memoryview,
         lambda value: torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte(),
         lambda tensor: bytes(tensor.numpy()),
     ),
-    "batch": _Form(Batch, Batch.to_ipc, Batch.from_ipc),
-    "tuple": _Form(tuple, _items, tuple),
-    "set": _Form(set, list, set),
-    "frozenset": _Form(frozenset, list, frozenset),
-    "mapping": _Form(Mapping, lambda value: [[key, item] for key, item in value.items()], dict),
-    "dtype": _Form(torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype),
-    "path": _Form(Path, str, Path),
-    "partial": _Form(
+    "batch": (Batch, Batch.to_ipc, Batch.from_ipc),
+    "tuple": (tuple, _items, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "mapping": (Mapping, lambda value: [[key, item] for key, item in value.items()], dict),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype),
+    "path": (Path, str, Path),
+    "partial": (
         partial,
         lambda value: [value.func, list(value.args), dict(value.keywords)],
         lambda parts: partial(parts[0], *parts[1], **parts[2]),
     ),
-    "model": _Form(  # or the model itself, if all ranks know it
+    "model": (  # or the model itself, if all ranks know it
         PortableModel,
         lambda value: value.parts() if id(value.model) not in registry.numbers else value.model,
         lambda parts: PortableModel.of_parts(parts) if isinstance(parts, dict) else PortableModel(parts),
     ),
-    "name": _Form(FunctionType | type, lambda value: _name(value), lambda name: _named(name)),
-    "tokenizer": _Form(PreTrainedTokenizerBase, _files_of, _tokenizer),
+    "name": (FunctionType | type, lambda value: _name(value), lambda name: _named(name)),
+    "tokenizer": (PreTrainedTokenizerBase, _files, _tokenizer),
 }
 
 
-def encode_error(error: BaseException) -> dict[str, Any]:
-    """An exception as the name of its type and its text."""
-    args = [arg for arg in error.args if isinstance(arg, str)]
-    return {"type": type(error).__name__, "text": args[0] if len(args) == len(error.args) == 1 else str(error)}
-
-
-def decode_error(tree: Any, about: str) -> Exception:
+def decode_error(kind: str, text: str, about: str) -> Exception:
     """The exception, if its type is one of ours or of Python's; else a `ClusterError` with its name and text."""
-    kind, text = str(tree["type"]), str(tree["text"])
     cls = getattr(verl.errors, kind, None) or getattr(builtins, kind, None)
     if isinstance(cls, type) and issubclass(cls, Exception):
         try:

@@ -81,7 +81,8 @@ class Link:
     def __init__(self, group: Any, peer: int, deliver: Callable[[Message], None]) -> None:
         self._group, self.peer, self._deliver = group, peer, deliver
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        #: Set, there are no more heartbeats.
+        self.closed = threading.Event()
         self.reader = threading.Thread(target=self._read, name=f"verl-link-{peer}", daemon=True)
         self._beats = threading.Thread(target=self._beat, name=f"verl-beat-{peer}", daemon=True)
 
@@ -129,21 +130,17 @@ class Link:
             self._group.recv([piece], self.peer, 0).wait()
         return buffer
 
-    def close(self) -> None:
-        """Stop the heartbeat."""
-        self._closed.set()
-
     def _read(self) -> None:
         try:
             while (message := self.receive()).do != "bye":
                 if message.do != "beat":
                     self._deliver(message)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of gloo, or no message of ours
-            self._closed.set()
+            self.closed.set()
             self._deliver(Message("gone", tree=" ".join(str(error).split())))
 
     def _beat(self) -> None:
-        while not self._closed.wait(_BEAT):
+        while not self.closed.wait(_BEAT):
             try:
                 self.send(Message("beat"))
             except ClusterError:

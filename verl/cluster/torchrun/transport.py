@@ -59,16 +59,12 @@ class TorchrunTransport(Transport):
     """
 
     def __init__(self) -> None:
-        self.kind, self.size = "cpu", torchrun_ranks()
+        self.kind, self.size, self.devices_a_machine = "cpu", torchrun_ranks(), local_ranks()
         self._links: dict[int, Link] = {}
         self._about: dict[int, Mapping[str, Any]] = {}
         self._gone: dict[int, str] = {}
         self._lock = threading.RLock()  # commands reach all ranks in the order in which they are carried out here
         self._serials, self._sent = itertools.count(1), dict[int, _Sent]()
-
-    @property
-    def devices_a_machine(self) -> int:
-        return local_ranks()
 
     def start(self) -> None:
         """Connect all ranks. On rank 0 it returns once all are connected, on another rank it never returns.
@@ -172,8 +168,9 @@ class TorchrunTransport(Transport):
         if not sent.pending:
             self._sent.pop(sent.serial, None)
         if message.do == "error":
-            error = decode_error(message.body, self.who(rank))
-            error.__cause__ = ClusterError(f"the worker's own traceback: {message.body['traceback']}")
+            about = message.body
+            error = decode_error(about["type"], about["text"], self.who(rank))
+            error.__cause__ = ClusterError(f"the worker's own traceback: {about['traceback']}")
             return [Event(rank, "error", error)]
         return [Event(rank, message.do, message.tree)]
 
@@ -223,7 +220,7 @@ class TorchrunTransport(Transport):
         failed = getattr(sys, "last_value", None) is not None
         self._tell(Message("end", tree=int(failed)), [rank for rank in self._links if rank not in self._gone])
         for link in self._links.values():
-            link.close()
+            link.closed.set()
             link.reader.join(LEAVING)
         world.leave()
 
@@ -239,9 +236,7 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], rank: int) -> 
     return None
 
 
-@functools.cache
-def _this_job() -> TorchrunTransport:
-    return TorchrunTransport()
+_this_job = functools.cache(TorchrunTransport)
 
 
 def torchrun_transport(timeout: float | None, kind: str) -> TorchrunTransport:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from verl._host.ranks import registry, who
 from verl.cluster.rank_worker import RankWorker, stacks
-from verl.cluster.torchrun.codec import encode_error
 from verl.cluster.torchrun.link import Link, Message
 from verl.cluster.transport import GRACE, after
 from verl.errors import ClusterError
@@ -47,7 +46,7 @@ class WorkerLoop:
         while (message := self.inbox.get()).do != "end":
             if message.do == "command":
                 self._carry_out(message)
-        self.link.close()
+        self.link.closed.set()
         self.link.try_to_send(Message("bye"))
         if message.tree:  # torchrun takes the first process that fails for the cause: that is the driver
             self.link.reader.join(LEAVING)
@@ -63,7 +62,10 @@ class WorkerLoop:
             ended = Message("end", message.serial)
         except Exception as error:
             trace = f"{who()}, {self.doing}:\n{''.join(traceback.format_exception(error))}"
-            ended = Message.of("error", message.serial, {**encode_error(error), "traceback": trace})
+            args = [arg for arg in error.args if isinstance(arg, str)]
+            text = args[0] if len(args) == len(error.args) == 1 else str(error)
+            about = {"type": type(error).__name__, "text": text, "traceback": trace}
+            ended = Message.of("error", message.serial, about)
         finally:
             self.doing = _IDLE
         try:
