@@ -30,7 +30,7 @@ from verl.errors import DataError, TrainingError
 from verl.models.heads import ValueModel, score_model
 from verl.training.forward import Forward
 from verl.training.torch_engine import TorchEngine
-from verl.workers.update import MiniBatchPlan, TaskLoss, compute_loss, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, loss_term, run_updates
 
 SCRIPT = Path(__file__).with_name("rank_zero_advantage.py")
 FAST = [("grpo", {}), ("gmpo", KL), ("safe_rlhf", {"baseline": "critics"}), ("sft", {}), ("orpo", {})]
@@ -166,8 +166,9 @@ def test_totals_are_of_all_rows_beside_the_counts_of_those_that_are_computed() -
 def test_a_loss_without_an_update_is_of_the_same_rows() -> None:
     algorithm, batches = without_rejected("grpo")
     part = TaskLoss(batches[1], algorithm.objective("actor"))
-    assert compute_loss(engine_of(), part)["policy/kl"] != 0
-    assert compute_loss(engine_of(), part, skip_zero_advantage_rows=True) == {"loss": 0.0}
+    engine = engine_of()
+    assert engine.loss([loss_term(engine, part, False)])["policy/kl"] != 0
+    assert engine.loss([loss_term(engine, part, True)]) == {"loss": 0.0}
 
 
 class Detached(GRPO):

@@ -330,7 +330,7 @@ class Actor(ModelHandle[ActorWorker]):
         self.make_reference()
         temperature = temperature_of(sequences, self.plan.temperature)
         if self.reference.model is None:
-            return self.group.call(ActorWorker.ref_log_probs, sequences, temperature)
+            return self.group.call(ActorWorker.log_probs, sequences, temperature, adapters=False)
         if self._reference is None:
             if not self.controller.is_local:  # while the model is whole: workers of this process may cut it
                 _ = self.reference.digest

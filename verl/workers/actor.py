@@ -35,10 +35,10 @@ from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
 from verl.weights.shard import Shard, Stream
 from verl.workers.generation import GenerationModel
-from verl.workers.streams import broadcast_shards, broadcast_weights
-from verl.workers.sync import SyncCheck
+from verl.workers.streams import broadcast_shards, spread
+from verl.workers.sync import ROWS, SyncCheck
 from verl.workers.trained import TrainedWorker, model_of_rank, train_engine
-from verl.workers.update import MiniBatchPlan, TaskLoss, compute_loss, run_updates
+from verl.workers.update import MiniBatchPlan, TaskLoss, loss_term, run_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,18 +221,14 @@ class ActorWorker(TrainedWorker):
                         logger.warning("%s", error)
                     finished = episode_rows(inputs, results, version, is_double)
                 if self._sync is not None:
-                    self._sync.offer(finished)
+                    self._sync.probe = self._sync.probe or finished.slice(0, ROWS)
                 yield finished
 
     @dispatch("train", split="rows", collect="rows")
-    def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
-        """Column `log_probs`, aligned with `response_tokens`."""
-        return _log_probs(self.engine, batch, temperature, "log_probs")
-
-    @dispatch("train", split="rows", collect="rows")
-    def ref_log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
-        """Column `ref_log_probs`: log-probs without the model's adapters."""
-        return _log_probs(self.engine, batch, temperature, "ref_log_probs", adapters=False)
+    def log_probs(self, batch: Batch, temperature: float = 1.0, adapters: bool = True) -> Batch:
+        """Column `log_probs`, aligned with `response_tokens`; without the model's `adapters` it is `ref_log_probs`."""
+        column = "log_probs" if adapters else "ref_log_probs"
+        return _log_probs(self.engine, batch, temperature, column, adapters=adapters)
 
     @dispatch("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:
@@ -242,7 +238,7 @@ class ActorWorker(TrainedWorker):
     @dispatch("train")
     def loss(self, part: TaskLoss, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
         """`loss` and metrics of an update, without the update."""
-        return compute_loss(self.engine, part, skip_zero_advantage_rows)
+        return self.engine.loss([loss_term(self.engine, part, skip_zero_advantage_rows)])
 
     @dispatch("train")
     def update(self, parts: Sequence[TaskLoss], plan: MiniBatchPlan) -> dict[str, float]:
@@ -259,7 +255,8 @@ class ActorWorker(TrainedWorker):
         """After an update: sync the weights to every rank that generates, under the next policy version."""
         self.policy_version += 1
         if self.context.is_apart:
-            broadcast_weights(self.engine, self.context)
+            trained = Stream(self.engine.shards) if "train" in self.context.meshes else None
+            spread(trained, self.context, self.engine.load_shards)
         return self._sync_weights()
 
     @dispatch("rollout", collect="shards")

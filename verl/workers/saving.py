@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ class RankFiles:
 def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set[str]]:
     """The shards that this rank writes, and the names of all. Each shard is written once, by the holder that has the
     least to write so far."""
-    held = map(_entry, shards)  # which keeps none of them
-    of_all = gather_json([entry for entry in held if entry is not None], group)
+    # A map and a filter let go of a shard before the next one is made; a generator expression would not.
+    held = filter(lambda shard: shard.nbytes or shard.is_whole, shards)
+    of_all = gather_json([*map(attrgetter("name", "offset", "nbytes"), held)], group)
     holders: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
     for rank, entries in enumerate(of_all):
         for name, offset, size in entries:
@@ -93,17 +95,5 @@ def own_share(shards: Iterable[Shard], group: Any) -> tuple[Iterable[Shard], set
         load[writer] += size
         if group is None or writer == dist.get_rank(group):
             mine.add((name, offset))
-    # A filter lets go of a shard before the next one is made; a generator expression would not.
     share = Stream(lambda: filter(lambda shard: (shard.name, shard.offset) in mine, shards))
     return share, {name for name, *_ in holders}
-
-
-def merged(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the metadata of all ranks: each has the optimizer's values for its own weights."""
-    first, *others = metas
-    values = {name: value for meta in (first, *others) for name, value in meta.get("values", {}).items()}
-    return {**first, "values": values} if "values" in first else {**first}
-
-
-def _entry(shard: Shard) -> tuple[str, tuple[int, ...], int] | None:
-    return (shard.name, shard.offset, shard.nbytes) if shard.nbytes or shard.is_whole else None

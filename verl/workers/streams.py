@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from verl.cluster.rank_context import ROLE, RankContext
-from verl.training.engine import TrainEngine
 from verl.training.ranks import gather_json
-from verl.weights.shard import Shard, Stream, split_large
-from verl.weights.shards import load_model_shards, model_shards, whole_weights
+from verl.weights.shard import Shard, split_large
+from verl.weights.shards import whole_weights
 
 
 def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
@@ -44,35 +43,29 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
     # Every rank goes through the weights in the order of the gathered outlines, which is equal on all of them, whatever
     # order its own shards come in: a broadcast matches the call that its peers make at the same time, not a name. Of
     # equal shards the rank listed first sends.
-    local_shards = _ShardsOnDemand(shards)
+    coming, seen = iter(shards), dict[tuple[str, tuple[int, ...]], Shard]()
+
+    def take(name: str, offset: tuple[int, ...]) -> Shard:
+        """One of this rank's; the iterator is advanced only as far as it must be, as some are made on the way."""
+        while (name, offset) not in seen:
+            shard = next(coming)
+            seen[shard.name, shard.offset] = shard
+        return seen.pop((name, offset))
+
     for name, held_by in holders.items():
         whole = [(rank, shard) for rank, shard in held_by if shard.is_whole]
         if len(whole) == dist.get_world_size(group):
-            yield local_shards.take(name, whole[0][1].offset)
+            yield take(name, whole[0][1].offset)
             continue
         by_offset = {shard.offset: (rank, shard) for rank, shard in reversed(whole[:1] or held_by)}
         for rank, shard in reversed(by_offset.values()):
             is_here = rank == dist.get_rank()
-            for part in split_large([local_shards.take(name, shard.offset) if is_here else shard]):
+            for part in split_large([take(name, shard.offset) if is_here else shard]):
                 # A shard of the sender may be in host memory.
                 device = torch.cuda.current_device() if "nccl" in dist.get_backend(group) else "cpu"
                 moved = part.tensor.to(device).contiguous() if is_here else torch.empty_like(part.tensor, device=device)
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
-
-
-class _ShardsOnDemand:
-    """Shards of an iterator by name and offset. It is advanced only as far as it must be: some are made on the way."""
-
-    def __init__(self, shards: Iterable[Shard]) -> None:
-        self._coming = iter(shards)
-        self._seen: dict[tuple[str, tuple[int, ...]], Shard] = {}
-
-    def take(self, name: str, offset: tuple[int, ...]) -> Shard:
-        while (name, offset) not in self._seen:
-            shard = next(self._coming)
-            self._seen[shard.name, shard.offset] = shard
-        return self._seen.pop((name, offset))
 
 
 def gathered(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
@@ -84,18 +77,7 @@ def gathered(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
     return whole_weights(broadcast_shards(shards, group))
 
 
-def equal_weights(model: torch.nn.Module, context: RankContext) -> None:
-    """Give every rank of a role the first trainer's weights: a model that each rank has made for itself may differ."""
-    source = Stream(lambda: model_shards(model)) if context.rank == context.trainer else None
-    _spread(source, context, lambda shards: load_model_shards(model, shards))
-
-
-def broadcast_weights(engine: TrainEngine, context: RankContext) -> None:
-    """Give the ranks of a role that only generate the trained weights."""
-    _spread(Stream(engine.shards) if "train" in context.meshes else None, context, engine.load_shards)
-
-
-def _spread(shards: Iterable[Shard] | None, context: RankContext, load: Callable[[Iterable[Shard]], None]) -> None:
+def spread(shards: Iterable[Shard] | None, context: RankContext, load: Callable[[Iterable[Shard]], None]) -> None:
     """Broadcast the shards of the ranks of a role that have some, and `load` them on the others."""
     stream = broadcast_shards(shards or (), context.groups[ROLE])
     if shards is None:

@@ -24,12 +24,9 @@ class SyncCheck:
     """Compares the log-probs of an engine and the trainer on the samples in `probe`."""
 
     def __init__(self) -> None:
+        #: A few of the latest rollout's first samples.
         self.probe: Batch | None = None
         self._fresh: float | None = None
-
-    def offer(self, samples: Batch) -> None:
-        """Keep a few of a rollout's first samples."""
-        self.probe = self.probe or samples.take(range(min(ROWS, len(samples))))
 
     def measure(self, engine: Any, trainer: TrainEngine) -> dict[str, float]:
         """`sync/mismatch` and `sync/mismatch/max`; empty without a probe.

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +23,10 @@ from verl.training.ranks import gather_json
 from verl.training.torch_engine import TorchEngine
 from verl.weights.layout import Mesh
 from verl.weights.shard import Shard, Stream, names_digest
+from verl.weights.shards import load_model_shards, model_shards
 from verl.weights.tensor_files import read_shards
-from verl.workers.saving import RankFiles, merged
-from verl.workers.streams import equal_weights, gathered
+from verl.workers.saving import RankFiles
+from verl.workers.streams import gathered, spread
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,9 @@ def model_of_rank(source: ModelSource, context: RankContext) -> tuple[Any, Weigh
                 )
         source = PortableModel(source.load())
     live = source.model if context.device is None else put(source.model, context.device)
-    if context.size > 1:
-        equal_weights(live, context)
+    if context.size > 1:  # a model that each rank has made for itself may differ: all get the first trainer's weights
+        first = Stream(lambda: model_shards(live)) if context.rank == context.trainer else None
+        spread(first, context, partial(load_model_shards, live))
     return live, None
 
 
@@ -146,8 +149,11 @@ class TrainedWorker:
         weights = Stream(lambda: (s for s in self.engine.shards() if chosen is None or s.name in chosen))
         parts = {"weights": weights, "optimizer": state}
         self._files = RankFiles(Path(folder), parts, group, background=background)
+        metas = gather_json(meta, group)
+        if "values" in meta:  # each rank has the optimizer's values for its own weights
+            metas[0]["values"] = {name: value for one in metas for name, value in one["values"].items()}
         held = names_digest(self._files.names["optimizer"])
-        return {**merged(gather_json(meta, group)), "tensors": held, self.counter: getattr(self, self.counter)}
+        return {**metas[0], "tensors": held, self.counter: getattr(self, self.counter)}
 
     @dispatch("train")
     def saved(self, wait: bool = True) -> list[dict[str, Any]] | None:

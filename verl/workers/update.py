@@ -127,8 +127,8 @@ def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchP
         )
     steps, rows_left_out, tokens_left_out, shared = [], 0, 0, 0
     for batches in mini_batches([part.rows for part in parts], plan, round_):
-        present = [(part, rows) for part, rows in zip(parts, batches, strict=True) if len(rows) and part.weight]
-        terms = [(part, _loss(engine, part, rows, plan.skip_zero_advantage_rows)) for part, rows in present]
+        present = [replace(p, rows=rows) for p, rows in zip(parts, batches, strict=True) if len(rows) and p.weight]
+        terms = [(part, loss_term(engine, part, plan.skip_zero_advantage_rows)) for part in present]
         losses = [loss for part, loss in terms if not part.objective.by_token or bool(loss.weights.any())]
         if losses:
             steps.append(engine.update(losses))
@@ -152,13 +152,9 @@ def run_updates(engine: TrainEngine, parts: Sequence[TaskLoss], plan: MiniBatchP
     return mean_metrics([step for step in steps if not step["update/skipped"]] or skipped) | counts
 
 
-def compute_loss(engine: TrainEngine, part: TaskLoss, skip_zero_advantage_rows: bool = False) -> dict[str, float]:
-    """`loss` and metrics of a whole batch under the weights as they are."""
-    return engine.loss([_loss(engine, part, part.rows, skip_zero_advantage_rows)])
-
-
-def _loss(engine: TrainEngine, part: TaskLoss, rows: Batch, skip_zero_advantage_rows: bool) -> LossTerm:
-    objective = part.objective
+def loss_term(engine: TrainEngine, part: TaskLoss, skip_zero_advantage_rows: bool) -> LossTerm:
+    """The loss of a mini-batch, or of a whole batch, for an engine."""
+    objective, rows = part.objective, part.rows
     needs, weights = replace(objective.loss_needs, temperature=part.temperature), objective.token_weights(rows)
     skipped: Sequence[int] = ()
     if skip_zero_advantage_rows:
