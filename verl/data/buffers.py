@@ -49,6 +49,9 @@ class Buffer(Protocol):
 
     def drain(self) -> Batch:
         """Give out the samples that wait, in order."""
+        batch = self.state()
+        self.load_state(batch.slice(0, 0))
+        return batch
 
     def state(self) -> Batch:
         """The samples that wait, in order."""
@@ -111,11 +114,6 @@ class MemoryBuffer(Buffer):
         if len(batch):
             self._batches.append(batch)
 
-    def drain(self) -> Batch:
-        batch = self.state()
-        self._batches.clear()
-        return batch
-
     def state(self) -> Batch:
         return Batch.concat(self._batches)
 
@@ -147,7 +145,11 @@ class DiskBuffer(Buffer):
             )
         self._unlock = weakref.finalize(self, lock.close)
         clear_staging(self.path)
-        first = self._read_cursor()
+        cursor = self.path / "cursor.json"
+        try:
+            first = read_json(cursor, _Cursor).segment if cursor.exists() else 0
+        except ValueError as error:
+            raise DataError(f"{cursor} is damaged: {error}. Remove the directory to start an empty buffer") from None
         self._sizes: dict[int, int] = {}
         numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
         for number in numbers:
@@ -168,20 +170,18 @@ class DiskBuffer(Buffer):
             raise no_room(self, batch)
         self._append(batch)
 
-    def drain(self) -> Batch:
-        batch = self.state()
-        if self._sizes:
-            self._remove(list(self._sizes), max(self._sizes) + 1)
-        return batch
-
     def state(self) -> Batch:
         return Batch.concat(Batch.from_parquet(self._file(number)) for number in self._sizes)
 
     def load_state(self, batch: Batch) -> None:
         check_saved(self, batch)
-        old, start = list(self._sizes), self._next
+        old = list(self._sizes)
         self._append(batch)
-        self._remove(old, start)
+        if old:  # are drained at once by the cursor, and then their files go
+            self._write("cursor.json", json.dumps({"segment": max(old) + 1}))
+        for number in old:
+            del self._sizes[number]
+            self._file(number).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock; this object cannot be used afterwards."""
@@ -199,24 +199,10 @@ class DiskBuffer(Buffer):
     def _file(self, number: int) -> Path:
         return self.path / f"{number:012d}.parquet"
 
-    def _read_cursor(self) -> int:
-        file = self.path / "cursor.json"
-        try:
-            return read_json(file, _Cursor).segment if file.exists() else 0
-        except ValueError as error:
-            raise DataError(f"{file} is damaged: {error}. Remove the directory to start an empty buffer") from None
-
     def _write(self, name: str, content: str | bytes) -> None:
         if not self._unlock.alive:
             raise DataError(f"the buffer in {self.path} has been closed, and may be another's now: make a new one")
         write_atomic(self.path / name, content)
-
-    def _remove(self, numbers: list[int], cursor: int) -> None:
-        """Segments that have been drained: at once by the cursor, then their files."""
-        self._write("cursor.json", json.dumps({"segment": cursor}))
-        for number in numbers:
-            del self._sizes[number]
-            self._file(number).unlink(missing_ok=True)
 
 
 class _Cursor(BaseModel):

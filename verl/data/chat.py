@@ -93,7 +93,7 @@ class ChatTokenizer:
             raise DataError(
                 "the prompts are chats, but the tokenizer has no chat template: give plain text, or another tokenizer"
             )
-        if not self._writes_text and not self._writes_parts:
+        if not any(self._writes):
             raise DataError("the chat template does not write what messages say: set the tokenizer's chat_template")
         begun = reply and (messages[-1]["role"] == "assistant" if begun is None else begun)
         # Of what it cannot read it would still refuse some forms.
@@ -138,7 +138,8 @@ class ChatTokenizer:
         Raises:
             DataError: nothing stops generation there, or the reply itself holds what does.
         """
-        names = [self._spelling(token) for token in self.ends]
+        spell = self.tokenizer.convert_ids_to_tokens
+        names = [self.added.get(token) or str(spell(token)) for token in self.ends]
         end = min((position + len(name) for name in names if (position := chat.find(name, start)) >= 0), default=None)
         if end is None:
             closing = [chat.rfind(name, start) + len(name) for name in self.added.values() if name in chat[start:]]
@@ -150,7 +151,7 @@ class ChatTokenizer:
                 )
             return max(closing)
         # What the template writes behind the end of a finished chat may be there, too.
-        behind = self._tail if self.turn_end is None else self._tail.partition(self._spelling(self.turn_end))[2]
+        behind = self._tail if self.turn_end is None else self._tail.partition(self.added[self.turn_end])[2]
         rest = chat[end:]
         for name in names:
             rest, behind = rest.replace(name, ""), behind.replace(name, "")
@@ -219,27 +220,22 @@ class ChatTokenizer:
         """The tokens of a text, without special ones added."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _spelling(self, token: int) -> str:
-        return self.added.get(token) or str(self.tokenizer.convert_ids_to_tokens(token))
-
     @cached_property
-    def _writes_text(self) -> bool:
-        # A template that refuses this chat may still write others.
-        return _PROBE in (self._try([_ASK], True) or _PROBE)
-
-    @cached_property
-    def _writes_parts(self) -> bool:
+    def _writes(self) -> tuple[bool, bool]:
+        """Whether the template writes content that is a text, and content in parts."""
+        text = self._try([_ASK], True)
         parts = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}], True)
-        return _PROBE in parts and (parts == self._try([_ASK], True) or not self._writes_text)
+        writes_text = not text or _PROBE in text  # a template that refuses this chat may still write others
+        return writes_text, _PROBE in parts and (parts == text or not writes_text)
 
     def _readable(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message with its content as this template reads it: parts, or their text."""
-        content = message.get("content")
+        content, (writes_text, writes_parts) = message.get("content"), self._writes
         if message.get("tool_calls"):
             message = {**message, "tool_calls": list(map(self._readable_call, message["tool_calls"]))}
-        if isinstance(content, list) and not self._writes_parts:
+        if isinstance(content, list) and not writes_parts:
             return {**message, "content": content_text(message)}
-        if isinstance(content, str) and not self._writes_text:
+        if isinstance(content, str) and not writes_text:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
 

@@ -16,10 +16,10 @@ it, with its `tool_calls` or `reasoning_content`.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import count, filterfalse, takewhile
 from operator import gt
 from typing import Annotated, Any, ClassVar
@@ -29,12 +29,12 @@ from pydantic import Field
 from verl._base.checked import checked
 from verl._base.record import Count
 from verl.batch import COMPUTED, Batch
-from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer, template_inputs
+from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer
 from verl.data.cursor import Cursor
 from verl.data.files import digest, is_files, named, recorded_files, rows_by_file
 from verl.data.forms import chat_of, readable_row, usual_row
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
-from verl.data.tokenize import PromptTokenizer, Truncation, encode_behind, encode_chat, encode_pair, encode_text, naming
+from verl.data.tokenize import Encoded, PromptTokenizer, Truncation, encode_row, naming
 from verl.errors import ConfigError, DataError, shown
 
 _RESPONSES = ("completion", "response")
@@ -151,7 +151,7 @@ class OfflineDatasetLoader(Iterator[Batch]):
                 f"{len(self._rows) // 2} pairs): nothing can be learned from such rows, leave them out"
             )
 
-    def _encoded(self, chat: ChatTokenizer) -> list[tuple[list[int], list[int], list[int]]]:
+    def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
         """Each row's prompt and response as tokens, and which of the response are trained."""
         encoded = []
         names = ("group", "prompt", "messages", "prompt_tokens", "turns", "response", "reply", *TEMPLATE_COLUMNS)
@@ -239,22 +239,6 @@ def _rows(kind: str, form: PromptForm, fields: dict[str, Any], number: int, wher
     return [{**row, **prompted, **_response(response, prompted, where)}]
 
 
-def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
-    """A row's prompt and response as tokens, and which of the response are trained (see `encode_chat`)."""
-    if row.get("messages") is not None:
-        reply = row["response"] if row.get("reply") is None else json.loads(row["reply"])
-        turns = json.loads(row["turns"]) if row.get("turns") else [reply]
-        return encode_chat(chat, json.loads(row["messages"]), turns, template_inputs(row))
-    if row.get("prompt") is not None:
-        prompt, response = encode_pair(chat, row["prompt"], row["response"])
-    elif row.get("prompt_tokens") is not None:
-        prompt = row["prompt_tokens"]
-        response = encode_behind(chat, prompt, row["response"], end=True)
-    else:
-        prompt, response = encode_text(chat, row["response"])
-    return prompt, response, [1] * len(response)
-
-
 def _read(source: Any, name: str, form: PromptForm, columns: Mapping[str, str]) -> tuple[str, Batch]:
     if is_files(source) and (recorded := recorded_files(source)):  # Parquet keeps its Arrow types
         batches = [Batch.from_parquet(file) for file in recorded]
@@ -331,19 +315,12 @@ def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     for ours, name in columns.items():
         try:
-            renamed[ours] = _part(row, name)
-        except KeyError:
+            # A column, or, by its path, a part of one that holds mappings.
+            renamed[ours] = row[name] if name in row else reduce(lambda of, part: of[part], name.split("."), row)
+        except (KeyError, TypeError):
             columns_there = sorted(map(str, row))
             raise DataError(f"{where}: there is no column '{name}' (data.columns): it has {columns_there}") from None
     return renamed
-
-
-def _part(row: Any, name: str) -> Any:
-    """A column, or, by its path, a part of one that holds mappings. Raises KeyError."""
-    if not isinstance(row, Mapping):
-        raise KeyError(name)
-    first, dot, rest = name.partition(".")
-    return _part(row[first], rest) if dot and name not in row else row[name]
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:

@@ -201,20 +201,18 @@ class PromptForm:
         raise DataError(f"{problem}; {COLLATED}" if isinstance(fields.get("role"), list | tuple) else problem)
 
     def _prompt(self, prompt: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+        prompt = self._fill(prompt, fields, where) if isinstance(prompt, str) else prompt
+        if prompt in ("", []):
+            raise DataError(f"{where} is an empty prompt")
         if isinstance(prompt, str):
-            text = self._fill(prompt, fields, where)
-            if not text:
-                raise DataError(f"{where} is an empty prompt")
             if not self.chat and self.system_prompt is None:
-                return {"prompt": text}
-            messages = [{"role": "user", "content": text}]
+                return {"prompt": prompt}
+            messages = [{"role": "user", "content": prompt}]
         elif is_messages(prompt):
             *earlier, last = prompt
             filled = {} if self.template is None else {"content": self._fill(content_text(last), fields, where)}
             messages = [*earlier, {**last, **filled}]
         elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
-            if not prompt:
-                raise DataError(f"{where} is an empty prompt")
             return {"prompt_tokens": prompt}
         else:
             raise DataError(f"{where} is neither a text, nor messages with role and content, nor token ids")
@@ -273,6 +271,7 @@ def load_prompts(
     return PromptDataset(to_batch(rows, name), name)
 
 
+@checked
 def stream_prompts(source: Iterable[Any], **form: Any) -> PromptStream:
     """Prompts of an iterable that may have no end: a torch or Hugging Face `IterableDataset`, a MosaicML
     `StreamingDataset`. Rows are as for `load_prompts`.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import tee
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from verl.errors import ConfigError, DataError
 
 #: Names the task of a row.
 COLUMN = "task"
-DataT = TypeVar("DataT")
 _END = object()
 
 
@@ -289,7 +288,7 @@ def _check(name: Any, names: Sequence[str], where: str) -> None:
     check_known(f"{where}: there is no task", [name], names, DataError)
 
 
-def read_once(data: Mapping[str, DataT]) -> dict[str, DataT]:
+def read_once(data: Mapping[str, Any]) -> dict[str, Any]:
     """The same data, but a source that several of the streams have is read once for all of them. Iterators over one
     source may share a cursor, so that each row would reach one of them alone."""
     counts = Counter(id(stream.source) for stream in data.values() if isinstance(stream, PromptStream))

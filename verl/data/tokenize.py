@@ -25,6 +25,8 @@ from verl.data.text import spelled
 from verl.errors import DataError
 
 Truncation = Literal["left", "right", "drop", "error"]
+#: A prompt, the response behind it, and which of its tokens are trained.
+Encoded = tuple[list[int], list[int], list[int]]
 #: Numbers that models computed for tokens behind the prompt that a sample was drawn with.
 _OF_THE_PROMPT = ("rollout_log_probs", "log_probs", "old_log_probs", "ref_log_probs", "values", "cost_values")
 PromptsT = TypeVar("PromptsT", PromptDataset, PromptStream)
@@ -213,18 +215,6 @@ def encode_plain(chat: ChatTokenizer, text: str, *, closed: bool = False) -> lis
     return [*_begun(chat, chat.encode(text)), *(chat.around[1] if closed else ())]
 
 
-def encode_text(chat: ChatTokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Tokens of a plain text and its end: the first one, which nothing predicts, and the others.
-
-    Raises:
-        DataError: the text is empty, or the tokenizer has no end.
-    """
-    tokens = _ended(chat, encode_plain(chat, text))
-    if not text or len(tokens) < 2:
-        raise DataError("a text is empty: remove the row")
-    return tokens[:1], tokens[1:]
-
-
 def encode_pair(chat: ChatTokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
     """Tokens of a plain prompt, and of the response behind it with its end.
 
@@ -237,7 +227,7 @@ def encode_pair(chat: ChatTokenizer, prompt: str, response: str) -> tuple[list[i
 
 def encode_chat(
     chat: ChatTokenizer, messages: Sequence[Any], turns: Sequence[Any], inputs: Mapping[str, Any] | None = None
-) -> tuple[list[int], list[int], list[int]]:
+) -> Encoded:
     """Tokens of a chat in which the assistant's turns are trained, each up to the token that stops generation.
 
     Together they are a prefix of the rendered chat, and each turn follows the rendered prompt of that turn.
@@ -279,6 +269,30 @@ def encode_chat(
     if not any(mask):
         raise DataError(f"no turn of the assistant is trained, as {' and '.join(TRAINED)} say: remove the row")
     return prompt, [token for tokens in behind for token in tokens], mask
+
+
+def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> Encoded:
+    """A row of recorded data as tokens, its response with an end: of a chat (see `encode_chat`), of a text behind a
+    prompt, or of a text that is trained as a whole.
+
+    Raises:
+        DataError: the text is empty, or the tokenizer has no end.
+    """
+    if row.get("messages") is not None:
+        reply = row["response"] if row.get("reply") is None else json.loads(row["reply"])
+        turns = json.loads(row["turns"]) if row.get("turns") else [reply]
+        return encode_chat(chat, json.loads(row["messages"]), turns, template_inputs(row))
+    if row.get("prompt") is not None:
+        prompt, response = encode_pair(chat, row["prompt"], row["response"])
+    elif row.get("prompt_tokens") is not None:
+        prompt = row["prompt_tokens"]
+        response = encode_behind(chat, prompt, row["response"], end=True)
+    else:
+        tokens = _ended(chat, encode_plain(chat, row["response"]))
+        if not row["response"] or len(tokens) < 2:
+            raise DataError("a text is empty: remove the row")
+        prompt, response = tokens[:1], tokens[1:]  # nothing predicts the first one
+    return prompt, response, [1] * len(response)
 
 
 def _is_trained(message: Mapping[str, Any]) -> int:

@@ -13,13 +13,12 @@ import torch
 
 from verl.data.chat import ChatTokenizer, template_inputs
 from verl.data.cursor import Cursor
-from verl.data.offline import OfflineDatasetLoader, encode_row
+from verl.data.offline import OfflineDatasetLoader
+from verl.data.tokenize import Encoded, encode_row
 from verl.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-#: A prompt, the response behind it, and which of its tokens are trained.
-Encoded = tuple[list[int], list[int], list[int]]
 #: Rows that `datasets.map` works on at once, in which TRL puts the chosen responses of pairs before the rejected ones.
 _UNPAIRED = 1000
 #: transformers' label of a token that is not trained.
@@ -34,8 +33,7 @@ class EpochCursor(Cursor):
 
     def permutation(self) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(self.size, generator=generator).tolist()
-        return order
+        return [*torch.randperm(self.size, generator=generator).tolist()]
 
 
 class TRLLoader(OfflineDatasetLoader):
