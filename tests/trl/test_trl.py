@@ -399,7 +399,7 @@ def test_what_scripts_read_of_a_trainer(tiny: Path, tmp_path: Path, capsys: pyte
     assert history[0]["grad_norm"] == pytest.approx(records[1]["grad_norm/actor"])
     evaluated = trainer.evaluate()
     assert {"eval_a_loss", "eval_b_loss"} <= evaluated.keys()
-    assert evaluated["eval_a_samples_per_second"] == pytest.approx(4 / evaluated["eval_a_runtime"])
+    assert evaluated["eval_a_samples_per_second"] == pytest.approx(4 / evaluated["eval_a_runtime"], rel=0.02)
     trainer.accelerator.print("hello")
     trainer.log_metrics("train", result.metrics)
     assert {"hello", "train_loss"} <= set(capsys.readouterr().out.split())

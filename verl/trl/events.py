@@ -196,19 +196,15 @@ class Events(ABC):
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if rows is None:
             raise ConfigError("evaluate() needs data: give the trainer eval_dataset=..., or evaluate(data)")
-        if not isinstance(rows, Mapping):
-            return self._measure(rows, "eval_")
-        parts = [self._measure(rows[name], f"eval_{name}_") for name in rows]  # several data sets
-        return {name: value for part in parts for name, value in part.items()}
+        sets = {f"eval_{name}_": rows[name] for name in rows} if isinstance(rows, Mapping) else {"eval_": rows}
+        return {name: value for prefix, of in sets.items() for name, value in self._measure(of, prefix).items()}
 
     def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
-        began = time.monotonic()
+        began, size = time.time(), len(rows) if hasattr(rows, "__len__") else None
         metrics = {**self._evaluate(rows), "num_tokens": float(self.state.num_input_tokens_seen)}
-        metrics["runtime"] = seconds = max(time.monotonic() - began, 1e-9)
-        if hasattr(rows, "__len__"):
-            steps = math.ceil(len(rows) / (self.args.per_device_eval_batch_size or 8))
-            metrics |= {"samples_per_second": len(rows) / seconds, "steps_per_second": steps / seconds}
         named = {f"{prefix}{name}": value for name, value in by_trl_names(metrics).items()}
+        steps = None if size is None else math.ceil(size / (self.args.per_device_eval_batch_size or 8))
+        named |= speed_metrics(prefix.removesuffix("_"), began, size, steps)
         self._write(named)
         self.call_event("on_evaluate", metrics=named)
         return named
