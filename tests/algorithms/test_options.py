@@ -21,13 +21,12 @@ from verl._base.record import SettingsError
 from verl.algorithms import make_algorithm
 from verl.algorithms.advantages import grpo
 from verl.algorithms.base import BaseAlgorithm, _option_types
-from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses import aggregation_weights
 from verl.batch import Batch
 from verl.errors import VerlError
 
 #: What no type says: values of options that are a text or tuples.
-TEXTS = {"kl_estimator": KL_ESTIMATORS, "filter_metric": ("cost",), "prefixes": (("bad ", "good "),)}
+TEXTS = {"filter_metric": ("cost",), "prefixes": (("bad ", "good "),)}
 #: One of each base class, and those with options that others decide about; the slow test has them all.
 QUICK = ("constrained_decoding", "dapo", "dpo", "gpg", "grpo_passk", "kto", "orpo", "ppo", "safe_rlhf")
 NUMBERS = (0.0, 0.02, 0.3, 0.45, 0.9, 1.1, 2.5, 40.0, -0.5)

@@ -16,7 +16,7 @@ from verl.config import load_config, to_yaml
 from verl.config.document import describe
 from verl.config.load import build_config
 from verl.config.other_names import NAMES
-from verl.config.unused_names import UNUSED, reason_of, refusal
+from verl.config.unused_names import UNUSED, is_unused, refusal
 from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def test_every_key_has_an_answer() -> None:
     ours = {key.path for key in describe()}
     answered = {
         key for key in KEYS
-        if key in NAMES or key in ours or reason_of(key) or refusal(key, "x") is not None
+        if key in NAMES or key in ours or is_unused(key) or refusal(key, "x") is not None
     }  # fmt: skip
     share = sum(KEYS[key] for key in answered) / sum(KEYS.values())
     print(f"keys with an answer: {len(answered)} of {len(KEYS)}; {share:.4f} of their uses")
@@ -162,7 +162,7 @@ def test_what_teaches_is_never_of_no_effect() -> None:
     resolved = [*KEYS, *(name.strip("*") for names in UNUSED.values() for name in names.split())]
     stray = {
         key for key in resolved
-        if reason_of(key) and any(fnmatchcase(key, pattern) for pattern in LEARNS) and key not in SPEED_THERE
+        if is_unused(key) and any(fnmatchcase(key, pattern) for pattern in LEARNS) and key not in SPEED_THERE
     }  # fmt: skip
     assert stray == set()
 
@@ -181,7 +181,8 @@ _OVERLONG = [
         (["actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean"], {"name": "gmpo", "clip_ratio_low": 0.2}),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.clip_ratio_high=4e-4"],
          {"name": "gspo", "clip_ratio_low": 0.2, "clip_ratio_high": 4e-4}),
-        (["actor_rollout_ref.actor.use_kl_loss=True"], {"kl_in": "loss", "kl_coef": 0.001, "kl_estimator": "k3"}),
+        (["actor_rollout_ref.actor.use_kl_loss=True"],
+         {"kl_in": "loss", "kl_coef": 0.001, "kl_estimator": "low_var_kl"}),
         ([*_OVERLONG, "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"],
          {"name": "dapo", "filter_groups": False, "overlong_length": 64, "overlong_buffer": 16,
           "overlong_penalty": 0.5, "clip_ratio_high": 0.2}),

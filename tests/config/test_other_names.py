@@ -70,7 +70,7 @@ def test_names_and_values_are_translated() -> None:
     config = load_config(None, ["algorithm.adv_estimator=grpo", *(k for k in KEYS if not any(w in k for w in without))])
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     assert config.algorithm.name == "grpo"
-    options = {"kl_in": "loss", "kl_coef": 0.001, "kl_estimator": "k3", "clip_ratio": 0.2}
+    options = {"kl_in": "loss", "kl_coef": 0.001, "kl_estimator": "low_var_kl", "clip_ratio": 0.2}
     assert options.items() <= config.algorithm.options.items()
     assert (actor.mini_batch_size, actor.micro_batch_size, actor.max_tokens_per_micro_batch) == (8, 2, 16384)
     assert (actor.strategy, actor.optim.max_grad_norm, actor.optim.warmup_steps) == ("fsdp", 1.0, 0)

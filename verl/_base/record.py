@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -258,7 +259,8 @@ def _path(here: Any, details: ErrorDetails) -> tuple[tuple[str, ...], Any]:
 def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key; {nearest(str(details['loc'][-1]), getattr(record, 'model_fields', ()))}"
+        details["ctx"] = {"known": [*getattr(record, "model_fields", ())]}
+        return f"unknown key; {nearest(str(details['loc'][-1]), details['ctx']['known'])}"
     if kind == "missing":
         return "is missing"
     if kind in ("key", "several"):
@@ -274,5 +276,5 @@ def _text(record: Any, details: ErrorDetails, annotation: Any) -> str:
         return f"must be {_LIMITS[kind].format(**context)}, not {text_of}"
     said = details["msg"].removeprefix("Input should be ")
     text = f"must be {in_words(annotation) if annotation not in (None, Any) else said}, not {text_of}"
-    close = difflib.get_close_matches(text_of.strip("'"), map(str, typing.get_args(annotation)), n=1)
+    close = difflib.get_close_matches(text_of.strip("'"), re.findall("'(.+?)'", context.get("expected", "")), n=1)
     return f"{text}: did you mean '{close[0]}'?" if kind == "literal_error" and close else text

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from verl._base.record import Count, NotNegative, Number, Positive
@@ -31,7 +31,7 @@ from verl.algorithms.base import (
     states,
 )
 from verl.algorithms.episodes import Episodes
-from verl.algorithms.kl import MAX_LOG_RATIO, adapted, check_estimator, kl_estimate
+from verl.algorithms.kl import MAX_LOG_RATIO, Estimator, adapted, kl_estimate
 from verl.algorithms.losses import PolicyLoss, PolicyTerms, bounded_ratio, clipped_loss
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -112,7 +112,7 @@ class PolicyGradient(BaseAlgorithm):
     clip_ratio_c: Annotated[float, Field(gt=1, le=1e9)] | None = 3.0
     entropy_coeff: Number = 0.0
     kl_in: Literal["none", "reward", "loss"] = "none"
-    kl_estimator: Annotated[str, AfterValidator(check_estimator)] | None = None
+    kl_estimator: Estimator | None = None
     kl_by_ratio: bool = False
     kl_coef: NotNegative = 0.01
     kl_target: Positive | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import typing
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from operator import attrgetter
@@ -96,20 +95,6 @@ def flat(content: Mapping[str, Any], whole: Collection[str] = (), prefix: str = 
             yield from flat(value, whole, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def subsections(path: tuple[str, ...]) -> list[str]:
-    """The names that are valid right below `path`."""
-    here: Any = Config
-    for part in path:
-        record = section(here)
-        if record is not None:
-            here = record.model_fields[part].annotation if part in record.model_fields else None
-        else:
-            inner = {dict: 1, tuple: 0}.get(typing.get_origin(here) or here)
-            here = None if inner is None else typing.get_args(here)[inner]
-    record = section(here)
-    return list(record.model_fields) if record is not None else []
 
 
 def _value(value: Any) -> str:

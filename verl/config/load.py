@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl._base.record import Record, SettingsError
 from verl._base.schemas import SETTINGS
 from verl._base.secrets import masked, masked_settings
-from verl.config.document import flat, keys, subsections
+from verl.config.document import flat, keys
 from verl.config.schema import Config
 from verl.config.tasks import TaskConfig, TasksFile
 from verl.errors import ConfigError, nearest
@@ -69,15 +69,13 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> tuple[dic
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
         locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
-        # References (${...}) are resolved last, so that they see what an override has set.
-        in_file = OmegaConf.create(text) if root is not None else OmegaConf.create({})
-        content: Any = OmegaConf.to_container(in_file) if overrides else in_file
+        content: Any = OmegaConf.to_container(OmegaConf.create(text if root is not None else {}))
         for override in overrides:
-            key, change = _override(override)
+            change = _override(override)
             content = _merged(content, change)
-            written = [key[:length] for length in range(1, len(key))] + list(_paths(change))
-            locations.update(dict.fromkeys(written, f"override '{override}'"))
-        content = OmegaConf.to_container(OmegaConf.create(content) if overrides else content, resolve=True)
+            locations.update(dict.fromkeys(_paths(change), f"override '{override}'"))
+        # References (${...}) are resolved last, so that they see what an override has set.
+        content = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # such as a key twice, or a number of 5,000 digits
@@ -183,8 +181,8 @@ def _yaml_problem(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The key of `key=value`, and the tree of settings that it stands for."""
+def _override(override: str) -> dict[str, Any]:
+    """The tree of settings that `key=value` stands for."""
     override = override.lstrip("+")  # Hydra's mark of a key that is new
     name, equals, value = override.partition("=")
     if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) or name.startswith("-"):
@@ -194,14 +192,13 @@ def _override(override: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     try:
         # OmegaConf has no bound on depth or aliases, so the value goes through the checks of a file first.
         _compose(value, f"override '{name}'")
-        change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+        return OmegaConf.to_container(OmegaConf.from_dotlist([override]))  # type: ignore[return-value]
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         shown = override if len(override) <= 200 else override[:200] + "..."
         why = _yaml_problem(error)
         raise ConfigError(f"override '{shown}': its value is no YAML: {why}; put quotes around a text") from None
-    return tuple(name.split(".")), change
 
 
 def _merged(settings: Any, change: Any) -> Any:
@@ -232,7 +229,7 @@ def _paths(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 def _line(path: tuple[str, ...], text: str, details: Any, locations: Locations) -> str:
     """One problem: the key, what is wrong, the nearest valid key, where it was written."""
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        text = f"unknown key; {_nearest_key(path, details['input'])}"
+        text = f"unknown key; {_nearest_key(path, details['ctx']['known'], details['input'])}"
     if details["type"] == "several":
         keys = details["ctx"]["keys"].split()
         text += f", not {' and '.join(key + _where((*path, key), locations) for key in keys)}; KEY=null takes one out"
@@ -242,17 +239,16 @@ def _line(path: tuple[str, ...], text: str, details: Any, locations: Locations) 
 
 
 def _where(path: tuple[str, ...], locations: Locations) -> str:
-    above = (locations[path[:length]] for length in range(len(path), 0, -1) if path[:length] in locations)
-    location = next(above, None)
-    return "" if location is None else f" ({location})"
+    above = (path[:length] for length in range(len(path), 0, -1))
+    return next((f" ({locations[key]})" for key in above if key in locations), "")
 
 
-def _nearest_key(path: tuple[str, ...], value: Any = None) -> str:
+def _nearest_key(path: tuple[str, ...], siblings: list[str], value: Any) -> str:
     """The nearest valid key: of a group the keys that end like its own, then a like sibling, else the same or a like
     name anywhere, else all siblings."""
     ends = [".".join((path[-1], *inner)) for inner in _paths(value)]
     paths = [key.path for key in keys()]
-    siblings, names = subsections(path[:-1]), [key.rsplit(".", 1)[-1] for key in paths]
+    names = [key.rsplit(".", 1)[-1] for key in paths]
     candidates = (
         [key for key in paths if any(key.endswith(f".{end}") for end in ends)]
         or [".".join((*path[:-1], close)) for close in difflib.get_close_matches(path[-1], siblings, n=1)]

@@ -25,7 +25,6 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 _ALGORITHMS = {"gae": "ppo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 #: Our algorithm of GRPO's advantages with that loss.
 _LOSSES = {"vanilla": "grpo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo", "sapo": "sapo"}
-_KL = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 OVERLONG = ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
 
 
@@ -77,10 +76,6 @@ def same_as(value: Any, get: Get, other: str, instead: str, *allowed: Any) -> Ma
 
 def source(value: Any, get: Get, key: str) -> Mapping[str, Any]:
     return {key: {"path": value} if isinstance(value, list) else value}
-
-
-def kl_estimator(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"algorithm.kl_estimator": _KL.get(str(value), value)}
 
 
 def is_theirs(get: Get) -> bool:
@@ -333,16 +328,11 @@ def model_length(value: Any, get: Get) -> Mapping[str, Any]:
     return {}
 
 
-def _updates(get: Get) -> int:
-    """Optimizer steps of one step: a schedule there counts steps, and here updates."""
+def steps(value: Any, get: Get, key: str) -> Mapping[str, Any]:
+    """A schedule there counts steps, and here updates, which are the optimizer's steps; -1 is not given."""
     prompts, mini = _fetched(get), get(f"{ACTOR}.ppo_mini_batch_size")
     parts = max(1, prompts // mini) if isinstance(prompts, int) and isinstance(mini, int) and mini else 1
-    return parts * (get(f"{ACTOR}.ppo_epochs") or 1)
-
-
-def steps(value: Any, get: Get, key: str) -> Mapping[str, Any]:
-    """Steps there, updates here; -1 is not given."""
-    return {} if value == -1 else {key: value * _updates(get)}
+    return {} if value == -1 else {key: value * parts * (get(f"{ACTOR}.ppo_epochs") or 1)}
 
 
 def warmup_share(value: Any, get: Get, optim: str) -> Mapping[str, Any]:
@@ -351,4 +341,4 @@ def warmup_share(value: Any, get: Get, optim: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(total, int) or not isinstance(value, float):
         return {f"{optim}.warmup_ratio": value}
-    return {f"{optim}.warmup_steps": int(value * total) * _updates(get)}
+    return steps(int(value * total), get, f"{optim}.warmup_steps")

@@ -98,7 +98,7 @@ NAMES: dict[str, by.Rule] = {
     f"{ACTOR}.tau_neg": (by.when, by.LOSS_MODE, "algorithm.temperature_neg", "sapo"),
     f"{ACTOR}.use_kl_loss": (by.on, {"algorithm.kl_in": "loss"}),
     f"{ACTOR}.kl_loss_coef": (by.when, f"{ACTOR}.use_kl_loss", "algorithm.kl_coef"),
-    f"{ACTOR}.kl_loss_type": (by.when, f"{ACTOR}.use_kl_loss", by.kl_estimator),
+    f"{ACTOR}.kl_loss_type": (by.when, f"{ACTOR}.use_kl_loss", "algorithm.kl_estimator"),
     f"{ACTOR}.fsdp_config.grad_offload": (by.on, {f"{ACTOR}.fsdp_config.optimizer_offload": True}),
     f"{ACTOR}.fsdp_config.model_dtype": f"{MODEL}.dtype",
     "actor_rollout_ref.hybrid_engine": (by.when, by.is_streamed, (by.on, {"trainer.max_staleness": 1}, False), False),
@@ -144,7 +144,7 @@ NAMES: dict[str, by.Rule] = {
     "algorithm.lam": (by.when, "algorithm.adv_estimator", (by.option, "lam", 1.0), None, "gae"),
     "algorithm.norm_adv_by_std_in_grpo": (by.option, "norm_adv_by_std", True),
     by.KL_IN_REWARD: by.kl_in_reward,
-    "algorithm.kl_penalty": (by.when, by.KL_IN_REWARD, by.kl_estimator),
+    "algorithm.kl_penalty": (by.when, by.KL_IN_REWARD, "algorithm.kl_estimator"),
     "algorithm.kl_ctrl.type": (by.when, by.KL_IN_REWARD, (by.on, {"algorithm.kl_target": None}, "fixed")),
     "algorithm.kl_ctrl.kl_coef": (by.when, by.KL_IN_REWARD, "algorithm.kl_coef"),
     **{

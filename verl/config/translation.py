@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 from verl.config.document import flat, keys
 from verl.config.name_rules import ACTOR, RefusedError, is_streamed, is_theirs, ours, prompts_of, usual_strategy
 from verl.config.other_names import NAMES, OWN
 from verl.config.sft_names import SFT_KEY, of_sft
-from verl.config.unused_names import reason_of, refusal
+from verl.config.unused_names import is_unused, refusal
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,11 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
         put(moved)
     both = NAMES.keys() | {key.path for key in keys()}
     values = {name: settings[name] for name in NAMES if name in settings}
-    reasons = {name: reason for name in settings if (reason := reason_of(name)) and name not in both}
+    unused = [name for name in settings if name not in both and is_unused(name)]
     # A key that both have means ours, unless another of theirs says that the file is theirs.
-    if not values.keys() - OWN and not reasons:
+    if not values.keys() - OWN and not unused:
         return content
-    known = {name: settings.pop(name) for name in (*values, *reasons)}
+    known = {name: settings.pop(name) for name in (*values, *unused)}
     if "data.train_files" in values:
         for name in [name for name in settings if name not in both]:
             if (answer := refusal(name, settings[name])) is not None:
@@ -99,8 +100,8 @@ def translated(content: dict[str, Any], locations: dict[tuple[str, ...], str], o
         lines = [f"{name}{where(name)}: {value!r} is not taken: {why}" for name, value, why in refusals]
         raise ConfigError(f"{origin}: " + "\n  ".join(lines))
     put(renamed)
-    if reasons:
-        logger.warning("of no effect here: %s", ", ".join(reasons))
+    if unused:
+        logger.warning("of no effect here: %s", ", ".join(unused))
     return _nested(settings)
 
 
@@ -131,8 +132,5 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in settings.items():
         *path, last = name.split(".")
-        section = content
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+        reduce(lambda section, part: section.setdefault(part, {}), path, content)[last] = value
     return content

@@ -166,10 +166,8 @@ def _pattern(names: str) -> re.Pattern[str]:
     return re.compile("|".join(map(translate, sorted(each))))
 
 
-@cache
-def reason_of(name: str) -> str | None:
-    """Why a key of theirs is of no effect here; None: it is not one of those."""
-    return next((why for why, names in UNUSED.items() if _pattern(names).match(name)), None)
+#: Whether a key is of no effect here.
+is_unused = _pattern(" ".join(UNUSED.values())).match
 
 
 def refusal(name: str, value: Any) -> str | None:
