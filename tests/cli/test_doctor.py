@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import verl
 from tests import forked
@@ -22,11 +23,9 @@ from verl.cli.doctor import (
     EXTRAS,
     Finding,
     check_collective,
-    check_extras,
     check_host,
     check_kernels,
-    check_other_verl,
-    check_parts,
+    check_packages,
     check_shared_memory,
 )
 
@@ -36,7 +35,6 @@ def test_two_ranks_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     found = check_collective(timeout=120)
     assert found.state == "ok" and "gloo, 2 ranks" in found.detail
-    assert check_parts().state == "ok"
 
 
 def test_a_dead_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +78,8 @@ def test_an_extra_that_cannot_be_imported_is_a_fault(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("verl.cli.doctor.EXTRAS", {"mlflow": ("mlflow", "mlflow"), "none": ("no-such-part", "no")})
-    broken, missing = check_extras()
+    parts, broken, missing = check_packages()
+    assert parts.state == "ok" and f"torch {torch.__version__}" in parts.detail
     assert broken.state == "fail" and "mlflow 9.9" in broken.detail and "libmissing.so.1" in broken.detail
     assert "verl-hybrid[mlflow]" in broken.advice
     assert missing == Finding("extras", "ok", "not installed: none (pip install 'verl-hybrid[none]', and so on)")
@@ -157,8 +156,8 @@ def site_with_both(folder: Path, replaced: str | None) -> Path:
 def test_the_other_distribution_of_this_name_is_named(tmp_path: Path, replaced: str | None) -> None:
     site = site_with_both(tmp_path, replaced)
     code = (
-        "import verl\nfrom verl.cli.doctor import check_other_verl\n"
-        "(finding,) = check_other_verl()\nprint(finding.state, finding.detail, finding.advice)"
+        "import verl\nfrom verl.cli.doctor import check_packages\n"
+        "_, finding, *_ = check_packages()\nprint(finding.state, finding.detail, finding.advice)"
     )
     env = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path.parent, capture_output=True, text=True)
@@ -168,4 +167,4 @@ def test_the_other_distribution_of_this_name_is_named(tmp_path: Path, replaced: 
         assert f"verl 0.6.1 (volcengine's) is installed in {site}" in said and what in said
         assert "pip uninstall -y verl verl-hybrid" in said
     assert "RuntimeWarning" in done.stderr and done.stdout.startswith("fail" if replaced else "warn")
-    assert list(check_other_verl()) == []  # here
+    assert "other verl" not in [finding.check for finding in check_packages()]  # here

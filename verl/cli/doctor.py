@@ -86,41 +86,30 @@ def doctor(
     $ MASTER_ADDR=node-0 verl doctor --timeout 20
     """
     failed = False
-    for finding in examine(timeout):
-        color, mark = _MARKS[finding.state]
-        typer.echo(f"{typer.style(f'{mark:>5}', fg=color, bold=True)}  {finding.check}: {finding.detail}")
-        if finding.advice:
-            typer.echo(f"       {finding.advice}")
-        failed |= finding.state == "fail"
+    checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
+        check_packages, check_devices, check_engine, check_kernels, check_space, check_shared_memory, check_host,
+        lambda: check_collective(timeout),
+    )  # fmt: skip
+    for check in checks:
+        result = check()
+        for finding in [result] if isinstance(result, Finding) else result:
+            color, mark = _MARKS[finding.state]
+            typer.echo(f"{typer.style(f'{mark:>5}', fg=color, bold=True)}  {finding.check}: {finding.detail}")
+            if finding.advice:
+                typer.echo(f"       {finding.advice}")
+            failed |= finding.state == "fail"
     if failed:
         raise typer.Exit(1)
 
 
-def examine(timeout: float = 60.0) -> Iterator[Finding]:
-    """All checks, one after the other."""
-    checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        check_parts, check_other_verl, check_extras, check_devices, check_engine, check_kernels, check_space,
-        check_shared_memory, check_host, lambda: check_collective(timeout),
-    )  # fmt: skip
-    for check in checks:
-        result = check()
-        yield from [result] if isinstance(result, Finding) else result
-
-
-def check_parts() -> Finding:
+def check_packages() -> Iterator[Finding]:
+    """What is installed: its versions; volcengine's distribution of our import name, which may have replaced files; and
+    whether extras can be imported. Each import runs in a process of its own: a broken build may crash."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in _PARTS]
-    return Finding("parts", "ok", f"Python {platform.python_version()}, {', '.join(versions)}")
-
-
-def check_other_verl() -> Iterator[Finding]:
-    """Whether volcengine's distribution of the same import name is installed, and has replaced files."""
+    yield Finding("parts", "ok", f"Python {platform.python_version()}, {', '.join(versions)}")
     if other := other_verl():
         what, replaced = other
         yield Finding("other verl", "fail" if replaced else "warn", what, MEND)
-
-
-def check_extras() -> Iterator[Finding]:
-    """Extras that are installed can be imported. Each import runs in a process of its own: a broken build may crash."""
     missing = []
     for extra, (distribution, module) in EXTRAS.items():
         try:

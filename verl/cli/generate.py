@@ -9,12 +9,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -93,9 +92,7 @@ def generate(
     data = load_prompts(_source(prompts), **form, limit=limit)
     rows = {f"{row}/{sample}": row for row in range(len(data)) for sample in range(n)}
     options = SamplerOptions(name=engine, max_num_seqs=max_num_seqs, kv_cache_gb=kv_cache_gb, seed=seed)
-    done = _shown(_answers(model, dtype, options, data.batch, rows, params), len(rows))
-    by_name = {answer.id: answer for answer in done}
-    answers = [by_name[name] for name in rows]
+    answers = _answers(model, dtype, options, data.batch, rows, params)
     try:
         write_atomic(out, _content(out.suffix, data.batch.take([*rows.values()]), answers))
     except OSError as error:
@@ -104,8 +101,7 @@ def generate(
     typer.echo(out)
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     """A response, or the reason for its refusal (`error`). Columns of the output."""
 
     id: str
@@ -171,12 +167,9 @@ def _tell(out: Path, rows: Iterable[int], answers: Sequence[_Answer]) -> None:
 
 def _answers(
     model: str, dtype: str, options: SamplerOptions, prompts: Batch, rows: Mapping[str, int], params: SamplingParams
-) -> Iterator[_Answer]:
-    """Responses as they finish.
-
-    Args:
-        rows: row of the prompt, by the name of the response.
-    """
+) -> list[_Answer]:
+    """Responses in the order of `rows`, by the names of which each has the row of its prompt. Progress is printed every
+    `_SHOW_EVERY` seconds, and the speed at the end."""
     from verl._host.device import default_kind, put
     from verl.data.text import ResponseText
     from verl.data.tokenize import encode_prompts
@@ -192,33 +185,27 @@ def _answers(
     decode = ResponseText(tokenizer, ends)
     engine = make_rollout_engine(PackedModel(loaded), tokenizer, ends, with_engine(options, loaded, default_kind()))
     engine.load_shards(model_shards(loaded), 0)  # an engine with a copy of its own takes the weights so
-    tokens, waiting = encode_prompts(tokenizer, prompts), deque(rows.items())
+    tokens, waiting, answers = encode_prompts(tokenizer, prompts), deque(rows), dict[str, _Answer]()
+    begin, shown, written, speed = time.monotonic(), time.monotonic(), 0, ""
     while waiting or engine.unfinished:
         # Ahead of the engine, so that it always has a full batch; not all at once, since each has its tokens in memory.
         while waiting and engine.unfinished < _AHEAD * options.max_num_seqs:
-            name, row = waiting.popleft()
+            name = waiting.popleft()
             try:
-                engine.add(Request(name, tokens[row], params))
+                engine.add(Request(name, tokens[rows[name]], params))
             except RolloutError as error:
-                yield _Answer(name, None, "refused", [], str(error))
+                answers[name] = _Answer(name, None, "refused", [], str(error))
         for sample in engine.step():
             text = decode(sample.tokens) if sample.text is None else sample.text
-            yield _Answer(sample.id, text, sample.finish, sample.tokens)
-
-
-def _shown(answers: Iterable[_Answer], total: int) -> Iterator[_Answer]:
-    """The answers as they come; prints progress every `_SHOW_EVERY` seconds, and the speed at the end."""
-    start, tokens, shown = time.monotonic(), 0, time.monotonic()
-    speed = ""
-    for done, answer in enumerate(answers, 1):
-        tokens += len(answer.response_tokens)
+            answers[sample.id] = _Answer(sample.id, text, sample.finish, sample.tokens)
+            written += len(sample.tokens)
         now = time.monotonic()
-        speed = f"{tokens:,} tokens, {tokens / max(now - start, 1e-9):,.0f} tokens/s"
+        speed = f"{written:,} tokens, {written / max(now - begin, 1e-9):,.0f} tokens/s"
         if now > shown + _SHOW_EVERY:
             shown = now
-            typer.echo(f"{done} of {total} responses, {speed}", err=True)
-        yield answer
+            typer.echo(f"{len(answers)} of {len(rows)} responses, {speed}", err=True)
     typer.echo(speed, err=True)
+    return [answers[name] for name in rows]
 
 
 def _content(suffix: str, prompts: Batch, answers: Sequence[_Answer]) -> bytes:
@@ -226,7 +213,7 @@ def _content(suffix: str, prompts: Batch, answers: Sequence[_Answer]) -> bytes:
     aside."""
     from verl.batch import Batch
 
-    columns = {field.name: [getattr(answer, field.name) for answer in answers] for field in fields(_Answer)}
+    columns = dict(zip(_Answer._fields, map(list, zip(*answers, strict=True)), strict=True))
     names = [f"user.{name}" if name in columns else name for name in prompts.columns]
     batch = Batch(prompts.table.rename_columns(names)).add(columns)
     if suffix == ".parquet":
@@ -241,23 +228,21 @@ def _parquet(batch: Batch) -> bytes:
 
     from verl._base.exact import ExactType
 
-    as_json = [field.name for field in batch.table.schema if isinstance(field.type, ExactType)]
-
-    def content(table: pa.Table) -> bytes:
-        sink = BytesIO()
-        pq.write_table(table, sink)
-        return sink.getvalue()
-
-    lists = None
+    table, sink = batch.table, BytesIO()
+    as_json = [field.name for field in table.schema if isinstance(field.type, ExactType)]
     if "messages" in batch:
+        as_json.append("messages")
         chats = [text and json.loads(text) for text in batch["messages"]]
         # Parquet has no type for contents that are text here and parts there, or a mapping without keys: JSON it stays.
         with suppress(pa.ArrowException):
-            lists = content(batch.table.set_column(batch.columns.index("messages"), "messages", pa.array(chats)))
-        as_json += [] if lists else ["messages"]
+            lists = table.set_column(batch.columns.index("messages"), "messages", pa.array(chats))
+            pq.ParquetWriter(BytesIO(), lists.schema).close()
+            table = lists
+            as_json.remove("messages")
     if as_json:
         typer.echo(f"JSON text, since no type of Parquet holds all its values: {', '.join(as_json)}", err=True)
-    return lists or content(batch.table)
+    pq.write_table(table, sink)
+    return sink.getvalue()
 
 
 def _as_text(value: Any) -> str:
