@@ -146,17 +146,12 @@ class Batch:
         if not tables:
             return cls(pa.table({}))
         columns = [dict(zip(table.column_names, table.columns, strict=True)) for table in tables]
-        changed = set()
         for name in {name for of in columns for name in of} - SCHEMA.keys() - WRITTEN:
-            having = [i for i, of in enumerate(columns) if name in of]
-            chunks = [columns[i][name] for i in having]
-            for i, before, column in zip(having, chunks, unified(chunks), strict=True):
-                if column is not before:
-                    columns[i][name] = column
-                    changed.add(i)
-        tables = [pa.table(columns[i]) if i in changed else table for i, table in enumerate(tables)]
+            having = [of for of in columns if name in of]
+            for of, column in zip(having, unified([of[name] for of in having]), strict=True):
+                of[name] = column
         try:
-            return cls(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
+            return cls(pa.concat_tables(map(pa.table, columns), promote_options="permissive").combine_chunks())
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise DataError(f"batches do not fit together: {error}") from error
 
@@ -318,14 +313,10 @@ class Batch:
             rows.setdefault(("null", index) if value is None else value, []).append(index)
         return list(rows.values())
 
-    def episode_indices(self) -> list[list[int]]:
-        """The same of each episode, by the column `episode`."""
-        return self.group_indices("episode")
-
     @property
     def samples(self) -> int:
         """Episodes; without a column `episode`, rows."""
-        return len(self.episode_indices()) if "episode" in self else len(self)
+        return len(self.group_indices("episode")) if "episode" in self else len(self)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
         """A copy of a column as a tensor: `[N]` for a plain column, the flat values `[T]` of a ragged one.

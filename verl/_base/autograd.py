@@ -20,7 +20,6 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 
@@ -43,22 +42,9 @@ def add_rows(total: Tensor, index: Tensor, values: Tensor, scale: float = 1.0) -
 
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:
-    """`[M, ...]` -> `[N, ...]`: the rows at `index` `[N]` (int64), with repetitions. Differentiable once."""
-    return _Rows.apply(values, index)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.count = len(values)
-        return values.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return sum_rows(grads[0], index, ctx.count), None
+    """`[M, ...]` -> `[N, ...]`: the rows at `index` `[N]` (int64), with repetitions. Differentiable."""
+    count = len(values)
+    return _through(values, lambda x: x.index_select(0, index), lambda grad: sum_rows(grad, index, count))
 
 
 class _Pass(torch.autograd.Function):
@@ -66,17 +52,17 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]
     ) -> Tensor:
         ctx.pass_back = backward
         return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         return ctx.pass_back(grads[0]), None, None
 
 
-def _through(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def _through(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]) -> Tensor:
     return _Pass.apply(x, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -105,30 +91,22 @@ def grad_sum(weight: Tensor | None) -> GradientSum | None:
 
 def give(weight: Tensor | None, gradient: Tensor) -> Tensor | None:
     """Hand the gradient of `weight` to its sum, or return it for autograd."""
-    total = grad_sum(weight)
-    if total is None:
+    if (total := grad_sum(weight)) is None:
         return gradient
     total.add(gradient)
     return None
 
 
-class Embedding(torch.autograd.Function):
+def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
     """Rows of `weight` `[V, d]` at `tokens` `[T]`."""
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, tokens)
-        return weight.index_select(0, tokens)
+    def backward(grad: Tensor) -> Tensor | None:
+        if (total := grad_sum(weight)) is None:
+            return sum_rows(grad, tokens, len(weight))
+        total.add_rows(tokens, grad)
+        return None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        weight, tokens = ctx.saved_tensors
-        total = grad_sum(weight)
-        if total is not None:
-            total.add_rows(tokens, grads[0])
-            return None, None
-        return sum_rows(grads[0], tokens, len(weight)), None
+    return _through(weight, lambda x: x.index_select(0, tokens), backward)
 
 
 def summed(x: Tensor, group: Any) -> Tensor:

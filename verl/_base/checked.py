@@ -11,7 +11,7 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import AfterValidator, ConfigDict, InstanceOf, PlainValidator, TypeAdapter, ValidationError
@@ -25,19 +25,23 @@ _SCALARS = (bool, int, float, str, bytes, type(None))
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
-def checked(function: CallableT) -> CallableT:
+def checked(function: CallableT, types: bool = True) -> CallableT:
     """Decorator of a function, a constructor or a dataclass: each argument must have the type of its hint, strictly
-    (`True` is no number, a number no text, nan no number), and lie within the bounds of an `Annotated` one.
+    (`True` is no number, a number no text, nan no number), and lie within the bounds of an `Annotated` one; an unknown
+    keyword is named with the call that takes it, or the nearest name.
 
     Scalars, tuples of them, literals and records are checked in full; of other classes only that it is one, also of the
     items of a sequence, and hints of names that are imported for type checkers alone say nothing. A list where a tuple
     is wanted, or a mapping where a record is, is turned into one.
 
+    Args:
+        types: False: of keywords only the names are looked at, for what is called too often.
+
     Raises:
         SettingsError: (a `ConfigError`) on the call, naming every wrong argument.
     """
     if isinstance(function, type):
-        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        function.__init__ = checked(function.__init__, types)  # type: ignore[misc]
         return function
     signature = inspect.signature(function)
     owner = function.__qualname__.removesuffix(".__init__")
@@ -45,46 +49,31 @@ def checked(function: CallableT) -> CallableT:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            bound = signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs) if types else None
         except TypeError:
-            # A misspelt keyword gets a hint; for the rest Python's own message is the best.
-            check_keywords(owner, signature, kwargs)
-            return function(*args, **kwargs)  # whose own message names the function
-        hints = hints_of(function)
-        values = {name: value for name, value in bound.arguments.items() if name in hints}
-        bound.arguments.update(validated(owner, hints, values))
-        return function(*bound.args, **bound.kwargs)
+            bound = None  # Python's own message, which the call below has, names the function
+        if bound is not None:
+            hints = hints_of(function)
+            values = {name: value for name, value in bound.arguments.items() if name in hints}
+            bound.arguments.update(validated(owner, hints, values))
+            args, kwargs = bound.args, bound.kwargs
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
+            # One that takes any keywords looks at them itself.
+            odd = next((name for name in kwargs if name not in kinds), None)
+            if odd is None or inspect.Parameter.VAR_KEYWORD in kinds.values():
+                raise
+        who = owner.rpartition("<locals>.")[2]
+        raise ConfigError(f"{who}: there is no argument '{odd}': {takes(odd, who) or nearest(odd, kinds)}")
 
     return typing.cast(CallableT, call)
 
 
 def hinted(function: CallableT) -> CallableT:
-    """Decorator of a constructor that is called too often to look at its arguments: an unknown keyword is named as by
-    `checked`."""
-    if isinstance(function, type):
-        function.__init__ = hinted(function.__init__)  # type: ignore[misc]
-        return function
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            check_keywords(function.__qualname__.removesuffix(".__init__"), inspect.signature(function), kwargs)
-            raise
-
-    return typing.cast(CallableT, call)
-
-
-def check_keywords(owner: str, signature: inspect.Signature, kwargs: Iterable[str]) -> None:
-    """Raises ConfigError for a keyword that a call has not: with the call that takes it, or the nearest name."""
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
-    if inspect.Parameter.VAR_KEYWORD in kinds.values():  # it looks at them itself
-        return
-    for name in kwargs:
-        if name not in kinds:
-            owner = owner.rpartition("<locals>.")[2]
-            raise ConfigError(f"{owner}: there is no argument '{name}': {takes(name, owner) or nearest(name, kinds)}")
+    """`checked` without types."""
+    return checked(function, types=False)
 
 
 def validated(owner: str, hints: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,6 +171,4 @@ def _are_scalars(hints: tuple[Any, ...]) -> bool:
     return True
 
 
-@functools.cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=_CONFIG)
+_adapter = functools.cache(functools.partial(TypeAdapter[Any], config=_CONFIG))

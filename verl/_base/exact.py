@@ -7,7 +7,6 @@ themselves: 42 next to 3.5 stays 42, for rewards that compare texts, and no mapp
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,13 +45,14 @@ def exact(values: Sequence[Any], array: pa.Array) -> pa.Array:
     kind = array.type
     if not (pa.types.is_floating(kind) or pa.types.is_nested(kind)):
         return array
-    if not _has_empty(kind) and _same(array.to_pylist(), list(values)):
+    # Texts tell 42 from 42.0, and NaN is like NaN; what JSON does not hold is told apart by its `repr`.
+    kept, given = (json.dumps(each, sort_keys=True, default=repr) for each in (array.to_pylist(), list(values)))
+    if kept == given and not _has_empty(kind):
         return array
     try:
-        kept = _as_json(values)
+        return _as_json(values)
     except (TypeError, ValueError, UnicodeEncodeError):
         return array
-    return kept if _same(kept.to_pylist(), list(values)) else array
 
 
 def unified(columns: Sequence[pa.ChunkedArray]) -> list[pa.ChunkedArray]:
@@ -93,14 +93,3 @@ def _has_empty(kind: pa.DataType) -> bool:
 def _as_json(values: Sequence[Any]) -> pa.Array:
     texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
     return pa.ExtensionArray.from_storage(ExactType(), pa.array(texts, pa.string()))
-
-
-def _same(actual: Any, expected: Any) -> bool:
-    if isinstance(expected, dict):
-        keyed = isinstance(actual, dict) and actual.keys() == expected.keys()
-        return keyed and all(_same(actual[key], item) for key, item in expected.items())
-    if isinstance(expected, list | tuple):
-        return isinstance(actual, list) and len(actual) == len(expected) and all(map(_same, actual, expected))
-    if isinstance(expected, float) and math.isnan(expected):
-        return isinstance(actual, float) and math.isnan(actual)
-    return isinstance(actual, float) == isinstance(expected, float) and bool(actual == expected)

@@ -205,7 +205,7 @@ class BaseAlgorithm(ABC):
         sequence, scale = responses.sequence, self.loss_scale_factor
         if "episode" in batch:
             # All trajectories of an episode are one sequence, so that an episode weighs the same however it was split.
-            sequence = numbers_of(batch.episode_indices(), responses.rows)[sequence]
+            sequence = numbers_of(batch.group_indices("episode"), responses.rows)[sequence]
             longest = torch.bincount(sequence[responses.trained], minlength=1).max()
             scale = scale or float(longest.clamp(min=1))
         return aggregation_weights(responses.trained, sequence, responses.rows, self.loss_agg_mode, scale)

@@ -71,13 +71,13 @@ class Episodes:
             return group_sizes(self.responses.groups)
         of_group: dict[int, float] = {}
         for rows in self.rows.group_indices():
-            count = float(len(self.rows.take(rows).episode_indices()))
+            count = float(len(self.rows.take(rows).group_indices("episode")))
             of_group |= dict.fromkeys(rows, count)
         return torch.tensor([of_group[row] for row in self._firsts], dtype=torch.float64)
 
     def count(self, chosen: Tensor) -> int:
         """How many episodes are `chosen`, `[E]` bool; the separate ones within one count once."""
-        return int(chosen.sum()) if self.are_rows else len(self.batch.filter(chosen.tolist()).episode_indices())
+        return int(chosen.sum()) if self.are_rows else len(self.batch.filter(chosen.tolist()).group_indices("episode"))
 
     def at_end(self, outcome: Tensor) -> Tensor:
         """`[E]` -> `[S]`: the reward at the end of each row of `rows`: the episode's outcome without the rewards of
@@ -95,7 +95,11 @@ class Episodes:
         """`[R]`: rewards of single calls, at tokens that the policy wrote."""
         if "call_rewards" not in self.rows:
             return torch.zeros(len(self.trajectories.sequence), dtype=torch.float64)
-        return self.trajectories.at_written(_filled(self.rows, "call_rewards"))
+        sizes = zip(self.rows.lengths("call_rewards"), self.trajectories.lengths, strict=True)
+        here = torch.tensor([size == length for size, length in sizes], dtype=torch.bool)[self.trajectories.sequence]
+        values = torch.zeros(len(here), dtype=torch.float64)
+        values[here] = self.rows.tensor("call_rewards", torch.float64)  # 0 in rows that have none
+        return self.trajectories.at_written(values)
 
     @cached_property
     def _own_rewards(self) -> Tensor:
@@ -142,7 +146,7 @@ def one_trajectory(batch: Batch, algorithm: str) -> Batch:
     Raises:
         DataError: an episode has several.
     """
-    if "episode" in batch and (several := [rows for rows in batch.episode_indices() if len(rows) > 1]):
+    if "episode" in batch and (several := [rows for rows in batch.group_indices("episode") if len(rows) > 1]):
         raise DataError(
             f"algorithm '{algorithm}' compares responses one with another, and episode "
             f"'{batch['episode'][several[0][0]]}' has {len(several[0])} trajectories: train agents that have one "
@@ -156,18 +160,9 @@ def _members(batch: Batch) -> list[tuple[str | None, list[int]]]:
     rewards = batch["trajectory_reward"] if "trajectory_reward" in batch else [None] * len(batch)
     names = batch["trajectory"] if "trajectory" in batch else [None] * len(batch)
     members: list[tuple[str | None, list[int]]] = []
-    for rows in batch.episode_indices():
+    for rows in batch.group_indices("episode"):
         parts: dict[str | None, list[int]] = {None: []}
         for row in rows:
             parts.setdefault(None if rewards[row] is None else names[row] or "", []).append(row)
         members += parts.items()
     return members
-
-
-def _filled(batch: Batch, name: str) -> Tensor:
-    """`[R]`: a token-aligned column that some rows lack, 0 there."""
-    lengths, sizes = batch.lengths("response_tokens"), batch.lengths(name)
-    values = torch.zeros(sum(lengths), dtype=torch.float64)
-    here = torch.tensor([size == length for size, length in zip(sizes, lengths, strict=True)], dtype=torch.bool)
-    values[here.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))] = batch.tensor(name, torch.float64)
-    return values

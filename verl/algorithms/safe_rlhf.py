@@ -81,7 +81,7 @@ class SafeRLHF(PolicyGradient):
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, abstained = drop_abstained(batch, ("reward", "cost"), by_group=self.needs_groups)
-        costs = batch.take([rows[0] for rows in batch.episode_indices()]).tensor("cost", torch.float64).tolist()
+        costs = batch.take([rows[0] for rows in batch.group_indices("episode")]).tensor("cost", torch.float64).tolist()
         self._ascend(costs)
         prepared, metrics = super().prepare(batch)
         mean = sum(costs) / max(len(costs), 1)

@@ -249,4 +249,4 @@ def _as_text(value: Any) -> str:
     """What JSON has no form for: bytes as base64, dates as ISO, others as they print."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
+    return str(getattr(value, "isoformat", value.__str__)())

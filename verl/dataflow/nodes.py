@@ -182,7 +182,7 @@ class RewardNode:
         rewards = [score if reward is None else rounded(reward) for reward, score in pairs]
         scores = scores.drop(["reward"]).add({"reward": rewards})
         # From one row per episode to one per trajectory.
-        episode_of = {row: index for index, rows in enumerate(samples.episode_indices()) for row in rows}
+        episode_of = {row: index for index, rows in enumerate(samples.group_indices("episode")) for row in rows}
         return scores.take([episode_of[row] for row in range(len(samples))]), metrics
 
 

@@ -38,7 +38,7 @@ def without_baselines(batch: Batch) -> Batch:
 
 def one_row_per_episode(batch: Batch) -> Batch:
     """One row an episode, the last of its trajectories; of single turns, all rows."""
-    return batch if "episode" not in batch else batch.take([rows[-1] for rows in batch.episode_indices()])
+    return batch if "episode" not in batch else batch.take([rows[-1] for rows in batch.group_indices("episode")])
 
 
 def episode_metrics(batch: Batch) -> dict[str, float]:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from verl._base.autograd import Embedding, give
+from verl._base.autograd import embedding, give
 from verl.kernels.compiled import VECTOR, Kernels, layer_kernels
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class FusedLayers:
     def with_gradient(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """`hidden` by functions that autograd knows."""
         backbone: Any = self._packed.backbone
-        x = Embedding.apply(backbone.embed_tokens.weight, tokens)  # type: ignore[no-untyped-call]
+        x = embedding(backbone.embed_tokens.weight, tokens)
         cos, sin = (part[0].contiguous() for part in backbone.rotary_emb(x[None], positions[None]))
         first = backbone.layers[0]
         keeps_little = first.training and getattr(first, "gradient_checkpointing", False)

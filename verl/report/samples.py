@@ -44,7 +44,7 @@ def renamed(samples: Batch, taken: set[str]) -> Batch:
 def permuted(samples: Batch, seed: int) -> Batch:
     """The samples with rewards and costs dealt out at random, among episodes where they are of those; the rewards of
     tokens, calls and single trajectories are left out."""
-    episodes = samples.episode_indices()
+    episodes = samples.group_indices("episode")
     order = torch.randperm(len(episodes), generator=torch.Generator().manual_seed(seed)).tolist()
     source = [0] * len(samples)
     for rows, other in zip(episodes, order, strict=True):

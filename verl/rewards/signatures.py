@@ -160,7 +160,7 @@ def user_columns(row: Row) -> list[str]:
 def trajectories_of(samples: Batch) -> list[str]:
     """The column `trajectories`, one an episode, as JSON."""
     rows = [_trajectory(row) for row in samples.rows()]
-    return [json.dumps([rows[row] for row in members]) for members in samples.episode_indices()]
+    return [json.dumps([rows[row] for row in members]) for members in samples.group_indices("episode")]
 
 
 def has_value(row: Row, name: str) -> bool:

@@ -93,7 +93,7 @@ def mini_batches(batches: Sequence[Batch], plan: MiniBatchPlan, round_: int) -> 
 
 def _cut(batch: Batch, count: int, seed: int) -> list[list[int]]:
     """The rows of each of `count` mini-batches: shuffled groups, one after another."""
-    groups, samples = batch.group_indices(), {members[0] for members in batch.episode_indices()}
+    groups, samples = batch.group_indices(), {members[0] for members in batch.group_indices("episode")}
     rows: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for index in torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist():
