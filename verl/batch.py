@@ -255,8 +255,7 @@ class Batch:
 
     @checked
     def select(self, names: Iterable[str]) -> Batch:
-        there = {*self.columns}
-        return Batch(self.table.select([name for name in names if name in there]))
+        return Batch(self.table.select([name for name in names if name in self]))
 
     @checked
     def drop(self, names: Iterable[str]) -> Batch:
@@ -285,7 +284,13 @@ class Batch:
         runs = [(indices[start], end - start) for start, end in pairwise([*starts, len(indices)])]
         if len(runs) == 1:
             return Batch(self.table.slice(*runs[0]))
-        return Batch(pa.table({name: _take(self.arrow(name), indices, runs) for name in self.columns}))
+        rows = pa.array(indices, pa.int64())
+        columns = {name: self.arrow(name) for name in self.columns}
+        for name, array in columns.items():
+            # Arrow takes lists value by value; concatenated slices are copies of whole rows, many times faster.
+            by_runs = _is_list(array.type) and runs
+            columns[name] = pa.concat_arrays([array.slice(*run) for run in runs]) if by_runs else array.take(rows)
+        return Batch(pa.table(columns))
 
     def among(self, rows: Sequence[int], count: int) -> Batch:
         """A batch of `count` rows: those of the numbers `rows` are these, in their order, the others null."""
@@ -401,13 +406,6 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _take(array: pa.Array, indices: Sequence[int], runs: Sequence[tuple[int, int]]) -> pa.Array:
-    # Arrow takes lists value by value; concatenated slices are copies of whole rows, many times faster.
-    if _is_list(array.type) and runs:
-        return pa.concat_arrays([array.slice(*run) for run in runs])
-    return array.take(pa.array(indices, pa.int64()))
-
-
 def _list_type(name: str, values: pa.DataType) -> pa.DataType:
     """Known float columns are fp32, except that fp64 stays fp64: exactness checks compare in it."""
     known = SCHEMA.get(name)
@@ -421,20 +419,15 @@ def _to_arrow(name: str, values: Any) -> pa.Array:
     try:
         if isinstance(values, pa.ChunkedArray):
             values = _single(values)
-        if isinstance(values, pa.Array):
-            kind = _list_type(name, values.type.value_type) if _is_list(values.type) else known or values.type
-            return values if values.type == kind else values.cast(kind)
-        if isinstance(values, tuple) and len(values) == 2 and hasattr(values[0], "detach"):
+        elif isinstance(values, tuple) and len(values) == 2 and hasattr(values[0], "detach"):
             return _ragged(name, values[0], values[1])
-        if hasattr(values, "detach"):
+        elif hasattr(values, "detach"):
             if values.is_floating_point() and values.ndim == 1:
                 known = known or pa.float64()  # the type of no rows, too
             values = values.detach().cpu().double().tolist() if values.is_floating_point() else values.tolist()
-        values = list(values)
-        array = pa.array(values, known) if known is not None else pa.array(values)
-        if known is None and _is_list(array.type):
-            array = array.cast(_list_type(name, array.type.value_type))
-        return array
+        array = values if isinstance(values, pa.Array) else pa.array(list(values), known)
+        kind = _list_type(name, array.type.value_type) if _is_list(array.type) else known or array.type
+        return array if array.type == kind else array.cast(kind)
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON lets pass
         raise DataError(f"column '{name}' has a text that is not valid Unicode: {error.object[:60]!r}") from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:

@@ -84,10 +84,7 @@ _LOSS = "no loss here reads it: write an algorithm of your own (algorithm.name=F
 #: The keys -> the values that say nothing, and of others what to write, or why they are not taken.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.multi_turn.enable": ((False,), _EPISODE),
-    "*.multi_turn.tool_config_path *.multi_turn.interaction_config_path data.tool_config_path": (
-        (), _EPISODE),
-    "*.multi_turn.*": ((False, 1, 256, "middle", "strict", "hermes"),
-        _EPISODE),
+    "*.multi_turn.* data.tool_config_path": ((False, 1, 256, "middle", "strict", "hermes"), _EPISODE),
     "*.agent.*": (("single_turn_agent",), _EPISODE),
     "data.image_key data.video_key data.return_multi_modal_inputs data.image_patch_size *.freeze_vision_tower "
     "*.rollout.limit_images": (
@@ -101,10 +98,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.tokenizer": ((), "write actor_rollout_ref.model.tokenizer"),
     "data.accuracy_lower_bound data.accuracy_upper_bound data.filter_accuracy data.oversample_factor": (
         (), "write algorithm.name=dapo, whose filter_groups leaves out prompts that all solve, or data.pools"),
-    "*.model.override_config* *.override_config": (
-        ({}, 0.0, 0), "write it into the model's config.json: a model is loaded as its files say"),
-    "*.model.hf_config_path *.model.external_lib *.model.custom_chat_template": (
-        (), "write it into the model's directory: a model is loaded as its files say"),
+    "*.model.override_config* *.override_config *.model.hf_config_path *.model.external_lib "
+    "*.model.custom_chat_template": (
+        ({}, 0.0, 0), "write it into the model's config.json, its directory: a model is loaded as its files say"),
     "*.megatron.use_dist_checkpointing *.megatron.dist_checkpointing_path": (
         (False,), "leave it out: weights are read from model.path, in the form that transformers saves"),
     "*.model.lora_adapter_path": ((), "merge the adapters into the model first: peft's merge_and_unload()"),
@@ -114,9 +110,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False, "disabled", 0.1, 1, 2, 4, "EAGLE", "mtp"), "there is no such part here: leave it out"),
     "critic.model.lora_* critic.model.target_modules": (
         (0, 16, "all-linear"), "a critic trains its weights: leave it out"),
-    "*.policy_loss.*": ((0.0002, 1.0, 5.0, 0.1), _LOSS),
-    "actor_rollout_ref.actor.clip_cov_* actor_rollout_ref.actor.loss_mode": (
-        (), _LOSS),
+    "*.policy_loss.* actor_rollout_ref.actor.clip_cov_* actor_rollout_ref.actor.loss_mode": (
+        (0.0002, 1.0, 5.0, 0.1), _LOSS),
     "*.calculate_sum_pi_squared": ((False,), "there is no optimal token baseline here: write algorithm.name=opo"),
     "*.optim.override_optimizer_config.use_precision_aware_optimizer": (
         (False, True), "moments have optim.moments, their dtype: bfloat16 or float32"),
@@ -132,8 +127,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.rollout.logprobs_mode": (
         ("processed_logprobs",), "log-probs are of the distribution sampled from: leave it out"),
     "*.engine_kwargs.*": ((), "it is passed to no engine here: leave it out, or write an engine (docs/engines.md)"),
-    "algorithm.use_pf_ppo": ((False,), "there is no PF-PPO here: write algorithm.name=ppo"),
-    "algorithm.pf_ppo.*": (("pow", 2.0), "there is no PF-PPO here: leave it out"),
+    "algorithm.use_pf_ppo algorithm.pf_ppo.*": (
+        (False, "pow", 2.0), "there is no PF-PPO here: write algorithm.name=ppo"),
     "algorithm.rollout_correction.rollout_token_veto_threshold": (
         (), "write rollout_rs=token_k1 with a lower bound, which leaves such tokens out"),
     "algorithm.rollout_correction.use_policy_gradient": ((False,), "write algorithm.name=gpg, whose loss has no ratio"),
