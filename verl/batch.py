@@ -255,7 +255,8 @@ class Batch:
 
     @checked
     def select(self, names: Iterable[str]) -> Batch:
-        return Batch(self.table.select([name for name in names if name in self]))
+        there = {*self.columns}
+        return Batch(self.table.select([name for name in names if name in there]))
 
     @checked
     def drop(self, names: Iterable[str]) -> Batch:
