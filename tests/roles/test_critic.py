@@ -15,7 +15,7 @@ import verl
 import verl.data.alignment
 from tests.conftest import byte_tokenizer
 from tests.roles.test_cells import MODELS
-from verl.algorithms import value_algorithm
+from verl.algorithms import make_algorithm
 from verl.data.alignment import CharacterAlignment
 from verl.data.text import ResponseText
 from verl.errors import ConfigError
@@ -76,7 +76,7 @@ def test_values_are_carried_by_character() -> None:
     assert carried["response_mask"] == [[1, 1, 1, 1]]
     rejected = alignment.to_critic(marked.add({"loss_mask": [[1, 1, 0, 0, 0, 1]]}), ("returns",))
     assert rejected["loss_mask"] == [[1, 0, 0, 1]]
-    assert value_algorithm().token_weights(rejected).tolist() == [0.5, 0.0, 0.0, 0.5]
+    assert make_algorithm("ppo").token_weights(rejected).tolist() == [0.5, 0.0, 0.0, 0.5]
 
 
 def test_every_token_gets_a_value_whatever_the_text() -> None:

@@ -6,13 +6,7 @@ Reading order: `base`, `loss_terms`, `baselines`, `policy`, `responses`, `episod
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, RoleObjective
 from verl.algorithms.policy import Experience, PolicyGradient
-from verl.algorithms.registry import (
-    algorithm_names,
-    default_algorithm,
-    make_algorithm,
-    register_algorithm,
-    value_algorithm,
-)
+from verl.algorithms.registry import algorithm_names, default_algorithm, make_algorithm, register_algorithm
 
 __all__ = [
     "BaseAlgorithm",
@@ -25,5 +19,4 @@ __all__ = [
     "default_algorithm",
     "make_algorithm",
     "register_algorithm",
-    "value_algorithm",
 ]

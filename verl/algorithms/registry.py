@@ -106,10 +106,5 @@ def default_algorithm(batch: Batch) -> BaseAlgorithm:
     Without KL: an algorithm made for each call has no adaptive coefficient, and needs no reference model.
     """
     if "values" in batch:
-        return value_algorithm()
+        return make_algorithm("ppo", kl_in="none", kl_target=None)
     return make_algorithm("grpo" if all(len(rows) > 1 for rows in batch.group_indices()) else "reinforce_plus_plus")
-
-
-def value_algorithm() -> BaseAlgorithm:
-    """PPO without a reference model: its returns and its value loss."""
-    return make_algorithm("ppo", kl_in="none", kl_target=None)

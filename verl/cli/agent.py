@@ -14,9 +14,6 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:
     from verl.run.agent import CheckedEpisode
 
-#: Exit code where an episode would not be trained.
-NOTHING = 1
-
 app = typer.Typer(no_args_is_help=True, help="Agents: programs that know the address of an endpoint; environments.")
 
 
@@ -74,7 +71,7 @@ def check(
         else:
             _show(each)
     if not all(each.is_trained for each in done):
-        raise typer.Exit(NOTHING)
+        raise typer.Exit(1)  # an episode would not be trained
 
 
 def _row(text: str | None) -> dict[str, Any]:
