@@ -79,7 +79,7 @@ def test_mismatch() -> None:
 
 def test_a_token_that_is_not_finite_counts_as_out_of_bounds() -> None:
     broken = log_ratio([[0.1, math.nan], [math.inf, 0.2]])
-    assert importance_weights(broken).tolist() == pytest.approx([math.exp(0.1), 0.0, 0.0, math.exp(0.2)])
+    assert importance_weights(broken, "token", 2.0).tolist() == pytest.approx([math.exp(0.1), 0.0, 0.0, math.exp(0.2)])
     assert accepted(broken, "token_k3", 1.0).tolist() == [True, False, False, True]
     got = mismatch(broken)
     assert got["mismatch/nonfinite"] == 2
@@ -89,7 +89,7 @@ def test_a_token_that_is_not_finite_counts_as_out_of_bounds() -> None:
 def test_nothing_to_measure() -> None:
     got = mismatch(log_ratio([[], []]))
     assert got["mismatch/ess"] == 1.0
-    assert importance_weights(log_ratio([[], []])).shape == (0,)
+    assert importance_weights(log_ratio([[], []]), "token", 2.0).shape == (0,)
 
 
 def test_bounds_that_leave_no_weight_are_refused() -> None:

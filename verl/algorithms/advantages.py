@@ -60,10 +60,7 @@ def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def grpo(
-    rewards: Tensor,
-    groups: Tensor,
-    norm_adv_by_std: bool | Literal["batch"] = True,
-    std_epsilon: float = STD_EPSILON,
+    rewards: Tensor, groups: Tensor, norm_adv_by_std: bool | Literal["batch"], std_epsilon: float = STD_EPSILON
 ) -> Tensor:
     """GRPO (arXiv:2402.03300, section 4.1.2): centred in the group, divided by its sample standard deviation; with
     "batch", the deviation of all rewards (arXiv:2508.08221)."""

@@ -44,11 +44,7 @@ class LogRatio(NamedTuple):
 
 
 def importance_weights(
-    log_ratio: LogRatio,
-    level: Level = "token",
-    threshold: float = 2.0,
-    lower: float | None = None,
-    normalize: bool = False,
+    log_ratio: LogRatio, level: Level, threshold: float, lower: float | None = None, normalize: bool = False
 ) -> Tensor:
     """Weight of each token, `[R]`; 0 on tokens that are not usable.
 

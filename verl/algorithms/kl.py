@@ -31,9 +31,7 @@ MAX_LOG_RATIO = 20.0
 _LEAST_REST = 2.0**-23
 
 
-def kl_estimate(
-    log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3", bound: float = MAX_LOG_RATIO
-) -> Tensor:
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, bound: float = MAX_LOG_RATIO) -> Tensor:
     """KL(policy || reference) at each token, the shape of the inputs; differentiable in `log_probs`.
 
     Args:

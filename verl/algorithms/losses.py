@@ -103,11 +103,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def aggregation_weights(
-    mask: Tensor,
-    sequence: Tensor,
-    num_sequences: int,
-    mode: AggregationMode = "token-mean",
-    scale_factor: float | None = None,
+    mask: Tensor, sequence: Tensor, num_sequences: int, mode: AggregationMode, scale_factor: float | None = None
 ) -> Tensor:
     """Weight of each response token, `[R]` fp64; zero where `mask` is not set.
 

@@ -285,7 +285,7 @@ class ORPO(WithoutReference):
         """One over the tokens of all chosen responses; 0 on the rejected."""
         responses = Responses(batch)
         chosen = batch.tensor("label", torch.float64)[responses.sequence] > 0.5
-        return aggregation_weights(responses.written & chosen, responses.sequence, responses.rows)
+        return aggregation_weights(responses.written & chosen, responses.sequence, responses.rows, "token-mean")
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         # log(1 - exp(x)) for x <= 0, finite at 0, with a gradient there.
