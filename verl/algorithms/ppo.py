@@ -36,21 +36,30 @@ def critic_loss(x: LossInput, prefix: str, clip: float | None) -> Loss:
     return Loss(total=(x.weights * per_token).sum(), metrics=metrics)
 
 
-@register_algorithm("ppo")
-class PPO(PolicyGradient):
-    """Advantages by GAE from a critic's values.
+class ActorCritic(PolicyGradient):
+    """Base of those whose advantages may come from a critic.
 
     Options:
         gamma, lam: of GAE. cliprange_value: value clip; None: off.
     """
 
-    roles = PolicyGradient.roles | {"critic"}
-    samples_per_prompt: ClassVar[int] = 1
     no_gradient_at_zero: ClassVar[bool] = True
 
     gamma: Share = 1.0
     lam: Share = 1.0
     cliprange_value: Positive | None = 0.5
+
+    def compute_critic_loss(self, x: LossInput) -> Loss:
+        return critic_loss(x, "", self.cliprange_value)
+
+
+@register_algorithm("ppo")
+class PPO(ActorCritic):
+    """Advantages by GAE from a critic's values."""
+
+    roles = PolicyGradient.roles | {"critic"}
+    samples_per_prompt: ClassVar[int] = 1
+
     kl_in: Literal["none", "reward", "loss"] = "reward"
     kl_target: Positive | None = 0.1
 
@@ -59,6 +68,3 @@ class PPO(PolicyGradient):
         values = trajectories.tokens("values")
         advantages, returns = gae(e.token_rewards, values, trajectories, self.gamma, self.lam)
         return {"advantages": whiten(advantages, e.responses.trained), "returns": returns}
-
-    def compute_critic_loss(self, x: LossInput) -> Loss:
-        return critic_loss(x, "", self.cliprange_value)

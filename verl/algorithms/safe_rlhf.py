@@ -21,18 +21,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from verl._base.record import Count, Natural, NotNegative, Number, Positive, Share
+from verl._base.record import Count, Natural, NotNegative, Number, Positive
 from verl.algorithms.advantages import gae, grpo, whiten
 from verl.algorithms.base import Loss, LossInput, drop_abstained
-from verl.algorithms.policy import Experience, PolicyGradient
-from verl.algorithms.ppo import critic_loss
+from verl.algorithms.policy import Experience
+from verl.algorithms.ppo import ActorCritic, critic_loss
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
 from verl.errors import ConfigError
 
 
 @register_algorithm("safe_rlhf")
-class SafeRLHF(PolicyGradient):
+class SafeRLHF(ActorCritic):
     """Keeps `price`, the multiplier lambda, up to date with the costs.
 
     Options:
@@ -45,7 +45,7 @@ class SafeRLHF(PolicyGradient):
         lambda_delay: batches before the first update; lambda_window: samples whose costs are averaged.
     """
 
-    roles = PolicyGradient.roles | {"cost"}
+    roles = ActorCritic.roles | {"cost"}
     no_gradient_at_zero: ClassVar[bool] = True
     read_with: ClassVar = {
         "norm_adv_by_std": ("baseline", "group"),
@@ -56,9 +56,6 @@ class SafeRLHF(PolicyGradient):
 
     baseline: Literal["group", "critics"] = "group"
     norm_adv_by_std: bool = False
-    gamma: Share = 1.0
-    lam: Share = 1.0
-    cliprange_value: Positive | None = 0.5
     cost_limit: Number = 0.0
     lambda_init: NotNegative = 1.0
     lambda_lr: NotNegative = 0.1
@@ -99,9 +96,6 @@ class SafeRLHF(PolicyGradient):
         cost, cost_returns = gae(costs, rows.tokens("cost_values"), rows, self.gamma, self.lam)
         advantages = whiten((reward - self.price * cost) / (1 + self.price), e.responses.trained)
         return {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
-
-    def compute_critic_loss(self, x: LossInput) -> Loss:
-        return critic_loss(x, "", self.cliprange_value)
 
     def compute_cost_critic_loss(self, x: LossInput) -> Loss:
         return critic_loss(x, "cost_", self.cliprange_value)
