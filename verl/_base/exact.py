@@ -45,9 +45,9 @@ def exact(values: Sequence[Any], array: pa.Array) -> pa.Array:
     kind = array.type
     if not (pa.types.is_floating(kind) or pa.types.is_nested(kind)):
         return array
-    # Texts tell 42 from 42.0, and NaN is like NaN; what JSON does not hold is told apart by its `repr`.
-    kept, given = (json.dumps(each, sort_keys=True, default=repr) for each in (array.to_pylist(), list(values)))
-    if kept == given and not _has_empty(kind):
+    # As text 42 differs from 42.0, and NaN equals NaN; what JSON has no form for is compared by its `repr`.
+    stored, wanted = (json.dumps(each, sort_keys=True, default=repr) for each in (array.to_pylist(), list(values)))
+    if stored == wanted and not _has_empty(kind):
         return array
     try:
         return _as_json(values)
