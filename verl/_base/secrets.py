@@ -11,8 +11,6 @@ from urllib.parse import unquote
 from verl.errors import ConfigError
 
 MASK = "***"
-#: Characters of a noted text below which it may be a word, and is masked where its place says what it is.
-_LEAST = 6
 #: Settings, variables of the environment and options of commands that hold a credential, by the end of their names.
 _NAME = r"(?:api[_-]?key|access[_-]?key|secret[_-]?key|auth[_-]?token|access[_-]?token|secret|password|passwd)"
 _SETTING = re.compile(rf"(?i)(?:.*[_-])?{_NAME}|token|authorization|(?:proxy|x)-.*")
@@ -26,7 +24,8 @@ _noted = set[str]()
 
 def note_secret(text: str | None) -> None:
     """Have a text masked from now on, wherever it occurs."""
-    _noted.update(part for part in (text or "", unquote(text or "")) if len(part) >= _LEAST)
+    # A shorter one may be a word, and is masked where its place says what it is.
+    _noted.update(part for part in (text or "", unquote(text or "")) if len(part) >= 6)
 
 
 def from_environment(text: str, kind: str) -> str:

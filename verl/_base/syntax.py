@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-#: More than other threads can spoil in a row.
-_TRIES = 20
-
 
 def syntax_tree(source: str, mode: str = "exec") -> Any:
     """`ast.parse`, again where another thread's came between: Python 3.11 counts the depth of a tree for all threads at
     once, and raises SystemError where the finalizer of an object lets another thread parse meanwhile."""
-    for _ in range(_TRIES):
+    for _ in range(20):  # more than other threads can spoil in a row
         try:
             return ast.parse(source, mode=mode)
         except SystemError as error:

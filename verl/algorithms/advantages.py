@@ -18,7 +18,6 @@ from verl.algorithms.responses import Responses
 
 #: Added to a group's standard deviation.
 STD_EPSILON = 1e-6
-_VARIANCE_EPSILON = 1e-8
 
 
 def group_sums(values: Tensor, groups: Tensor) -> Tensor:
@@ -109,4 +108,4 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     if not len(chosen):
         return values
     variance = chosen.var(correction=1) if len(chosen) > 1 else chosen.new_zeros(())
-    return (values - chosen.mean()) * (variance + _VARIANCE_EPSILON).rsqrt()
+    return (values - chosen.mean()) * (variance + 1e-8).rsqrt()

@@ -27,8 +27,6 @@ Estimator = Literal[
 # Against overflow, a bound of what is exponentiated. The gradient stays: the further a token is from the reference, the
 # more it needs one.
 MAX_LOG_RATIO = 20.0
-# Less beside a token is the rounding of its log-prob in fp32.
-_LEAST_REST = 2.0**-23
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, bound: float = MAX_LOG_RATIO) -> Tensor:
@@ -52,7 +50,8 @@ def kl_of_token(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Whatever the token, it is at most the KL over the whole vocabulary (data processing), and near it where the policy
     has little besides the token.
     """
-    policy, reference = ((-log_p.expm1()).clamp(min=_LEAST_REST) for log_p in (log_probs, ref_log_probs))
+    # Less beside a token is the rounding of its log-prob in fp32.
+    policy, reference = ((-log_p.expm1()).clamp(min=2.0**-23) for log_p in (log_probs, ref_log_probs))
     return log_probs.exp() * (log_probs - ref_log_probs) + policy * (policy / reference).log()
 
 

@@ -18,10 +18,6 @@ from verl.algorithms.losses import AggregationMode, PolicyLoss, PolicyTerms, bou
 from verl.algorithms.policy import NO_CLIP, NO_DUAL_CLIP
 from verl.algorithms.registry import register_algorithm
 
-_MAX_LOG_SEQUENCE_RATIO = 10.0
-_MIN_LOG_SEQUENCE_RATIO = math.log(1e-8)
-_TINY = 1e-10
-
 
 @register_algorithm("gspo")
 class GSPO(DAPO):
@@ -43,7 +39,7 @@ class GSPO(DAPO):
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         """The token form of the paper: value of the row's ratio, gradient through the token's own log-prob."""
         row = t.row_mean(t.log_ratio).detach()
-        log_ratio = bounded(t.log_probs - t.log_probs.detach() + row, -math.inf, _MAX_LOG_SEQUENCE_RATIO)
+        log_ratio = bounded(t.log_probs - t.log_probs.detach() + row, -math.inf, 10.0)
         return clipped_loss(log_ratio.exp(), t.advantages, *self.clip_bounds)
 
 
@@ -99,7 +95,7 @@ class GMPO(DAPO):
 
     def importance(self, t: PolicyTerms, weights: Tensor) -> Tensor:
         """The geometric mean over the row, to match the objective."""
-        return t.row_mean((weights + _TINY).log()).exp()
+        return t.row_mean((weights + 1e-10).log()).exp()
 
 
 @register_algorithm("sapo")
@@ -154,7 +150,7 @@ class VESPO(GRPO):
         sign."""
         # Bounded by token and by row: one token far off must not turn e^(l + k log w - l w) into infinity times 0.
         ratios = t.row_sum(t.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        row = ratios.clamp(_MIN_LOG_SEQUENCE_RATIO, MAX_LOG_RATIO)
+        row = ratios.clamp(math.log(1e-8), MAX_LOG_RATIO)
         positive = t.advantages >= 0
         power = torch.where(positive, self.k_pos, self.k_neg).to(row.dtype)
         decay = torch.where(positive, self.lambda_pos, self.lambda_neg).to(row.dtype)

@@ -38,12 +38,8 @@ EXTRAS = {
     "megatron": ("megatron-core", "megatron.core"),
     "tune": ("optuna", "optuna"),
 }
-_PARTS = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
 SHARED_MEMORY = Path("/dev/shm")
-#: Bytes that batches on their way between processes may well take.
-SHARED_MEMORY_NEED = 64 << 20
 
-State = Literal["ok", "warn", "fail"]
 _MARKS = {"ok": ("green", "ok"), "warn": ("yellow", "note"), "fail": ("red", "FAIL")}
 
 # What one rank of the collective test runs. The sum is over rank + 1, so that a rank that took no part is seen.
@@ -68,7 +64,7 @@ class Finding:
     """What one check found: `detail` in words, and what to do about it where it is not "ok"."""
 
     check: str
-    state: State
+    state: Literal["ok", "warn", "fail"]
     detail: str
     advice: str = ""
 
@@ -105,7 +101,8 @@ def doctor(
 def check_packages() -> Iterator[Finding]:
     """What is installed: its versions; volcengine's distribution of our import name, which may have replaced files; and
     whether extras can be imported. Each import runs in a process of its own: a broken build may crash."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PARTS]
+    parts = ("torch", "transformers", "pyarrow", "safetensors", "pydantic", "numpy")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in parts]
     yield Finding("parts", "ok", f"Python {platform.python_version()}, {', '.join(versions)}")
     if other := other_verl():
         what, replaced = other
@@ -178,8 +175,12 @@ def check_space() -> Finding:
     return Finding("free", "fail", f"{free}, which cannot be written", "set trainer.output_dir elsewhere")
 
 
-def check_shared_memory(path: Path = SHARED_MEMORY, need: int = SHARED_MEMORY_NEED) -> Finding:
-    """Room for batches between processes, found by taking it: a full file system may still report free space."""
+def check_shared_memory(path: Path = SHARED_MEMORY, need: int = 64 << 20) -> Finding:
+    """Room for batches between processes, found by taking it: a full file system may still report free space.
+
+    Args:
+        need: bytes, such as batches on their way between processes may well take.
+    """
     if not path.exists():
         return Finding("shared memory", "ok", f"there is no {path} on {platform.system()}")
     try:

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from verl.rollout.base import SamplingParams
     from verl.rollout.options import SamplerOptions
 
-# Full batches of requests that the engine is given ahead, so that it never runs dry.
-_AHEAD = 4
-# Seconds between two lines of progress.
-_SHOW_EVERY = 10.0
-
 
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub name.", show_default=False)],
@@ -169,7 +164,7 @@ def _answers(
     model: str, dtype: str, options: SamplerOptions, prompts: Batch, rows: Mapping[str, int], params: SamplingParams
 ) -> list[_Answer]:
     """Responses in the order of `rows`, by the names of which each has the row of its prompt. Progress is printed every
-    `_SHOW_EVERY` seconds, and the speed at the end."""
+    ten seconds, and the speed at the end."""
     from verl._host.device import default_kind, put
     from verl.data.text import ResponseText
     from verl.data.tokenize import encode_prompts
@@ -188,8 +183,8 @@ def _answers(
     tokens, waiting, answers = encode_prompts(tokenizer, prompts), deque(rows), dict[str, _Answer]()
     begin, shown, written, speed = time.monotonic(), time.monotonic(), 0, ""
     while waiting or engine.unfinished:
-        # Ahead of the engine, so that it always has a full batch; not all at once, since each has its tokens in memory.
-        while waiting and engine.unfinished < _AHEAD * options.max_num_seqs:
+        # Four batches ahead, so that the engine always has a full one; not all, since each has its tokens in memory.
+        while waiting and engine.unfinished < 4 * options.max_num_seqs:
             name = waiting.popleft()
             try:
                 engine.add(Request(name, tokens[rows[name]], params))
@@ -201,7 +196,7 @@ def _answers(
             written += len(sample.tokens)
         now = time.monotonic()
         speed = f"{written:,} tokens, {written / max(now - begin, 1e-9):,.0f} tokens/s"
-        if now > shown + _SHOW_EVERY:
+        if now > shown + 10:
             shown = now
             typer.echo(f"{len(answers)} of {len(rows)} responses, {speed}", err=True)
     typer.echo(speed, err=True)
