@@ -50,8 +50,9 @@ import pyarrow.parquet as pq
 
 from verl._base.checked import checked, hinted
 from verl._base.exact import ExactType, exact, unified
+from verl._base.names import check_known
 from verl._base.record import Natural
-from verl.errors import ConfigError, DataError, nearest, shown
+from verl.errors import ConfigError, DataError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -197,8 +198,7 @@ class Batch:
         Raises:
             DataError: there is no such column.
         """
-        if name not in self.table.column_names:
-            raise DataError(f"the batch has no column {shown(name)}: {nearest(name, self.columns)}")
+        check_known("the batch has no column", [name], self.table.column_names, DataError)
         return _single(self.table.column(name))
 
     def rows(self) -> Iterator[dict[str, Any]]:

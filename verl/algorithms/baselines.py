@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from verl._base.names import check_known
 from verl._base.record import Count, Natural, NotNegative, Positive, Share
 from verl.algorithms import advantages as adv
 from verl.algorithms.base import present
@@ -21,7 +22,7 @@ from verl.algorithms.policy import NO_CLIP, Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError
 
 
 @register_algorithm("grpo")
@@ -101,11 +102,10 @@ class DAPO(GRPO):
         episodes = Episodes(batch)
         if self.filter_metric == "outcome":
             values = self.outcome_rewards(episodes.batch)
-        elif self.filter_metric in episodes.batch:
-            values = episodes.batch.tensor(self.filter_metric, torch.float64)
         else:
-            known = nearest(self.filter_metric, [*episodes.batch.columns, "outcome"])
-            raise ConfigError(f"{self.name}: filter_metric='{self.filter_metric}' is no column of the samples: {known}")
+            known = [*episodes.batch.columns, "outcome"]
+            check_known(f"{self.name}: filter_metric is no column of the samples:", [self.filter_metric], known)
+            values = episodes.batch.tensor(self.filter_metric, torch.float64)
         good = values.isfinite() & present(episodes.batch)
         groups = episodes.responses.groups[good]
         useful = ~adv.group_equal(values[good], groups) & (adv.group_sizes(groups) > 1)

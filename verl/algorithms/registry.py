@@ -14,10 +14,7 @@ from verl._base.record import Name
 from verl._host.user_functions import load_function
 from verl.algorithms.base import BaseAlgorithm
 from verl.batch import Batch
-from verl.errors import ConfigError, nearest, shown
-
-#: What a trainer or a run uses when nobody said.
-DEFAULT_ALGORITHM = "grpo"
+from verl.errors import ConfigError, shown
 
 #: Classes by name; those of this package as where they are, until one is asked for.
 _ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {name: f"verl.algorithms.{path}" for name, path in {
@@ -70,13 +67,13 @@ def algorithm_names() -> list[str]:
 
 def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, **options: Any) -> BaseAlgorithm:
     """An algorithm by name, "FILE.py:CLASS" or class with its options, or an instance as it is; None:
-    `DEFAULT_ALGORITHM`.
+    GRPO, what a trainer or a run uses when nobody said.
 
     Raises:
         ConfigError: an unknown name or option (the nearest is named), an option of the wrong type, or options given
             together with an instance.
     """
-    algorithm = DEFAULT_ALGORITHM if algorithm is None else algorithm
+    algorithm = "grpo" if algorithm is None else algorithm
     if isinstance(algorithm, BaseAlgorithm):
         if options:
             raise ConfigError(
@@ -87,12 +84,10 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
     if isinstance(algorithm, str):
         if ".py:" in algorithm:
             kind = load_function(algorithm)
-        elif algorithm in _ALGORITHMS:
+        else:
+            check_known("no algorithm is called", [algorithm], _ALGORITHMS, hint=" (one of your own: FILE.py:CLASS)")
             kind = _ALGORITHMS[algorithm]
             kind = resolve_name(kind) if isinstance(kind, str) else kind
-        else:
-            hint = nearest(algorithm, _ALGORITHMS)
-            raise ConfigError(f"no algorithm is called '{algorithm}': {hint} (one of your own: FILE.py:CLASS)")
     check_class(kind)
     known = {field.name for field in fields(kind) if field.init}
     check_known(f"algorithm '{kind.name or kind.__name__}' has no option", options, known)

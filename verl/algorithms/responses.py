@@ -68,13 +68,10 @@ class Responses:
         Raises:
             DataError: there is no such column, or a row of it is not as long as its response.
         """
-        if self.batch.lengths(name) != self.lengths:
-            pairs = zip(self.batch.lengths(name), self.lengths, strict=True)
-            row = next(i for i, (have, want) in enumerate(pairs) if have != want)
-            raise DataError(
-                f"column '{name}' must be aligned with 'response_tokens': row {row} has "
-                f"{self.batch.lengths(name)[row]} values for {self.lengths[row]} tokens"
-            )
+        for row, (have, want) in enumerate(zip(self.batch.lengths(name), self.lengths, strict=True)):
+            if have != want:
+                what = f"row {row} has {have} values for {want} tokens"
+                raise DataError(f"column '{name}' must be aligned with 'response_tokens': {what}")
         return self.batch.tensor(name, torch.float64)
 
     def sum(self, values: Tensor) -> Tensor:
