@@ -69,7 +69,7 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> tuple[dic
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path} must hold settings as 'key: value', not a list or a single value")
         locations: Locations = dict(_key_lines(root, path)) if root is not None else {}
-        content: Any = OmegaConf.to_container(OmegaConf.create(text if root is not None else {}))
+        content: Any = OmegaConf.to_container(OmegaConf.create(text))
         for override in overrides:
             change = _override(override)
             content = _merged(content, change)
