@@ -20,7 +20,6 @@ from verl.rollout.gateway.dialects.base import (
     Reply,
     RequestError,
     Token,
-    Usage,
 )
 from verl.rollout.gateway.dialects.chat import CHAT
 from verl.rollout.gateway.dialects.responses import RESPONSES
@@ -41,7 +40,7 @@ SAID = Message("assistant", "\n\nLet me compute äöü 🙂. " + "Long. " * 40, 
 
 def answer(message: Message = SAID, finish: Any = "tool_calls", **options: Any) -> ChatAnswer:
     reply = Reply("000003", message, finish, **options)
-    return ChatAnswer("any", 7, (reply,), Usage(20, 5, 9))
+    return ChatAnswer(7, (reply,), 20, 5, 9)
 
 
 @pytest.mark.parametrize(("dialect", "package"), SENT)
@@ -120,7 +119,7 @@ def events_of(form: Dialect, request: ChatRequest, result: ChatAnswer, size: int
     """A stream whose replies are written in parts of so many characters."""
     events = form.events(request)
     empty = tuple(Reply(reply.id, Message("assistant"), "stop") for reply in result.replies)
-    yield from events.begin(ChatAnswer(result.model, result.created, empty, result.usage))
+    yield from events.begin(ChatAnswer(result.created, empty, result.prompt, result.cached, result.sampled))
     for index, reply in enumerate(result.replies):
         for name, text in (("reasoning", reply.message.reasoning), ("content", reply.message.content)):
             for start in range(0, len(text), size):
@@ -235,7 +234,7 @@ def test_siblings_and_log_probs() -> None:
     request = CHAT.read({**ASK["chat"], "n": 2, "logprobs": True})
     assert request.n == 2 and request.log_probs
     replies = tuple(Reply(f"00000{n}", Message("assistant", "ä"), "stop", tokens=(Token("ä", -0.5),)) for n in range(2))
-    choices = CHAT.answer(request, ChatAnswer("any", 7, replies))["choices"]
+    choices = CHAT.answer(request, ChatAnswer(7, replies))["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     token = {"token": "ä", "bytes": [195, 164], "logprob": -0.5, "top_logprobs": []}
     assert [choice["logprobs"]["content"] for choice in choices] == [[token]] * 2

@@ -109,7 +109,7 @@ class Both:
         sample = Sample(str(number), tokens, log_probs, "stop" if ended else "length", number)
         said = self.ours.template.parse(wrote, prompt.text, prompt.tools)
         made = self.ours.answer(prompt, sample, said, excluded=excluded, delivered=not excluded)
-        answer = CHAT.answer(request, ChatAnswer("any", 0, (Reply(made.id, made.reply, "stop"),)))
+        answer = CHAT.answer(request, ChatAnswer(0, (Reply(made.id, made.reply, "stop"),)))
         reply: dict[str, Any] = answer["choices"][0]["message"]
         written = spelled(self.tokenizer, tokens)
         self.spoken.append(written)

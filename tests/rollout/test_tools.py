@@ -166,24 +166,24 @@ def test_several_calls_of_one_turn_are_answered_in_order(chat: PreTrainedTokeniz
         ("<tool_call>{broken</tool_call>", 'error: a call is {"name": ..., "arguments": {...}} in JSON'),
         ("<tool_call>[1]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}} in JSON'),
         ('<tool_call>{"name": "calculator", "arguments": 3}</tool_call>', "error: name must be text"),
-        (call("calculater"), "error: there is no tool 'calculater': did you mean 'calculator'?"),
-        (call("calculator", wrong=1), "error: calculator: missing a required argument: 'expression'"),
-        (call("calculator", expression="__import__('os')"), "error: ValueError: only numbers"),
-        (call("calculator", expression="1/0"), "error: ZeroDivisionError"),
-        (call("calculator", expression="9" * 500), "error: ValueError: the expression is longer"),
-        (call("fails"), "error: RuntimeError: SystemExit(3)"),
-        (call("late"), "error: late took longer than 0.2 s"),
-        (call("waits"), "error: waits took longer than 0.2 s"),
-        (call("table"), '{"a": [1, 2]}'),
+        (call("calculater"), "{'error': 'Tool calculater not found.'}"),
+        (call("calculator", wrong=1), "{'error': \"calculator() got an unexpected keyword argument 'wrong'\"}"),
+        (call("calculator", expression="__import__('os')"), "{'error': 'only numbers"),
+        (call("calculator", expression="1/0"), "{'error': 'division by zero'}"),
+        (call("calculator", expression="9" * 500), "{'error': 'the expression is longer"),
+        (call("fails"), "{'error': 'SystemExit(3)'}"),
+        (call("late"), "{'error': 'took longer than 0.2 s"),
+        (call("waits"), "{'error': 'took longer than 0.2 s"),
+        (call("table"), "{'a': [1, 2]}"),
         (call("long"), "x" * 16 + " [cut]"),
-        (call("gives_up"), "error: RuntimeError: CancelledError()"),
-        (call("cancels"), "error: RuntimeError: it cancelled itself"),
-        (call("exits"), "error: RuntimeError: SystemExit(4)"),
-        (call("runs_out"), "error: RuntimeError: StopIteration()"),
-        (call("keys"), "error: TypeError: keys must be str"),
+        (call("gives_up"), "{'error': 'CancelledError()'}"),
+        (call("cancels"), "{'error': 'it cancelled itself'}"),
+        (call("exits"), "{'error': 'SystemExit(4)'}"),
+        (call("runs_out"), "{'error': 'StopIteration()'}"),
+        (call("keys"), "{(1, 2): 3}"),
         (call("half"), "a?b"),
-        (call("\ud83d"), "error: there is no tool '?'"),
-        (call("calculator", **{"\ud83d": 1}), "error: calculator: "),
+        (call("\ud83d"), r"{'error': 'Tool \ud83d not found.'}"),
+        (call("calculator", **{"\ud83d": 1}), "{'error': "),
         (f"<tool_call>{'[' * 200_000}</tool_call>", "error: a call is"),
     ],
 )
@@ -260,7 +260,8 @@ def test_a_tool_that_hangs_again_and_again_is_not_called_any_more() -> None:
 
     answers = asyncio.run(ask())
     done.set()
-    assert answers == ["error: hangs took longer than 0.05 s"] * MAX_HUNG + ["error: hangs is out of order"]
+    assert all("{'error': 'took longer than 0.05 s" in answer for answer in answers[:MAX_HUNG])
+    assert answers[MAX_HUNG:] == [f"{{'error': '{MAX_HUNG} calls of tools never returned, and cannot be stopped'}}"]
 
 
 def test_turns_and_tokens_are_bounded(chat: PreTrainedTokenizerBase) -> None:

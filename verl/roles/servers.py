@@ -23,7 +23,7 @@ from verl.rewards.source import RewardResult, run_reward
 from verl.roles.columns import expand
 from verl.rollout.base import Request, RolloutEngine, SamplingParams, generate
 from verl.rollout.remote import AsyncVLLMEngine, ServerEngine
-from verl.rollout.turns import sampled_columns
+from verl.rollout.turns import Turns, response_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ class RolloutWorker:
         pairs = zip(rows["id"], rows["prompt_tokens"], strict=True)
         requests = [Request(name, tokens, params) for name, tokens in pairs]
         by_id = {sample.id: sample for sample in generate(self._own_engine, requests)}
-        columns = sampled_columns([by_id[name] for name in rows["id"]])
+        columns = response_columns([Turns().wrote(by_id[name]) for name in rows["id"]])
         texts = list(map(ResponseText(self.tokenizer, self._ends), columns["response_tokens"]))
         return rows.add({**columns, "response": texts})
 

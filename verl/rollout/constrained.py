@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from verl._base.checked import checked
 from verl._base.record import Natural
 from verl.errors import ConfigError
-from verl.rollout.episode import DEADLINE, Client
+from verl.rollout.episode import DEADLINE, Client, Row
 from verl.rollout.grammar import Grammar
 from verl.rollout.hooks import Guard, Verdict
 from verl.rollout.turns import Turns
@@ -59,9 +58,9 @@ class ConstrainedEpisode:
         ConfigError: there is no constraint, or `max_resamples` is negative.
     """
 
-    grammar: Grammar | Callable[[Mapping[str, Any]], Grammar | None] | None = None
+    grammar: Grammar | Callable[[Row], Grammar | None] | None = None
     guard: Guard | None = None
-    accept: Callable[[str, Mapping[str, Any]], bool | Awaitable[bool]] | None = None
+    accept: Callable[[str, Row], bool | Awaitable[bool]] | None = None
     max_resamples: Natural = 3
     deadline: float = DEADLINE
 
@@ -71,7 +70,7 @@ class ConstrainedEpisode:
         #: Whether samples do not follow the model's distribution; the trainer warns of it.
         self.masks = self.grammar is not None
 
-    async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+    async def __call__(self, client: Client, row: Row) -> list[Turns]:
         assert client.text is not None
         grammar = self.grammar(row) if callable(self.grammar) else self.grammar
         for rejected in range(self.max_resamples + 1):

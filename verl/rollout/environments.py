@@ -27,9 +27,8 @@ import copy
 import inspect
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -47,20 +46,16 @@ from verl.data.tokenize import encode_behind
 from verl.errors import ConfigError, DataError, RolloutError, shown
 from verl.rewards.signatures import user_columns
 from verl.rollout.base import Sample
-from verl.rollout.episode import Client
+from verl.rollout.episode import Client, Row
 from verl.rollout.gateway.messages import Message, ToolCall
 from verl.rollout.gateway.template import ChatTemplate, template_of
-from verl.rollout.tools import Call, CallSyntax, Tool, ToolEpisode, tool
+from verl.rollout.tools import Call, CallSyntax, Tool, ToolEpisode, is_text, tool
 from verl.rollout.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-Row = Mapping[str, Any]
-#: Methods that are no tools.
-_NOT_TOOLS = ("reset", "get_reward")
 
 
 @dataclass
@@ -125,7 +120,7 @@ class EnvironmentEpisode(ToolEpisode):
         if not factories and not tools:
             raise ConfigError("EnvironmentEpisode: give it an environment, or tools")
         functions = [one if isinstance(one, Tool) else tool(one) for one in tools]
-        self.tools = {one.name: _Method(one.name, one.schema, one.function, deadline) for one in functions}
+        self.tools = {one.name: replace(one, timeout=deadline) for one in functions}
         if len(self.tools) < len(functions):
             raise ConfigError("EnvironmentEpisode.tools: must have different names")
         #: By the value of the column `environment`; of an only one, None.
@@ -162,7 +157,7 @@ class EnvironmentEpisode(ToolEpisode):
         kind = type(instance).__name__
         if "reset" not in members:
             raise ConfigError(f"{what}: {kind} has no method reset(self, **row): write one, which may return None")
-        methods = tuple(name for name in members if not name.startswith("_") and name not in _NOT_TOOLS)
+        methods = tuple(name for name in members if not name.startswith("_") and name not in ("reset", "get_reward"))
         if clash := next((method for method in methods if method in self.tools), None):
             raise ConfigError(f"{what}: {kind}.{clash} and a tool have one name: rename one of them")
         schemas = [_schema(kind, method, getattr(instance, method)) for method in methods]
@@ -171,18 +166,18 @@ class EnvironmentEpisode(ToolEpisode):
     @property
     def rewards(self) -> dict[str, list[str | None]]:
         """Classes with `get_reward`: name -> under which names rows choose them."""
-        rewards = defaultdict(list)
+        rewards: dict[str, list[str | None]] = {}
         for name, kind in self.kinds.items():
             if kind.has_reward:
-                rewards[kind.name].append(name)
-        return dict(rewards)
+                rewards.setdefault(kind.name, []).append(name)
+        return rewards
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template does not show tools, calls and results, or not behind a turn."""
         if self.tools or any(kind.methods for kind in self.kinds.values()):
             template = ChatTemplate(tokenizer, self.chat_template)
             template.check()
-            syntax = _TemplateSyntax(template, [], {}, {}, "")
+            syntax = _TemplateSyntax(template, [], {}, "")
             syntax.said = Message("assistant", "", (ToolCall("tool", "{}", "call00000"),))
             syntax.reply(Sample("", [0], [0.0], "stop", 0), ["?"])
 
@@ -202,17 +197,17 @@ class EnvironmentEpisode(ToolEpisode):
         schemas = [one.schema for one in self.tools.values()]
         if kind is not None:
             chat = _with_observation(chat, await self._call(kind, instance, "reset", self._columns(instance, row)))
-            lock = asyncio.Lock()
-            tools |= {
-                name: _Method(name, {}, getattr(instance, name), self.seconds, self._code, lock)
-                for name in kind.methods
-            }
+            lock = asyncio.Lock()  # plain methods of one environment are called one after the other
+            for name in kind.methods:
+                method = getattr(instance, name)
+                at_once = nullcontext() if is_async(method) else lock
+                tools[name] = Tool(name, {}, method, self.seconds, self._code, at_once)
             schemas += kind.schemas
         template = template_of(client.text, self.chat_template)
         inputs = template_inputs({**row, "tools": None}, schemas)
         text = template.chat.render(chat, inputs)
         prompt = list(client.tokenizer([text], add_special_tokens=False)["input_ids"][0])
-        syntax = _TemplateSyntax(template, schemas, inputs, tools, text)
+        syntax = _TemplateSyntax(template, schemas, inputs, text)
         turns, _ = await self.run_turns(client, prompt, tools, syntax)
         turns.prompt_tokens, turns.messages = prompt, [*chat, *syntax.whole(turns)]
         if kind is not None:
@@ -272,25 +267,6 @@ class EnvironmentEpisode(ToolEpisode):
                 kind.free.append(instance)
 
 
-@dataclass
-class _Method(Tool):
-    """A tool as TRL calls it: its result as text, its exception as `{'error': ...}`, the episode's deadline. Plain
-    methods of one environment are called one after the other."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        try:
-            async with nullcontext() if is_async(self.function) else self.lock:
-                result = await self.code.call(self.timeout, self.function, **arguments)
-            if isinstance(result, list) and result and all(map(_is_text, result)):
-                return "".join(str(part["text"]) for part in result)
-            return str(result)
-        except Exception as error:  # a user's code may raise anything; the model gets it as the result
-            show_once(logger, f"tool {self.name}", traceback_of(error))
-            return str({"error": str(error)})
-
-
 class _TemplateSyntax(CallSyntax):
     """The syntax of the model's own chat template.
 
@@ -299,23 +275,15 @@ class _TemplateSyntax(CallSyntax):
         messages: all turns and results so far, as TRL has them.
     """
 
-    def __init__(
-        self, template: ChatTemplate, schemas: Sequence[Row], inputs: Row, tools: Mapping[str, Tool], prompt: str
-    ) -> None:
-        self._template, self._schemas, self._inputs = template, schemas, inputs
-        self._tools, self._prompt = tools, prompt
+    def __init__(self, template: ChatTemplate, schemas: Sequence[Row], inputs: Row, prompt: str) -> None:
+        self._template, self._schemas, self._inputs, self._prompt = template, schemas, inputs, prompt
         self.said = Message("assistant")
         self.messages: list[dict[str, Any]] = []
         self._read = 0  # tokens of the response that `messages` has
 
     def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         self._say(sample.tokens)
-        return [
-            (call.name, json.loads(call.arguments or "{}"))
-            if call.name in self._tools
-            else str({"error": f"Tool {call.name} not found."})
-            for call in self.said.calls
-        ]
+        return [(call.name, json.loads(call.arguments or "{}")) for call in self.said.calls]
 
     def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
         """Rendered in a chat of the calls and their results alone, so that nothing earlier is written again."""
@@ -358,15 +326,11 @@ _of_factory = cache(EnvironmentEpisode)
 
 def as_episode(source: Any) -> Any:
     """An episode; of a class or function that makes environments, theirs, always the same."""
-    if inspect.isclass(source):
-        makes = hasattr(source, "reset")
-    else:  # a function that can be called without arguments: an episode takes two
-        makes = callable(source) and not inspect.iscoroutinefunction(source)
-        try:
-            if makes:
-                inspect.signature(source).bind()
-        except (TypeError, ValueError):
-            makes = False
+    makes = inspect.isclass(source) and hasattr(source, "reset")
+    if callable(source) and not inspect.isclass(source) and not inspect.iscoroutinefunction(source):
+        with suppress(TypeError, ValueError):
+            inspect.signature(source).bind()  # without arguments: an episode takes two
+            makes = True
     return _of_factory(source) if makes else source
 
 
@@ -420,10 +384,6 @@ def _with_observation(chat: list[dict[str, Any]], observation: Any) -> list[dict
         observation = [{"type": "text", "text": observation}]
     if type(observation) is not type(content):
         raise RolloutError(f"reset() returned {shown(observation)}: None, a text or a list of parts is appended")
-    if isinstance(observation, list) and (odd := next((p for p in observation if not _is_text(p)), None)):
+    if isinstance(observation, list) and (odd := next((p for p in observation if not is_text(p)), None)):
         raise RolloutError(f"reset() returned {shown(odd)}: models of text are trained here, parts are of type text")
     return [*chat[:-1], {**chat[-1], "content": content + observation}]
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"

@@ -22,7 +22,7 @@ from contextlib import aclosing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl._host.user_calls import LateError, UserCode, beside, is_users, within
+from verl._host.user_calls import LateError, Running, UserCode, is_users, within
 from verl._host.user_code import describe, show_once, traceback_of
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
@@ -57,10 +57,12 @@ class FailedEpisodeError(RolloutError):
         self.reason = reason
 
 
-Episode = Callable[["Client", Mapping[str, Any]], Awaitable[Sequence[Turns]]]
+#: Of prompts: its columns.
+Row = Mapping[str, Any]
+Episode = Callable[["Client", Row], Awaitable[Sequence[Turns]]]
 
 
-async def single_turn(client: Client, row: Mapping[str, Any]) -> list[Turns]:
+async def single_turn(client: Client, row: Row) -> list[Turns]:
     """One response to the row's `prompt_tokens`."""
     return [Turns().wrote(await client.generate(row["prompt_tokens"]))]
 
@@ -140,23 +142,19 @@ class _Pump:
         self._loop = asyncio.get_running_loop()
 
     async def answer(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
-        """`ask`, from any event loop."""
-        here = asyncio.get_running_loop()
-        if here is self._loop:
-            return await self.ask(request, after_step)
-        after: Any = None if after_step is None else partial(here.call_soon_threadsafe, after_step)
-        work = self.ask(request, after)
-        try:
-            sample = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # its loop is closed
-            work.close()
-            raise RolloutError("the rollout has ended") from None
-        return await asyncio.wrap_future(sample)
-
-    async def ask(self, request: Request, after_step: Callable[[], None] | None = None) -> Sample:
+        """The sample of a request, from any event loop."""
+        if (here := asyncio.get_running_loop()) is not self._loop:
+            after: Any = after_step and partial(here.call_soon_threadsafe, after_step)
+            work = self.answer(request, after)
+            try:
+                sample = asyncio.run_coroutine_threadsafe(work, self._loop)
+            except RuntimeError:  # its loop is closed
+                work.close()
+                raise RolloutError("the rollout has ended") from None
+            return await asyncio.wrap_future(sample)
         if self._failure:
             raise RolloutError(self._failure)
-        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Sample] = self._loop.create_future()
         check_new(request, self._waiting)
         self._waiting[request.id] = future
         self._new.append(request)
@@ -181,7 +179,7 @@ class _Pump:
                 await self._asked.wait()
             new, self._new, dropped, self._dropped = self._new, [], self._dropped, []
             try:
-                samples, refused = await loop.run_in_executor(thread, self._step, new, dropped)
+                results = await loop.run_in_executor(thread, self._step, new, dropped)
             except Exception as error:
                 self._failure = f"the rollout engine failed: {error}"
                 for future in self._waiting.values():  # they stay listed, as the engine may still have them
@@ -190,12 +188,12 @@ class _Pump:
                 raise
             for call in self._after_step.values():
                 call()
-            for name, refusal in refused.items():
+            for name, result in results.items():
                 if (waiting := self._waiting.pop(name, None)) is not None and not waiting.done():
-                    waiting.set_exception(refusal)
-            for sample in samples:
-                if (waiting := self._waiting.pop(sample.id, None)) is not None and not waiting.done():
-                    waiting.set_result(sample)
+                    if isinstance(result, Sample):
+                        waiting.set_result(result)
+                    else:
+                        waiting.set_exception(result)
 
     def drain(self) -> None:
         """Abort the remaining requests, so that the engine returns none of them later."""
@@ -204,15 +202,15 @@ class _Pump:
             self._engine.abort(list(self._waiting))
             self._engine.step()
 
-    def _step(self, new: list[Request], dropped: list[str]) -> tuple[list[Sample], dict[str, RolloutError]]:
-        refused = {}
+    def _step(self, new: list[Request], dropped: list[str]) -> dict[str, Sample | RolloutError]:
+        results: dict[str, Sample | RolloutError] = {}
         for request in new:
             try:
                 self._engine.add(request)
             except RolloutError as error:
-                refused[request.id] = error
+                results[request.id] = error
         self._engine.abort(dropped)
-        return self._engine.step(), refused
+        return results | {sample.id: sample for sample in self._engine.step()}
 
 
 class EndOfRunError(RolloutError):
@@ -221,7 +219,7 @@ class EndOfRunError(RolloutError):
 
 async def run_episodes(
     engine: RolloutEngine,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     params: SamplingParams | Sequence[SamplingParams],
     episode: Episode = single_turn,
     *,
@@ -285,7 +283,7 @@ async def run_episodes(
                 pump.drain()
 
 
-async def _outcome(index: int, row: Mapping[str, Any], params: SamplingParams, responses: Awaitable[Any]) -> Outcome:
+async def _outcome(index: int, row: Row, params: SamplingParams, responses: Awaitable[Any]) -> Outcome:
     """Raises EndOfRunError; ConfigError unless it returns a list of `Turns` sampled at the row's temperature."""
     name = f"episode of row '{row['id']}'"
     try:
@@ -322,7 +320,7 @@ def outcomes(engine: RolloutEngine, rows: Sequence[Any], *args: Any, **options: 
                 done.put(outcome)
 
     task = loop.create_task(collect())
-    ended = beside(loop.run_until_complete, task, name="episodes")
+    ended = Running(loop.run_until_complete, task, name="episodes")
     ended.add_done_callback(lambda ended: done.put(None))
     try:
         while (outcome := done.get()) is not None:

@@ -25,9 +25,6 @@ from verl.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Bytes of compiled grammars per tokenizer; the oldest are dropped.
-_CACHE = 256 << 20
-
 
 @dataclass(frozen=True)
 class Grammar:
@@ -104,4 +101,5 @@ def _compiler(tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: t
     import xgrammar
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_tokens))
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE)
+    # Of the compiled grammars of a tokenizer the oldest are dropped.
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=256 << 20)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_STEP_SECONDS = 0.5
 _UNLIMITED = 1 << 30
 _COMPLETIONS = "/v1/completions"
 #: Failed requests in a row that end the run.
@@ -110,7 +109,7 @@ class RemoteEngine:
         """
         done = []
         with suppress(queue.Empty):
-            done.append(self._done.get(timeout=_STEP_SECONDS if self._asked else 0.001))
+            done.append(self._done.get(timeout=0.5 if self._asked else 0.001))
             while True:
                 done.append(self._done.get_nowait())
         try:

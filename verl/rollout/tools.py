@@ -23,6 +23,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -31,14 +32,14 @@ from verl import sandbox
 from verl._base.checked import checked
 from verl._base.record import Count, Processes, Seconds
 from verl._base.syntax import syntax_tree
-from verl._host.user_calls import HungError, LateError, UserCode
+from verl._host.user_calls import UserCode
 from verl._host.user_code import show_once, traceback_of
 from verl.data.chat import ChatTokenizer, template_inputs
 from verl.data.text import runs, spelled
 from verl.data.tokenize import encode_behind
-from verl.errors import ConfigError, DataError, nearest
+from verl.errors import ConfigError, DataError
 from verl.rollout.base import LongPromptError, Sample
-from verl.rollout.episode import Client
+from verl.rollout.episode import Client, Row
 from verl.rollout.turns import Turns
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Characters per token at most, about; a result that is longer for sure is cut before it is tokenised.
-_CHARACTERS = 64
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 #: Placeholders for the policy's message and a tool's result in a chat.
 _SPOKEN, _RESULT = "what-the-policy-said", "what-the-tool-said"
@@ -73,6 +72,7 @@ class Tool:
         schema: as chat templates expect it.
         timeout: seconds for a call; a late one is left behind in its thread.
         code: calls it.
+        lock: held during a call.
     """
 
     name: str
@@ -80,25 +80,25 @@ class Tool:
     function: Callable[..., Any]
     timeout: float = 10.0
     code: UserCode = field(default_factory=lambda: UserCode("tools"))
+    lock: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The function's result as text, or its error. Never raises, and takes at most `timeout` seconds and a moment
-        for an async function to close what it has open."""
+        """The function's result as text, or its error as `{'error': ...}`, as TRL has them. Never raises, and takes at
+        most `timeout` seconds and a moment for an async function to close what it has open."""
         try:
-            inspect.signature(self.function).bind(**arguments)
-        except TypeError as error:
-            return f"error: {self.name}: {error}"
-        try:
-            result = await self.code.call(self.timeout, self.function, **arguments)
-            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-        except LateError:  # without the line, which says nothing to a model
-            return f"error: {self.name} took longer than {self.timeout:g} s"
-        except HungError as error:
-            logger.warning("%s: it is not called any more", error)
-            return f"error: {self.name} is out of order"
+            async with self.lock:
+                result = await self.code.call(self.timeout, self.function, **arguments)
+            if isinstance(result, list) and result and all(map(is_text, result)):
+                return "".join(str(part["text"]) for part in result)
+            return str(result)
         except Exception as error:  # a user's code may raise anything; the model gets it as the result
             show_once(logger, f"tool {self.name}", traceback_of(error))
-            return f"error: {type(error).__name__}: {error}"
+            return str({"error": str(error)})
+
+
+def is_text(part: Any) -> bool:
+    """Whether this is a part of a content, of type text."""
+    return isinstance(part, Mapping) and part.get("type") == "text"
 
 
 @checked
@@ -221,7 +221,7 @@ class ToolEpisode:
         if self._arguments is None:
             _ChatSyntax(ChatTokenizer(tokenizer), {}).behind([_RESULT])
 
-    async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+    async def __call__(self, client: Client, row: Row) -> list[Turns]:
         assert client.tokenizer is not None
         chat = ChatTokenizer(client.tokenizer)
         syntax: CallSyntax = _ChatSyntax(chat, template_inputs(row, self.schemas))
@@ -277,8 +277,9 @@ class ToolEpisode:
         """A result, without what is behind `max_result_tokens`."""
         assert client.tokenizer is not None
         most = self.max_result_tokens or client.params.max_new_tokens
-        # JSON and file names may hold half a surrogate pair, which a tokenizer does not accept.
-        text = whole[: _CHARACTERS * most].encode("utf-8", "replace").decode()
+        # A token has about 64 characters at most: what is longer for sure is cut before it is tokenised. JSON and file
+        # names may hold half a surrogate pair, which a tokenizer does not accept.
+        text = whole[: 64 * most].encode("utf-8", "replace").decode()
         tokens = client.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(tokens) <= most and len(text) == len(whole):
             return text
@@ -293,9 +294,7 @@ async def _result(call: Call, tools: Mapping[str, Tool]) -> str:
     if isinstance(call, str):
         return call
     name, arguments = call
-    if name not in tools:
-        return f"error: there is no tool '{name}': {nearest(name, tools)}"
-    return await tools[name].call(arguments)
+    return await tools[name].call(arguments) if name in tools else str({"error": f"Tool {name} not found."})
 
 
 class CallSyntax(Protocol):

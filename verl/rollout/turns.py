@@ -87,11 +87,6 @@ def response_columns(turns: Sequence[Turns], is_double: bool = False) -> dict[st
     return columns
 
 
-def sampled_columns(samples: Sequence[Sample], is_double: bool = False) -> dict[str, Any]:
-    """The columns of finished responses of one turn each."""
-    return response_columns([Turns().wrote(sample) for sample in samples], is_double)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The responses of the row `index`, or an error with its reason in a word."""

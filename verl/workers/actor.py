@@ -29,7 +29,7 @@ from verl.rollout.episode import Episode, outcomes
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import ENGINES, SamplerOptions
 from verl.rollout.rows import episode_rows
-from verl.rollout.turns import sampled_columns
+from verl.rollout.turns import Turns, response_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json
@@ -215,7 +215,7 @@ class ActorWorker(TrainedWorker):
                     continue
                 results, inputs = [done.pop(row) for row in group], prompts.take(group)
                 if episode is None:
-                    finished = inputs.add(sampled_columns(results, is_double))
+                    finished = inputs.add(response_columns([Turns().wrote(sample) for sample in results], is_double))
                 else:
                     for error in filter(None, (outcome.error for outcome in results)):
                         logger.warning("%s", error)

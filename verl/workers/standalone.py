@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.batch import Batch
 from verl.rollout.base import Request, RolloutEngine, Sample, as_sampling
 from verl.rollout.options import SamplerOptions
-from verl.rollout.turns import sampled_columns
+from verl.rollout.turns import Turns, response_columns
 from verl.weights.shard import Shard
 from verl.workers.pooled import PooledWorker
 
@@ -161,6 +161,6 @@ class StandaloneWorker(PooledWorker):
             samples[sample.id] = sample
             if len(samples) == len(rows):
                 del self._groups[group]
-                done = rows.add(sampled_columns([samples[id_] for id_ in rows["id"]], self._is_double))
+                done = rows.add(response_columns([Turns().wrote(samples[id_]) for id_ in rows["id"]], self._is_double))
                 spans, self._busy = self._busy, []
                 yield Finished(group, done, index, spans)

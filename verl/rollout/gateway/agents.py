@@ -26,7 +26,7 @@ from verl._host.user_code import describe
 from verl.data.forms import plain
 from verl.errors import ConfigError, shown
 from verl.rewards.scores import as_number, is_usable
-from verl.rollout.episode import EndOfRunError
+from verl.rollout.episode import EndOfRunError, Row
 from verl.rollout.gateway.server import listening
 from verl.sandbox import Limits, command_job, jailed
 
@@ -38,7 +38,6 @@ _OUTPUT, _LOOK = 65_536, 0.5
 #: Of a command in a sandbox: bytes of address space of a process, processes and threads, bytes of files, and the
 #: seconds by which its own deadline is behind the episode's.
 _MEMORY, _PROCESSES, _DISK, _SPARE = 4 << 30, 128, 256 << 20, 10.0
-Row = Mapping[str, Any]
 
 
 class AgentError(Exception):
@@ -166,7 +165,7 @@ class _Command:
             if is_secret(name):
                 note_secret(value)
         if readable is not None:
-            self._job({}, 1, 0)  # which refuses a command that is not here
+            command_job(words, {}, self._limits, readable, {})  # which refuses one that is not here
         elif shutil.which(words[0], path=environment.get("PATH")) is None:
             raise ConfigError(f"the agent's command cannot be started: there is no program '{words[0]}'")
 
@@ -195,7 +194,9 @@ class _Command:
     async def _in_sandbox(self, variables: Mapping[str, str], port: int, row: Row) -> Any:
         ours, theirs = socket.socketpair()
         ours.settimeout(self._limits.seconds)  # by which what is in the sandbox has ended
-        with ours, jailed(self._job(variables, port, theirs.fileno()), [theirs.detach()]) as jail:
+        network = {"port": port, "fd": theirs.fileno()}
+        job = command_job(self._words, variables, self._limits, self._readable or (), network)
+        with ours, jailed(job, [theirs.detach()]) as jail:
             async with _running(jail.command, **jail.options) as process, AsyncExitStack() as stack:
                 jail.started()
                 # The sandbox's own network has no gateway: it hands out a listening socket, unless nothing runs in it.
@@ -207,9 +208,6 @@ class _Command:
                 if (status := jail.exit_code()) is None:
                     raise KilledError(f"the agent took longer than {self._limits.seconds:g} s")
                 return self._returned(status, out, err)
-
-    def _job(self, variables: Mapping[str, str], port: int, fd: int) -> dict[str, Any]:
-        return command_job(self._words, variables, self._limits, self._readable or (), {"port": port, "fd": fd})
 
 
 @asynccontextmanager
@@ -270,11 +268,9 @@ async def _post(url: str, base_url: str, api_key: str, row: Row) -> Any:
         async with httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client:
             response = await client.post(url, content=body, headers={"Content-Type": "application/json"})
     except httpx.HTTPError as error:
-        failure = masked(f"the agent at {url} cannot be reached: {type(error).__name__}: {error}")
-        raise KilledError(failure) from error
+        raise KilledError(masked(f"the agent at {url} cannot be reached: {type(error).__name__}: {error}")) from error
     with suppress(ValueError, RecursionError):
         value = response.json() if response.content else None
         if response.status_code < 300:
             return value
-    text = masked(repr(response.text))[:200]
-    raise AgentError(f"the agent at {masked(url)} answered {response.status_code}: {text}")
+    raise AgentError(f"the agent at {masked(url)} answered {response.status_code}: {masked(repr(response.text))[:200]}")

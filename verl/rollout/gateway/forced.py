@@ -31,8 +31,8 @@ def constrains_reply(request: ChatRequest) -> bool:
     return is_held or request.schema is not None
 
 
-def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar | None:
-    """The grammar that a request demands of its reply; None: it demands none.
+def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Grammar:
+    """The grammar that a request demands of its reply, see `constrains_reply`.
 
     Args:
         prompt: as the template writes it.
@@ -40,8 +40,6 @@ def grammar_of(request: ChatRequest, family: Family | None, prompt: str) -> Gram
     Raises:
         RequestError: no grammar can hold that.
     """
-    if not constrains_reply(request):
-        return None
     is_forced = request.choice not in ("auto", "none")
     is_strict = request.choice == "auto" and bool(request.strict)
     if prompt.rstrip().endswith("<think>") and not (is_strict and request.schema is None):

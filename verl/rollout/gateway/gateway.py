@@ -24,12 +24,12 @@ from verl._base.secrets import key_of, masked
 from verl._host.user_calls import LateError, within
 from verl.data.chat import template_inputs
 from verl.errors import ConfigError, VerlError, nearest
-from verl.rollout.episode import Client, EndOfRunError, FailedEpisodeError
+from verl.rollout.episode import Client, EndOfRunError, FailedEpisodeError, Row
 from verl.rollout.gateway import agents
 from verl.rollout.gateway.agents import AgentError, AgentResult, KilledError
 from verl.rollout.gateway.linking import Call, Trajectory, trajectories
 from verl.rollout.gateway.server import Listener, listening
-from verl.rollout.gateway.session import START, Rules, Session
+from verl.rollout.gateway.session import START, Session
 from verl.rollout.gateway.template import ChatTemplate, template_of
 from verl.rollout.turns import Turns
 from verl.sandbox import require
@@ -122,11 +122,11 @@ class Gateway:
         #: Those that a command names; a run notes whether they change.
         self.files: Sequence[str] = getattr(self.agent, "files", ())
         self.chat_template, self.on_agent_error, self.train = chat_template, on_agent_error, train
-        others, keys = dict(models or {}), dict(model_keys or {})
-        _check_models(others, keys)
-        self.rules = Rules(max_calls, max_tokens, others, keys, model_deadline, sampling == "agent")
+        self.models, self.model_keys, self.model_deadline = dict(models or {}), dict(model_keys or {}), model_deadline
+        _check_models(self.models, self.model_keys)
+        self.max_calls, self.max_tokens, self.agent_samples = max_calls, max_tokens, sampling == "agent"
         #: Whether the weights that training began with must be there.
-        self.asks_start = START in others.values()
+        self.asks_start = START in self.models.values()
         self.seconds, self.max_left_out = deadline, max_left_out
         #: Of a function the time begins when it is called.
         self._bound = None if callable(agent) else deadline
@@ -144,7 +144,7 @@ class Gateway:
         for what in ChatTemplate(tokenizer, self.chat_template).check():
             logger.warning("the chat template drops %s: each call behind one is a conversation of its own", what)
 
-    async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
+    async def __call__(self, client: Client, row: Row) -> list[Turns]:
         record = await self.run(client, row)
         # The last one has the last call, and so what the episode came to: it is the one that rewards read.
         turns: list[Turns] = [*sorted(record.trajectories, key=lambda trajectory: trajectory.calls[-1].id)]
@@ -153,7 +153,7 @@ class Gateway:
         turns[-1].calls_left_out, turns[-1].other_calls = record.excluded, record.others
         return turns
 
-    async def run(self, client: Client, row: Mapping[str, Any]) -> EpisodeRecord:
+    async def run(self, client: Client, row: Row) -> EpisodeRecord:
         """The whole episode.
 
         Raises:
@@ -171,7 +171,7 @@ class Gateway:
         fault = reason = ""
         async with listening() as listener:
             for _ in range(2):
-                session = Session(client, template, inputs, self.rules)
+                session = Session(client, template, inputs, self)
                 try:
                     result = await self._attempt(listener, session, row)
                     if (failure := session.failure) is None:
@@ -183,7 +183,7 @@ class Gateway:
                     fault, reason = f"the agent {error}", "late"
         raise FailedEpisodeError(f"twice: {fault}", reason)
 
-    async def _attempt(self, listener: Listener, session: Session, row: Mapping[str, Any]) -> AgentResult:
+    async def _attempt(self, listener: Listener, session: Session, row: Row) -> AgentResult:
         """Raises KilledError, LateError or FailedEpisodeError."""
         try:
             with listener.admitting(session):

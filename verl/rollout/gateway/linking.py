@@ -133,8 +133,7 @@ class Conversations:
             behind = self.template.behind(text, call.prompt.text, call.reply, bool(call.prompt.tools), last)
             if behind is not None:
                 call.is_continued = True
-                read = self.reader.read(call.behind, last, behind)
-                return Prompt(whole, tools, text, call, read, digests[-1])
+                return Prompt(whole, tools, text, call, self.reader.read(call.behind, last, behind), digests[-1])
         # Where the template would show thoughts, they are put back all the same.
         whole, text = first or (tuple(messages), write(messages))
         return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text), digests[-1])

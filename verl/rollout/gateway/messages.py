@@ -17,6 +17,11 @@ class ToolCall:
     arguments: str
     id: str = ""
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """As OpenAI's dialect of chats and chat templates have it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 @dataclass(frozen=True)
 class Message:
@@ -48,11 +53,7 @@ class Message:
     @cached_property
     def _shown(self) -> Mapping[str, Any]:
         """Made once for all prompts with this message."""
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.calls
-        ]
-        optional = {"tool_calls": calls, "tool_call_id": self.call_id}
+        optional = {"tool_calls": [call.shown for call in self.calls], "tool_call_id": self.call_id}
         return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
 
 

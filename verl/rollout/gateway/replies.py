@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,9 +62,8 @@ def _arguments(value: Any) -> str:
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
     """A value of JSON, and where the text goes on behind it and white space."""
-    begin = start + len(text[start:]) - len(text[start:].lstrip())
-    value, end = _DECODER.raw_decode(text, begin)
-    return value, end + len(text[end:]) - len(text[end:].lstrip())
+    value, end = _DECODER.raw_decode(text, len(text) - len(text[start:].lstrip()))
+    return value, len(text) - len(text[end:].lstrip())
 
 
 def _hermes(text: str, tools: Tools) -> Message:
@@ -95,12 +95,9 @@ def _qwen_xml(text: str, tools: Tools) -> Message:
 
 def _typed(text: str, kind: Any) -> Any:
     """A parameter that is written as text; of another type than text it is JSON."""
-    if kind in (None, "string"):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    with suppress(ValueError):
+        return text if kind in (None, "string") else json.loads(text)
+    return text
 
 
 def _mistral(text: str, tools: Tools) -> Message:

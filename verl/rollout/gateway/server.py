@@ -30,7 +30,7 @@ from verl.rollout.gateway.dialects.anthropic import ANTHROPIC
 from verl.rollout.gateway.dialects.base import Body, ChatAnswer, Dialect, Events, Part, RequestError
 from verl.rollout.gateway.dialects.chat import CHAT
 from verl.rollout.gateway.dialects.responses import RESPONSES
-from verl.rollout.gateway.session import LARGE, START, Delivery, Rules, Session, ended
+from verl.rollout.gateway.session import LARGE, MAX_OPEN, START, Delivery, Session, ended
 
 logger = logging.getLogger(__name__)
 #: Bytes of a body, and how deep its JSON may be nested.
@@ -161,7 +161,7 @@ class Listener:
         session = None
         try:
             session = self._admitted(request)
-            with session.opened():
+            async with session.room:
                 return await self._answered(request, session, dialect)
         except ConnectionError:  # the client went away
             raise
@@ -174,7 +174,8 @@ class Listener:
         """The session of a request's key.
 
         Raises:
-            RequestError: another host is meant, a web page asks, or the key belongs to no running episode.
+            RequestError: another host is meant, a web page asks, or the key belongs to no running episode, or to one
+                that has too many requests open.
         """
         if request.headers.get("Host") != f"127.0.0.1:{self.port}":
             raise RequestError(421, f"this is 127.0.0.1:{self.port}, and answers to no other name")
@@ -188,7 +189,9 @@ class Listener:
             raise RequestError(401, "the key is not that of an episode", code="invalid_api_key")
         if number not in self._sessions:
             raise ended()
-        return self._sessions[number]
+        if (session := self._sessions[number]).room.locked():
+            raise RequestError(429, f"more than {MAX_OPEN} requests are open", code="rate_limit_exceeded")
+        return session
 
     async def _answered(self, request: Any, session: Session, dialect: Dialect) -> Any:
         path = request.path
@@ -206,12 +209,12 @@ class Listener:
         body = _parsed(content) if len(content) < LARGE else await asyncio.to_thread(_parsed, content)
         if path == _COUNT:
             return await self._sent(request, {"input_tokens": await session.count(dialect.read(body))})
-        if (model := str(body.get("model"))) not in session.rules.models:
+        if (model := str(body.get("model"))) not in session.gateway.models:
             return await self._replied(request, session, dialect, body, content)
-        if session.rules.models[model] == START and session.start is not None:
+        if session.gateway.models[model] == START and session.start is not None:
             response = await self._replied(request, session.start, dialect, body, content)
         else:
-            with session.during(self._other_model(request, session.rules, model, content)) as other:
+            with session.during(self._other_model(request, session, model, content)) as other:
                 response = await other
         session.others[model] += response.status < 400
         return response
@@ -230,15 +233,16 @@ class Listener:
             delivery.delivered()
             return response
 
-    async def _other_model(self, request: Any, rules: Rules, name: str, content: bytes) -> Any:
+    async def _other_model(self, request: Any, session: Session, name: str, content: bytes) -> Any:
         """What another server answers to this body, as it comes. Nothing of it is trained."""
-        url = rules.models[name]
+        gateway = session.gateway
+        url = gateway.models[name]
         if url is None:
             raise RequestError(404, f"there is no model '{name}' here", "model", "model_not_found")
         sent = {"Content-Type": "application/json"}
         if version := request.headers.get("anthropic-version"):
             sent["anthropic-version"] = version
-        if (variable := rules.keys.get(name)) is not None:
+        if (variable := gateway.model_keys.get(name)) is not None:
             if (key := os.environ.get(variable)) is None:
                 raise RequestError(502, f"the variable {variable} has no key here", code="model_failed")
             is_anthropic = _DIALECTS.get(request.path) is ANTHROPIC
@@ -246,7 +250,7 @@ class Listener:
         address, response = url.rstrip("/") + request.path.removeprefix("/v1"), cast(Any, None)
         stream = self._client.stream("POST", address, content=content, headers=sent)
         try:
-            async with asyncio.timeout(rules.model_deadline), stream as answer:
+            async with asyncio.timeout(gateway.model_deadline), stream as answer:
                 kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
                 response = self._web.StreamResponse(status=answer.status_code, headers=kind)
                 await _taken(request, response.prepare(request))
@@ -255,7 +259,7 @@ class Listener:
         except (TimeoutError, httpx.HTTPError) as error:
             if response is not None:  # it has begun, so that it can only be cut off
                 raise ConnectionResetError from error
-            why = repr(error) if isinstance(error, httpx.HTTPError) else f"no answer in {rules.model_deadline:g} s"
+            why = repr(error) if isinstance(error, httpx.HTTPError) else f"no answer in {gateway.model_deadline:g} s"
             raise RequestError(502, f"the model '{name}' cannot be asked: {why}", code="model_failed") from error
         await _taken(request, response.write_eof())
         return response
@@ -271,8 +275,7 @@ class Listener:
         self, request: Any, session: Session, dialect: Dialect, task: Answering, texts: AsyncIterator[str]
     ) -> Any:
         """Server-sent events, while the replies are written. What fails before they begin has a status of its own."""
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        response = self._web.StreamResponse(headers=headers)
+        response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         delivery = None
         try:
             async for text in texts:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ from verl.errors import ConfigError, DataError, RolloutError
 from verl.rollout.base import LongPromptError, Sample, SamplingParams, as_sampling
 from verl.rollout.episode import NO_TOP, Client
 from verl.rollout.gateway.dialects import base
-from verl.rollout.gateway.dialects.base import ChatAnswer, ChatRequest, Reply, RequestError, Usage
+from verl.rollout.gateway.dialects.base import ChatAnswer, ChatRequest, Reply, RequestError
 from verl.rollout.gateway.forced import constrains_reply, grammar_of, only_choices
 from verl.rollout.gateway.linking import Call, Conversations, Prompt
 from verl.rollout.gateway.messages import Message
@@ -28,6 +28,7 @@ from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.stop_strings import cut_text
 
 if TYPE_CHECKING:
+    from verl.rollout.gateway.gateway import Gateway
     from verl.rollout.grammar import Grammar
 
 logger = logging.getLogger(__name__)
@@ -36,32 +37,12 @@ logger = logging.getLogger(__name__)
 LARGE = 65_536
 #: Stands for a model's address: the weights that training began with.
 START = "start"
+#: Requests of an episode at a time.
+MAX_OPEN = 32
 #: Takes the answer as it is before its replies begin, then their deltas.
 Send = Callable[[ChatAnswer | base.Part], None]
 _logged: set[str] = set()
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What holds for all episodes of a gateway.
-
-    Attributes:
-        max_calls, max_tokens: of an episode: replies of the policy, and tokens that it samples.
-        models: addresses of other models by name, or `START`; None: there is no such model.
-        keys: environment variables with the keys of these servers.
-        model_deadline: seconds for an answer of such a server.
-        agent_samples: whether requests set the sampling of greedy rows, which are never trained.
-        max_open: requests of an episode at a time.
-    """
-
-    max_calls: int = 512
-    max_tokens: int = 65_536
-    models: Mapping[str, str | None] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    model_deadline: float = 600.0
-    agent_samples: bool = False
-    max_open: int = 32
 
 
 @dataclass
@@ -83,7 +64,7 @@ class Session:
 
     Args:
         inputs: of the chat template, besides messages and tools.
-        rules: of its gateway.
+        gateway: whose bounds and models hold.
 
     Attributes:
         key: that the agent sends with each; "" before the session is admitted.
@@ -95,14 +76,15 @@ class Session:
         truncated: whether a bound, or the model's context, was used up.
         fault: why the gateway itself failed.
         ended: whether the episode is over.
+        room: for requests at a time.
     """
 
-    def __init__(self, client: Client, template: ChatTemplate, inputs: Mapping[str, Any], rules: Rules) -> None:
-        self.key, self.rules, self.is_policy = "", rules, True
+    def __init__(self, client: Client, template: ChatTemplate, inputs: Mapping[str, Any], gateway: Gateway) -> None:
+        self.key, self.gateway, self.is_policy = "", gateway, True
         self.others: Counter[str] = Counter()
         self.start: Session | None = None
         if client.start is not None:
-            self.start = Session(client.start, template, inputs, rules)
+            self.start = Session(client.start, template, inputs, gateway)
             self.start.is_policy = False
         self.conversations = Conversations(template, inputs)
         self.calls = self.conversations.calls
@@ -111,7 +93,8 @@ class Session:
         self.fault: Exception | None = None
         self._client, self._template = client, template
         self._answering: set[asyncio.Task[Any]] = set()
-        self._open = self._begun = self._tokens = 0
+        self.room = asyncio.Semaphore(MAX_OPEN)
+        self._begun = self._tokens = 0
         self._reserved = 0  # tokens that open requests may sample yet
         self._freed = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -121,23 +104,6 @@ class Session:
     def failure(self) -> Exception | None:
         """Why the gateway itself failed, in these requests or in those to the starting weights."""
         return self.fault or (None if self.start is None else self.start.fault)
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """A request is answered meanwhile.
-
-        Raises:
-            RequestError: the episode is over, or has too many open.
-        """
-        if self.ended:
-            raise ended()
-        if self._open >= self.rules.max_open:
-            raise RequestError(429, f"more than {self.rules.max_open} requests are open", code="rate_limit_exceeded")
-        self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
 
     def end(self) -> None:
         """Answer nothing more."""
@@ -193,7 +159,7 @@ class Session:
         self._reserved += reserved
         if send is not None:
             empty = tuple(Reply(reply.shown_id, Message("assistant"), "stop") for reply in replies)
-            send(ChatAnswer(request.model, int(time.time()), empty, Usage(count, cached)))
+            send(ChatAnswer(int(time.time()), empty, count, cached))
             for index, reply in enumerate(replies):
                 show = lambda *parts, index=index: send(base.Part(index, *parts))  # noqa: E731
                 reply.stream = ReplyStream(self._template, reply.params, reply.prompt.text, reply.tools, show)
@@ -209,8 +175,8 @@ class Session:
         # Only now, so that calls are in the order of their ids.
         calls = [reply.call(sample, headers) for reply, sample in zip(replies, samples, strict=True)]
         shown = tuple(reply.shown(call) for reply, call in zip(replies, calls, strict=True))
-        usage = Usage(count, cached, sum(len(sample.tokens) for sample in samples))
-        delivery = self._sent[digest] = Delivery(ChatAnswer(request.model, int(time.time()), shown, usage), calls)
+        answer = ChatAnswer(int(time.time()), shown, count, cached, sum(len(sample.tokens) for sample in samples))
+        delivery = self._sent[digest] = Delivery(answer, calls)
         return delivery
 
     async def count(self, request: ChatRequest) -> int:
@@ -259,15 +225,15 @@ class Session:
         """
         params, left, limit = self._client.params, self._left(request), self._client.max_length
         # What is never trained (greedy rows, if that is wanted, and other weights) is sampled as the agent says.
-        if not self.is_policy or (self.rules.agent_samples and not params.temperature):
+        if not self.is_policy or (self.gateway.agent_samples and not params.temperature):
             wanted = {name: value for name, value in request.sampling.items() if value or name == "temperature"}
             try:
                 params = as_sampling(wanted, params)
             except ConfigError as error:
                 raise base.invalid(min(wanted), str(error)) from error
-        if self._begun + request.n > self.rules.max_calls or left < 1:
+        if self._begun + request.n > self.gateway.max_calls or left < 1:
             self.truncated = True
-            bounds = f"max_calls={self.rules.max_calls}, max_tokens={self.rules.max_tokens}"
+            bounds = f"max_calls={self.gateway.max_calls}, max_tokens={self.gateway.max_tokens}"
             raise RequestError(403, f"the episode's bounds are used up ({bounds})", code="budget_exceeded")
         if limit is not None and length >= limit:
             self.truncated = True
@@ -281,7 +247,7 @@ class Session:
 
     def _left(self, request: ChatRequest) -> int:
         """Tokens of the episode for each reply to a request."""
-        return (self.rules.max_tokens - self._tokens - self._reserved) // request.n
+        return (self.gateway.max_tokens - self._tokens - self._reserved) // request.n
 
 
 @dataclass
@@ -356,8 +322,7 @@ class _PendingReply:
             tops = sample.top_log_probs or [[]] * len(sample.tokens)
             for token, log_prob, top in zip(sample.tokens, sample.log_probs, tops, strict=True):
                 tokens.append(base.Token(written([token]), log_prob, tuple((written([t]), p) for t, p in top)))
-        is_cut = sample.finish == "length"
-        finish: Any = "length" if is_cut else "tool_calls" if call.reply.calls else "stop"
+        finish: Any = "length" if sample.finish == "length" else "tool_calls" if call.reply.calls else "stop"
         return Reply(self.shown_id, call.reply, finish, stopped_by, tuple(tokens))
 
 

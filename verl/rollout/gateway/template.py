@@ -44,10 +44,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        chat_template: str | None = None,
-        ends: Sequence[int] = (),
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, ends: Sequence[int] = ()
     ) -> None:
         tokenizer = with_template(tokenizer, chat_template)
         if not getattr(tokenizer, "chat_template", None):

@@ -46,7 +46,7 @@ class AnthropicEvents(base.ItemEvents):
                     yield self._delta("input_json_delta", partial_json=part)
             yield from self.leave()
         end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield _event("message_delta", delta=end, usage={"output_tokens": answer.usage.sampled})
+        yield _event("message_delta", delta=end, usage={"output_tokens": answer.sampled})
         yield _event("message_stop")
 
     def opened(self, item: Body) -> Iterator[str]:
@@ -89,8 +89,7 @@ class Anthropic(base.Dialect):
     def choice(self, body: Body) -> str:
         choice = base.typed(body, "tool_choice", dict, {})
         if choice.get("disable_parallel_tool_use"):
-            refusal = "'disable_parallel_tool_use' is not supported here: leave it out"
-            raise RequestError(400, refusal, "tool_choice")
+            raise RequestError(400, "'disable_parallel_tool_use' is not supported here: leave it out", "tool_choice")
         kind = choice.get("type", "auto")
         return str(choice.get("name", "")) if kind == "tool" else _CHOICES.get(kind, str(kind))
 
@@ -119,13 +118,13 @@ class Anthropic(base.Dialect):
                 raise RequestError(400, f"messages[{index}].role is user or assistant", "messages")
 
     def answer(self, request: ChatRequest, answer: ChatAnswer) -> Body:
-        reply, usage = answer.replies[0], answer.usage
-        head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": answer.model}
+        reply = answer.replies[0]
+        head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": request.model}
         reason = "stop_sequence" if reply.stopped_by else _FINISH[reply.finish]
         end = {"stop_reason": reason, "stop_sequence": reply.stopped_by}
         # Anthropic counts the prompt's cached tokens apart from the others.
-        cached = {"cache_read_input_tokens": usage.cached, "cache_creation_input_tokens": 0}
-        tokens = {"input_tokens": usage.prompt - usage.cached, **cached, "output_tokens": usage.sampled}
+        cached = {"cache_read_input_tokens": answer.cached, "cache_creation_input_tokens": 0}
+        tokens = {"input_tokens": answer.prompt - answer.cached, **cached, "output_tokens": answer.sampled}
         return {**head, "content": list(_blocks(reply)), **end, "usage": tokens}
 
     def error(self, fault: RequestError) -> Body:

@@ -43,8 +43,7 @@ class LongRequestError(RequestError):
 
     def __init__(self, tokens: int, limit: int) -> None:
         code = "context_length_exceeded"
-        message = f"prompt is too long: {tokens} tokens > {limit} maximum ({code})"
-        super().__init__(400, message, "messages", code)
+        super().__init__(400, f"prompt is too long: {tokens} tokens > {limit} maximum ({code})", "messages", code)
 
 
 @dataclass(frozen=True)
@@ -102,22 +101,15 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Token counts of a request; `cached` prompt tokens were in an earlier call."""
+class ChatAnswer:
+    """Replies to one request; `created` is in seconds since 1970. Token counts: of the prompt, of what of it an earlier
+    call had, and of the replies."""
 
+    created: int
+    replies: tuple[Reply, ...]
     prompt: int = 0
     cached: int = 0
     sampled: int = 0
-
-
-@dataclass(frozen=True)
-class ChatAnswer:
-    """Replies to one request; `created` is in seconds since 1970."""
-
-    model: str
-    created: int
-    replies: tuple[Reply, ...]
-    usage: Usage = field(default_factory=Usage)
 
 
 @dataclass(frozen=True)
@@ -164,14 +156,14 @@ class Dialect:
         events: the stream of an answer.
     """
 
-    fields: ClassVar[frozenset[str]]
+    fields: frozenset[str]
     defaults: ClassVar[Mapping[str, Sequence[Any]]]
     refused: ClassVar[Mapping[str, str]]
     limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
-    stop: ClassVar[str] = "stop"
+    stop = "stop"
     tool_types: ClassVar[Sequence[str | None]] = ("function",)
-    tool_field: ClassVar[str] = ""
-    tool_schema: ClassVar[str] = "parameters"
+    tool_field = ""
+    tool_schema = "parameters"
     messages: Callable[[Body], Iterable[Message]]
     schema: Callable[[Body], Body | None]
     answer: Callable[[ChatRequest, ChatAnswer], Body]
@@ -310,8 +302,7 @@ def typed(body: Body, name: str, kind: type[T], default: T) -> T:
     if value is None:
         return default
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        refusal = f"'{name}' is not of the type {kind.__name__}: {value!r:.60}"
-        raise RequestError(400, refusal, name, "invalid_type")
+        raise RequestError(400, f"'{name}' is not of the type {kind.__name__}: {value!r:.60}", name, "invalid_type")
     return value
 
 

@@ -102,10 +102,7 @@ class Chat(base.Dialect):
         choices = []
         for index, reply in enumerate(answer.replies):
             message, log_probs = reply.message, None
-            calls = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in message.calls
-            ]
+            calls = [call.shown for call in message.calls]
             content = message.content or (None if calls else "")
             said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             optional: Body = {"reasoning_content": message.reasoning, "tool_calls": calls}
@@ -113,13 +110,13 @@ class Chat(base.Dialect):
             if request.log_probs:
                 log_probs = {"content": base.shown_tokens(reply.tokens), "refusal": None}
             choices.append({"index": index, "message": said, "logprobs": log_probs, "finish_reason": reply.finish})
-        usage, name = answer.usage, f"chatcmpl-{answer.replies[0].id}"
-        head = {"id": name, "object": "chat.completion", "created": answer.created, "model": answer.model}
+        name = f"chatcmpl-{answer.replies[0].id}"
+        head = {"id": name, "object": "chat.completion", "created": answer.created, "model": request.model}
         tokens = {
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.sampled,
-            "total_tokens": usage.prompt + usage.sampled,
-            "prompt_tokens_details": {"cached_tokens": usage.cached},
+            "prompt_tokens": answer.prompt,
+            "completion_tokens": answer.sampled,
+            "total_tokens": answer.prompt + answer.sampled,
+            "prompt_tokens_details": {"cached_tokens": answer.cached},
         }
         return {**head, "choices": choices, "usage": tokens}
 

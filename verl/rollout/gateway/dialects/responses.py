@@ -134,14 +134,14 @@ class Responses(base.Dialect):
         return messages
 
     def answer(self, request: ChatRequest, answer: ChatAnswer) -> Body:
-        reply, usage = answer.replies[0], answer.usage
+        reply = answer.replies[0]
         is_cut = reply.finish == "length"
         tokens = {
-            "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-            "output_tokens": usage.sampled,
+            "input_tokens": answer.prompt,
+            "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
+            "output_tokens": answer.sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.prompt + usage.sampled,
+            "total_tokens": answer.prompt + answer.sampled,
         }
         message, items = reply.message, list[Body]()
         if message.reasoning:
@@ -192,7 +192,7 @@ def _head(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
         "id": f"resp_{answer.replies[0].id}",
         "object": "response",
         "created_at": answer.created,
-        "model": answer.model,
+        "model": request.model,
         "status": "in_progress",
         **dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p")),
         "metadata": {},
@@ -206,8 +206,7 @@ def _head(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
 def _text_item(kind: str, id: str, text: str, log_probs: Sequence[Body] = ()) -> dict[str, Any]:
     """A thought or a message, which has the log-probs of all tokens of the reply."""
     if kind == "reasoning":
-        thought = {"type": "reasoning_text", "text": text}
-        return {"type": kind, "id": f"rs_{id}", "summary": [], "content": [thought]}
+        return {"type": kind, "id": f"rs_{id}", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
     said = {"type": "output_text", "text": text, "annotations": [], "logprobs": [*log_probs]}
     return {"type": kind, "id": f"msg_{id}", "role": "assistant", "status": "completed", "content": [said]}
 
