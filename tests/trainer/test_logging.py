@@ -21,7 +21,8 @@ import verl
 from tests import forked
 from verl._host.log import setup_logging
 from verl.errors import ConfigError
-from verl.report.progress import ConsoleSink, describe, duration
+from verl.report.page import duration
+from verl.report.progress import ConsoleSink, describe
 from verl.report.sinks import JsonlSink, Logger, TensorBoardSink, open_logger, run_directory
 
 RECORD = {"reward/mean": 0.25, "kl": 0.001, "loss/actor": -0.5, "updated": True, "note": "fine"}
@@ -62,10 +63,10 @@ def test_console_shows_each_step(capsys: pytest.CaptureFixture[str]) -> None:
         "loss/actor -0.5000",
         "loss/critic 0.3000",
         "1,234",
-        "left 0:0",
+        "left 0 s",
     ):
         assert part in lines[0]
-    assert lines[1].startswith("about 0:0") and "left: 6 steps of " in lines[1]
+    assert lines[1].startswith("about 0 s") and "left: 6 steps of " in lines[1]
     assert lines[2:] == ["evaluating"]
 
 
@@ -90,7 +91,7 @@ def test_the_bar_fits_80_columns() -> None:
     sink.close()
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in re.split(r"[\n\r]", out.getvalue())]
     bars = [line for line in lines if "s/step" in line]
-    assert bars and all(part in bars[-1] for part in ("━", "9999/12000", "reward -12.345", "left 0:0"))
+    assert bars and all(part in bars[-1] for part in ("━", "9999/12000", "reward -12.345", "left 0 s"))
     assert all(len(line) <= 80 for line in lines if "━" in line)
 
 
@@ -110,7 +111,7 @@ def test_descriptions() -> None:
     assert (
         describe({"eval/loss": 0.5, "eval/pairs/accuracy": 0.75}) == "held-out pairs right 75.0%  held-out loss 0.5000"
     )
-    assert [duration(s) for s in (0.4, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
+    assert [duration(s) for s in (0.4, 61, 3725)] == ["0 s", "1 min 1 s", "1 h 2 min"]
 
 
 def test_any_value_finds_its_place_in_json(tmp_path: Path) -> None:

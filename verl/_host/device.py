@@ -29,16 +29,10 @@ _claimed: set[tuple[str, int]] = set()
 #: Graphs of a device are replayed one at a time and share their memory.
 _graph_pools: dict[str, Any] = {}
 
-#: Kinds without fp64, which sampling needs: taken only where a placement names them.
-_NOT_BY_DEFAULT = ("mps",)
 #: Kinds whose copies from and to pinned memory the host need not wait for.
 _PINNED = ("cuda", "xpu")
-# cgroup v1 writes "no limit" as the largest multiple of the page size.
-_NO_LIMIT = 1 << 60
-# Entries of the two caches of compiled products: oneDNN's and that of torch's interface to it.
+# Bounds of the two caches of compiled products: oneDNN's and that of torch's interface to it.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-_CACHE_ENTRIES = "128"
-_M_ARENA_MAX = -8
 
 
 def _accelerators() -> Any:
@@ -57,7 +51,7 @@ def accelerator() -> str | None:
 def default_kind() -> str:
     """Where models run unless a placement says otherwise: the accelerator where there is one, else "cpu"."""
     kind = accelerator()
-    return "cpu" if kind is None or kind in _NOT_BY_DEFAULT else kind
+    return "cpu" if kind in (None, "mps") else kind  # which has no fp64, and sampling needs it
 
 
 def count(kind: str) -> int:
@@ -245,8 +239,7 @@ def free_share(device: str) -> float:
     Raises:
         ConfigError: the device is missing here, or is the host.
     """
-    total = total_memory(device)
-    return int(_accelerators().get_memory_info(device)[0]) / total
+    return int(_accelerators().get_memory_info(device)[0]) / total_memory(device)
 
 
 def total_memory(device: torch.device | str) -> int:
@@ -303,8 +296,8 @@ def limit_library_memory() -> None:
     glibc's allocator serves all threads from one arena, since the compute thread's own would fragment.
     """
     for name in _PRODUCT_CACHES:
-        os.environ.setdefault(name, _CACHE_ENTRIES)
-    _glibc("mallopt", _M_ARENA_MAX, 1)
+        os.environ.setdefault(name, "128")
+    _glibc("mallopt", -8, 1)  # M_ARENA_MAX
 
 
 def return_free_memory() -> None:
@@ -379,5 +372,5 @@ def _limit(directory: Path, limit: str, used: str, cache: str) -> Iterator[tuple
     except (OSError, ValueError):
         return
     droppable = int(stat[stat.index(cache) + 1]) if cache in stat else 0
-    if most != "max" and int(most) < _NO_LIMIT:
+    if most != "max" and int(most) < 1 << 60:  # v1 writes "no limit" as the largest multiple of the page size
         yield int(most), now - droppable

@@ -33,10 +33,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _STICKY_SLACK = 8  # a key leaves its server once that has this many more calls than the idlest one
-_CONNECT_SECONDS = 10.0
 _LONGEST_PAUSE = 60.0
 _LONG = 12  # characters of a value in a query from which it may be a key, whatever it is called
-_INVALID_REQUEST = (400, 413, 422)
 # The longest answer that is accepted, since all other calls wait while its JSON is parsed: so many bytes in any case,
 # more for each byte that was sent and for each token that was requested, up to the last number.
 _BASE_BYTES, _BYTES_PER_BYTE_SENT, _BYTES_PER_TOKEN, _MAX_BYTES = 1 << 20, 64, 1 << 10, 1 << 26
@@ -225,7 +223,7 @@ class ServerPool:
         """
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-            timeout = httpx.Timeout(self.timeout, connect=min(_CONNECT_SECONDS, self.timeout))
+            timeout = httpx.Timeout(self.timeout, connect=min(10.0, self.timeout))
             self._client = httpx.AsyncClient(limits=limits, timeout=timeout, headers=self._headers)
         query, address = [*server.query, *(params or {}).items()], server.url + path
         request = self._client.build_request(method, address, json=body, params=query, headers=server.headers)
@@ -233,7 +231,7 @@ class ServerPool:
         status, content = await asyncio.wait_for(_answer(self._client, request, most), self.timeout)
         if not 200 <= status < 300:
             said = masked(f"{server.url}{path} answers {status}: {content[:300].decode(errors='replace')}")
-            raise RefusedError(said) if status in _INVALID_REQUEST else StatusError(status, said)
+            raise RefusedError(said) if status in (400, 413, 422) else StatusError(status, said)
         return json.loads(content) if content else None
 
     async def _send_first(self, server: Server, bodies: Mapping[str, Any], method: str) -> Any:

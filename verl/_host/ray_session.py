@@ -26,8 +26,6 @@ from verl._base.durable import staging_of
 from verl._host import device
 from verl.errors import ClusterError, ConfigError
 
-#: Seconds for the head of a cluster to answer the first question.
-_ANSWER = 5.0
 #: Seconds for a cluster, a rank or a worker to start. One that dies is noticed at once: this ends silent hangs, and
 #: leaves time for the imports of many processes on a busy machine.
 START_DEADLINE = 300.0
@@ -35,7 +33,6 @@ START_DEADLINE = 300.0
 _MANY, _PER_CPU = 64, 8
 #: Bytes of an answer that need not go through the object store.
 _INLINE = 1 << 20
-_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _lock = threading.Lock()
 logger = logging.getLogger(__name__)
 #: Addresses of the cluster that this process has checked, and of the one that it started.
@@ -146,13 +143,12 @@ def check(address: str) -> None:
     sends_none = os.environ.get("RAY_AUTH_MODE") == "disabled"
     token, origin = ("", "RAY_AUTH_MODE=disabled keeps Ray from sending it") if sends_none else _token()
     is_open = _answers(address, "")
-    is_ours = is_open or _answers(address, token)
     if is_open and not sends_none:
         raise ClusterError(
             f"the Ray cluster at {address} has no authentication: everyone who reaches it can run code on it. Start it "
             "with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here if its network is yours alone"
         )
-    if not is_ours:
+    if not (is_open or _answers(address, token)):
         raise ClusterError(
             f"the Ray cluster at {address} wants a token, and {origin}: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to "
             "a file that holds it (on the cluster's head, `ray get-auth-token` prints it)"
@@ -313,9 +309,9 @@ def _answers(address: str, token: str) -> bool:
 
     metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary(_CLUSTER_ID)
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
-            ask(b"", timeout=_ANSWER, metadata=metadata)
+            ask(b"", timeout=5.0, metadata=metadata)
         except grpc.RpcError as error:
             what = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
             if what == grpc.StatusCode.UNAUTHENTICATED.name:

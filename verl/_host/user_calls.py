@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import concurrent.futures
 import faulthandler
-import functools
 import inspect
 import logging
 import mmap
@@ -27,7 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any, TypeVar
 
 from verl._host import watchdog
 from verl._host.user_code import NOT_THE_USERS, line_of
@@ -74,7 +73,7 @@ class _Watch:
     @contextmanager
     def watched(self, what: str, seconds: float, *, is_step: bool = False) -> Iterator[None]:
         """Inside, this thread calls the user's code. If that holds the interpreter for longer than `seconds`, or ends
-        the process, the watchdog names it."""
+        the process, the watchdog names it. Also a decorator of plain functions."""
         table, row = self._table or self.start(), None
         with suppress(IndexError):  # calls beyond the last row are not seen from outside
             row = self._free.pop()
@@ -189,20 +188,6 @@ def is_users(function: Callable[..., Any]) -> bool:
     return not f"{kind.__module__}.".startswith("verl.")
 
 
-def beside(function: Callable[..., T], *args: Any, name: str = "verl-beside") -> Future[T]:
-    """Call a function in a daemon thread, so that a hung call does not keep the process from ending."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # raised where the result is taken
-            future.set_exception(error)
-
-    threading.Thread(target=call, name=name, daemon=True).start()
-    return future
-
-
 async def within(work: Awaitable[T], seconds: float | None) -> T:
     """Await work on the caller's event loop, with a deadline.
 
@@ -231,48 +216,41 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
     return task.result()
 
 
-def watching(function: Callable[..., Any], what: str, seconds: float) -> Callable[..., Any]:
-    """Wrap a function, plain or async, so that each call is `watched`."""
+class Running(Future[T]):
+    """A call of a plain function, which begins when this is made, in a daemon thread: a hung one does not keep the
+    process from ending.
 
-    @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with watched(what, seconds):
-            return function(*args, **kwargs)
+    Args:
+        seconds: see `in_time`.
 
-    @functools.wraps(function, updated=())
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        until = time.monotonic() + seconds
-        return await in_steps(function(*args, **kwargs), lambda: watched(what, until - time.monotonic(), is_step=True))
+    Attributes:
+        is_left: whether nobody waits for it any more.
+    """
 
-    return call_async if is_async(function) else call
-
-
-class Running(Generic[T]):
-    """A call of a plain function in a daemon thread, which begins when this is made."""
-
-    def __init__(self, what: str, seconds: float, call: Callable[[], T]) -> None:
-        self.future: Future[T] = Future()
+    def __init__(
+        self, function: Callable[..., T], *args: Any, name: str = "verl-beside", seconds: float = DEADLINE
+    ) -> None:
+        super().__init__()
         self.seconds, self.until, self.is_left = seconds, time.monotonic() + seconds, False
-        self._thread = threading.Thread(target=self._run, args=(what, seconds, call), name=what, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(function, args), name=name, daemon=True)
         self._thread.start()
 
-    def _run(self, what: str, seconds: float, call: Callable[[], T]) -> None:
-        with watched(what, seconds):
-            try:
-                self.future.set_result(call())
-            except BaseException as error:  # sys.exit() in a user's function is an error like any other
-                self.future.set_exception(ordinary(error))
-
-    def result(self) -> T:
-        """Raises LateError at its deadline; its own error, and a KeyboardInterrupt that it raised."""
+    def _run(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
         try:
-            return self.future.result(max(0.0, self.until - time.monotonic()))
+            self.set_result(function(*args))
+        except BaseException as error:  # sys.exit() in a user's function is an error like any other
+            self.set_exception(ordinary(error))
+
+    def in_time(self) -> T:
+        """Its result. Raises LateError at its deadline; its own error, and a KeyboardInterrupt that it raised."""
+        try:
+            return self.result(max(0.0, self.until - time.monotonic()))
         except RuntimeError as error:
             if isinstance(error.__cause__, KeyboardInterrupt):
                 raise error.__cause__ from None
             raise
         except TimeoutError:
-            if self.future.done():  # its own
+            if self.done():  # its own
                 raise
             raise self.late() from None
 
@@ -305,7 +283,7 @@ class UserCode:
             return await self._await(seconds, partial(function, *args, **kwargs))
 
         running = self.begin(seconds, function, *args, **kwargs)
-        done = asyncio.wrap_future(running.future)
+        done = asyncio.wrap_future(running)
         try:
             await asyncio.wait({done}, timeout=seconds)
         finally:
@@ -364,16 +342,17 @@ class UserCode:
 
     def run(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """The same of a plain function, for synchronous code."""
-        return self.begin(seconds, function, *args, **kwargs).result()
+        return self.begin(seconds, function, *args, **kwargs).in_time()
 
     def begin(self, seconds: float, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Running[T]:
         """Begin a call of a plain function. Raises HungError."""
         self._check()
-        self._running.append(running := Running(self.what, seconds, partial(function, *args, **kwargs)))
+        call = watched(self.what, seconds)(partial(function, *args, **kwargs))
+        self._running.append(running := Running(call, name=self.what, seconds=seconds))
         return running
 
     def _check(self) -> None:
-        self._running = [running for running in self._running if not running.future.done()]
+        self._running = [running for running in self._running if not running.done()]
         left = [running.is_left for running in self._running] + [thread.is_alive() for thread in self._lost]
         if sum(left) >= MAX_HUNG:
             raise HungError(f"{MAX_HUNG} calls of {self.what} never returned, and cannot be stopped")

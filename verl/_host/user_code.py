@@ -17,10 +17,7 @@ from verl.errors import VerlError
 #: Folders of code that is not the user's: this package, Python and what is installed.
 NOT_THE_USERS = tuple(
     f"{Path(folder).resolve()}{os.sep}"
-    for folder in (
-        str(Path(__file__).parents[1]),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    )
+    for folder in (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 )
 #: Characters of an error in a message, of which its own text has some at least, and of a traceback.
 _MESSAGE, _TEXT, _TRACEBACK = 280, 100, 10_000

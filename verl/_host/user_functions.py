@@ -17,7 +17,6 @@ from verl._base.durable import digest as file_digest
 from verl._host.user_code import NOT_THE_USERS, describe
 from verl.errors import ConfigError, RewardError, nearest
 
-DEFAULT_FUNCTION = "compute_score"
 #: Modules imported from users' files, by the names that they have here.
 user_modules: dict[str, ModuleType] = {}
 _real = cache(os.path.realpath)  # of folders of modules: hundreds, which are asked for at each start of a run
@@ -32,7 +31,7 @@ def split_spec(spec: str) -> tuple[Path, str]:
     """File and function of "file.py:function"; without a function, verl's `compute_score`."""
     path, colon, name = spec.rpartition(":")
     if not colon or path == "" or name.endswith(".py"):
-        path, name = spec, DEFAULT_FUNCTION
+        path, name = spec, "compute_score"
     return Path(path), name
 
 
@@ -91,11 +90,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     module = _import(path.resolve())
     function = getattr(module, name, None)
     if not callable(function):
-        names = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", None) == module.__name__
-        ]
+        names = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
         raise ConfigError(f"{path} has no function or class '{name}': {nearest(name, names)}")
     return function  # type: ignore[no-any-return]
 

@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 import time
+from contextlib import suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,11 +131,9 @@ class Watchdog:
 
 def _stat(path: str) -> list[str]:
     """Fields of a process or thread from its state on; [""]: it is gone, or the system does not say."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return [""]
+    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
+    return [""]
 
 
 def _say(text: str) -> None:

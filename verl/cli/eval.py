@@ -68,7 +68,7 @@ def _print(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from verl.report.page import gain_text, value_text
+    from verl.report.page import value_text
 
     models, gains = result["models"], result["gains"]
     columns = ("before", "after", "gain") if len(models) == 2 else ("result",)
@@ -77,8 +77,7 @@ def _print(result: Mapping[str, Any]) -> None:
         kind = "reward" if name == "reward" else "accuracy"  # pass@k is a share, too
         cells = [value_text(kind, **model["metrics"][name]) for model in models]
         if gain := gains.get(name):
-            text, interval = gain_text(kind, gain["value"], gain["low"], gain["high"])
-            cells.append(f"{text} ({interval.removeprefix('95 % interval ')})")
+            cells.append(value_text(kind, gain["value"], gain["low"], gain["high"], "+"))
         table.add_row(name, *cells)
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)

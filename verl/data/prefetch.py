@@ -53,12 +53,12 @@ class RowsAhead(Iterator[Any]):
         if not self._waiting and self._ahead is not None:
             coming, self._ahead = self._ahead, None
             with in_time(self.seconds):
-                coming.result()
+                coming.in_time()
         return self._waiting.popleft() if self._waiting else next(self._rows, default)
 
     def read(self, count: int) -> None:
         """Let this many rows be there when they are asked for."""
-        if self._ahead is not None and self._ahead.future.done() and self._ahead.future.exception() is None:
+        if self._ahead is not None and self._ahead.done() and self._ahead.exception() is None:
             self._ahead = None
         lacking = count - len(self._waiting)
         if self._ahead is None and lacking > 0:
@@ -68,7 +68,7 @@ class RowsAhead(Iterator[Any]):
     def close(self) -> None:
         """Wait until nothing is being read."""
         if self._ahead is not None:
-            wait([self._ahead.future], timeout=self.seconds)
+            wait([self._ahead], timeout=self.seconds)
 
 
 class Prefetch(RowsAhead):

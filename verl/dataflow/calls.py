@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl._host.user_calls import LateError, UserCode, is_async, is_users, watching, within
+from verl._host.user_calls import LateError, UserCode, is_async, is_users, watched, within
 from verl._host.user_code import describe, line_of
 from verl.batch import Batch
 from verl.dataflow import loop
@@ -95,7 +95,7 @@ class TimedCalls:
     ) -> T:
         """Call a plain function in the compute thread; its deadline begins when the thread gets to it."""
         limit = limit or self.deadline
-        job = loop.submit(watching(function, f"node '{name}'", limit), *args)
+        job = loop.submit(watched(f"node '{name}'", limit)(function), *args)
         self._running.add(job)
         await asyncio.shield(asyncio.wrap_future(job.started))
         result = within(asyncio.shield(asyncio.wrap_future(job.result)), limit)

@@ -22,9 +22,10 @@ from verl._base.schemas import SETTINGS, check_run_schema
 from verl.config.document import flat
 from verl.config.load import read_settings
 from verl.errors import ConfigError, DataError
-from verl.report.page import FIRST, duration, gain_text, headline, meanings, value_text, write_page
+from verl.report.page import FIRST, duration, headline, meanings, value_text, write_page
 from verl.report.reading import (
     MAX_POINTS,
+    Points,
     clock_of,
     curves_in,
     evaluated_samples,
@@ -34,7 +35,6 @@ from verl.report.reading import (
     stretches,
 )
 
-Points = list[list[float]]
 #: Points of all curves of a page together, and answers of all runs.
 _MOST_POINTS, _MOST_ANSWERS = 200_000, 4000
 #: Settings that a label names.
@@ -225,7 +225,7 @@ def _line(group: Group, number: int, letter: str, label: str, folder: Path) -> d
     if len({name for name, _ in gains}) == 1 and len(gains) > 1:
         values = [gain for _, gain in gains]
         ends = (statistics.fmean(values), min(values), max(values))
-        shown = [gain_text(gains[0][0], value, None, None)[0] for value in ends]
+        shown = [value_text(gains[0][0], value, sign="+") for value in ends]
         mean = f"{shown[0]} ({shown[1]} to {shown[2]} over {len(values)} runs)"
     clock = max(group.clocks, key=len)
     return {"number": number, "letter": letter, "label": label, "clock": clock, "runs": runs, "mean": mean}
@@ -238,10 +238,8 @@ def _result(run: Path, clock: Sequence[float]) -> tuple[tuple[str, float] | None
     shown = [value_text(name, row[name], row.get("low"), row.get("high")) for row in (*scored[:1], *scored[-1:])]
     gain, text = None, ""
     if len(scored) > 1:
-        ends = [summary.get(key) for key in ("gain_low", "gain_high")]
         gain = known if is_number(known := summary.get("gain")) else scored[-1][name] - scored[0][name]
-        text, interval = gain_text(name, gain, *ends)
-        text += f" ({interval.removeprefix('95 % interval ')})" * bool(interval)
+        text = value_text(name, gain, summary.get("gain_low"), summary.get("gain_high"), "+")
     before, after = f"{name} {shown[0]}" if shown else "–", shown[1] if len(scored) > 1 else ""
     step, seconds, tokens = clock
     cells = (before, after, text, f"{step:,.0f}", f"{tokens:,.0f}", duration(seconds))

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,9 @@ def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> p
     size = len(batch)
     columns: dict[str, list[Any]] = {name: batch[name] if name in batch else [None] * size for name in _TEXTS}
     columns["task"] = [task] * size
-    prompts = [tuple(tokens) for tokens in batch["prompt_tokens"]]
-    text_of = {prompt: decode(list(prompt)) for prompt in dict.fromkeys(prompts)}  # a group has one prompt
+    text_of = cache(lambda prompt: decode([*prompt]))  # a group has one prompt
     columns["question"] = _questions(batch)
-    columns["prompt"] = [text_of[prompt] for prompt in prompts]
+    columns["prompt"] = [text_of(tuple(tokens)) for tokens in batch["prompt_tokens"]]
     if "response" not in batch:
         columns["response"] = [decode(tokens) for tokens in batch["response_tokens"]]
     if "ground_truth" not in batch:
@@ -75,8 +75,7 @@ def _table(task: str, batch: Batch, prepared: Batch | None, decode: Decode) -> p
         columns["left_out"] = left_out_words(batch)
     texts = {name: pa.array(map(_text, columns[name]), pa.string()) for name in _TEXTS}
     parts = [name for name in batch.columns if name.startswith("reward/") or name == "trajectory_reward"]
-    scores = ["reward", *parts, "cost"]
-    numbers = {name: batch[name] if name in batch else [None] * size for name in scores}
+    numbers = {name: batch[name] if name in batch else [None] * size for name in ("reward", *parts, "cost")}
     advantages = {} if prepared is None else _advantages(prepared)
     numbers["advantage"] = [advantages.get(name) for name in columns["id"]]
     columns = texts | {name: pa.array(values, pa.float64()) for name, values in numbers.items()}

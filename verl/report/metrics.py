@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 #: From scored samples to one number a row (None: none), or to one number for all of them; or a function in a form of
 #: rewards (`verl.rewards.signatures`), which gives one number a row.
 MetricFn = Callable[..., Any]
-#: The share of the latest samples that a metric may fail on, as of a reward.
-_MOST_FAILURES = 0.5
 
 
 class Metric:
@@ -40,7 +38,7 @@ class Metric:
     def __init__(self, name: str, function: MetricFn) -> None:
         if not callable(function):
             raise ConfigError(f"metric '{name}' is a {type(function).__name__}: give a function of the scored samples")
-        self.name, self.function, self._failures = name, function, Failures(_MOST_FAILURES)
+        self.name, self.function, self._failures = name, function, Failures(0.5)  # as of a reward
         self._code = UserCode(f"metric {name}")
         self.by_row: RowMetric | None = None
         if not takes_batch(function):
@@ -63,19 +61,20 @@ class Metric:
         if self.by_row is not None:
             rows = run_reward(self.by_row, samples).reward
             return mean(rows), rows
-        failed: Exception | None = None
         try:
             value = self._code.run(seconds, self.function, samples)
         except Exception as error:  # a user's code may raise anything
-            failed = error
-        self._failures.add([failed is not None] * len(samples))
-        if failed is None:
-            return self._read(value, len(samples))
-        logger.warning("metric %s raised %s", self.name, describe(failed))
-        show_once(logger, f"metric {self.name}", traceback_of(failed))
-        if self._failures.too_many:
-            raise RewardError(f"metric '{self.name}' failed on {self._failures} (latest: {describe(failed)}): mend it")
-        return math.nan, None
+            self._failures.add([True] * len(samples))
+            what = describe(error)
+            logger.warning("metric %s raised %s", self.name, what)
+            show_once(logger, f"metric {self.name}", traceback_of(error))
+            if self._failures.too_many:
+                raise RewardError(
+                    f"metric '{self.name}' failed on {self._failures} (latest: {what}): mend it"
+                ) from error
+            return math.nan, None
+        self._failures.add([False] * len(samples))
+        return self._read(value, len(samples))
 
     def _read(self, value: Any, rows: int) -> tuple[float, list[float | None] | None]:
         value = value.tolist() if hasattr(value, "tolist") else value

@@ -25,7 +25,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +41,7 @@ from verl.config.load import read_settings
 from verl.errors import ConfigError, DataError
 from verl.report.reading import (
     MAX_POINTS,
+    Json,
     clock_of,
     curves_in,
     evaluated_samples,
@@ -74,7 +75,6 @@ FIRST = (
 )
 #: Headline metrics that are shares, shown in per cent.
 SHARES = ("accuracy", "pairs/accuracy")
-_LOG_TAIL = 4000
 #: The settings of a file, parsed once for all pages of a live run as long as its text is the same.
 _settings_of = lru_cache(maxsize=2)(lambda config, text: dict(flat(read_settings(config)[0])))
 
@@ -124,7 +124,7 @@ def write_report(run_dir: str | Path, *, live: bool = False) -> Path:
         environment={
             name: value if isinstance(value, str) else json.dumps(value) for name, value in environment.items()
         },
-        attempts=[(file.name, text_of(file)[-_LOG_TAIL:]) for file in sorted(run.glob("logs/*.log"))],
+        attempts=[(file.name, text_of(file)[-4000:]) for file in sorted(run.glob("logs/*.log"))],
     )
 
 
@@ -155,13 +155,12 @@ def meanings(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         short = re.sub(r"^(eval/)?task/[^/]+/", r"\1", name)
         keys = (short, short.removeprefix("eval/"))
-        matches = (text for key in keys for pattern, text in rows.items() if fnmatchcase(key, pattern))
-        if text := next(matches, None):
+        if text := next((text for key in keys for pattern, text in rows.items() if fnmatchcase(key, pattern)), None):
             texts[name] = text
     return texts
 
 
-def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: Path) -> Iterator[str]:
+def _chips(summary: Json, metrics: list[Json], config: Path) -> Iterator[str]:
     yield str(summary.get("state", "not finished"))
     if summary.get("control"):
         yield f"control: {summary['control']}"
@@ -180,25 +179,14 @@ def _chips(summary: dict[str, Any], metrics: list[dict[str, Any]], config: Path)
         yield f"seed {seed}"
 
 
-def gain_text(name: str, gain: float, low: object, high: object) -> tuple[str, str]:
-    """A gain in a headline metric and its interval, in as many decimals as give half of the interval two figures."""
-    factor, places = scale(name, low, high)
-    text, *ends = (f"{number * factor:+.{places}f}" for number in (gain, *filter(is_number, (low, high))))
-    interval = f"95 % interval {ends[0]} to {ends[1]}" if len(ends) > 1 else ""
-    return text + " points" * (name in SHARES), interval
-
-
-def value_text(name: str, value: float, low: object, high: object) -> str:
-    """A headline metric of an evaluation, with its interval where it has one."""
-    factor, places = scale(name, low, high)
-    text, *ends = (f"{number * factor:.{places}f}" for number in (value, *filter(is_number, (low, high))))
-    return text + " %" * (name in SHARES) + (f" ({ends[0]} to {ends[1]})" if len(ends) > 1 else "")
-
-
-def scale(name: str, low: object, high: object) -> tuple[float, int]:
-    """The factor and the decimals with which a headline metric is shown; the decimals follow its interval."""
+def value_text(name: str, value: float, low: object = None, high: object = None, sign: str = "") -> str:
+    """A headline metric of an evaluation, or with `sign` "+" a gain in one, with its interval where it has one, in as
+    many decimals as give half of the interval two figures."""
     factor, least = (100.0, 1) if name in SHARES else (1.0, 3)
-    return factor, decimals((high - low) / 2 * factor, least) if is_number(low) and is_number(high) else least
+    places = decimals((high - low) / 2 * factor, least) if is_number(low) and is_number(high) else least
+    text, *ends = (f"{number * factor:{sign}.{places}f}" for number in (value, *filter(is_number, (low, high))))
+    unit = (" points" if sign else " %") * (name in SHARES)
+    return text + unit + (f" ({ends[0]} to {ends[1]})" if len(ends) > 1 else "")
 
 
 def decimals(half: float, least: int) -> int:
@@ -206,35 +194,35 @@ def decimals(half: float, least: int) -> int:
     return min(6, max(least, 1 - math.floor(math.log10(half)))) if half > 0 and math.isfinite(half) else least
 
 
-def headline(summary: Mapping[str, Any], evals: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+def headline(summary: Json, evals: list[Json]) -> tuple[str, list[Json]]:
     """The metric of evaluations that matters in a run, and the evaluations that have it."""
     name = str(summary.get("headline") or (evals[0].get("headline") if evals else None) or "accuracy")
     return name, [row for row in evals if is_number(row.get(name))]
 
 
-def _hero(summary: dict[str, Any], evals: list[dict[str, Any]]) -> dict[str, Any]:
+def _hero(summary: Json, evals: list[Json]) -> Json:
     """The headline metric before and after, in large: accuracy, or else the reward."""
     name, scored = headline(summary, evals)
     before = summary.get(f"{name}_before", scored[0][name] if scored else None)
     after = summary.get(f"{name}_after", scored[-1][name] if len(scored) > 1 else None)
-    shown: dict[str, Any] = {"name": name}
+    shown: Json = {"name": name}
     for when, value in (("before", before), ("after", after)):
         if is_number(value):
-            places = decimals(abs(value), 3)
-            shown[when] = f"{value * 100:.1f} %" if name in SHARES else f"{value:.{places}f}"
+            shown[when] = f"{value * 100:.1f} %" if name in SHARES else f"{value:.{decimals(abs(value), 3)}f}"
     if is_number(before) and is_number(after):
         count, unscored = summary.get("eval_problems"), summary.get("eval_unscored")
         shown["problems"] = f"{count:,} held-out problems" if is_number(count) else "held-out problems"
         if is_number(unscored) and unscored:
             shown["problems"] += f" ({unscored:,} more have no such score)"
         gain = known if is_number(known := summary.get("gain")) else after - before
-        ends = summary.get("gain_low"), summary.get("gain_high")
-        shown["gain"], shown["interval"] = gain_text(name, gain, *ends)
+        text = value_text(name, gain, summary.get("gain_low"), summary.get("gain_high"), "+")
+        shown["gain"], _, interval = text.partition(" (")
+        shown["interval"] = interval and f"95 % interval {interval[:-1]}"
         shown["is_better"] = gain < 0 if name == "loss" else gain > 0
     return shown
 
 
-def _tiles(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _tiles(summary: Json, metrics: list[Json]) -> Iterator[tuple[str, str]]:
     """The headline numbers that are known, as (value, label)."""
     for phase, what in (("rollout", "generated"), ("train", "trained")):
         if is_number(value := summary.get(f"{phase}_tokens_per_second")):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from verl.report.page import duration
 
 #: What a line shows: label, name in the record, format.
 COLUMNS = (
@@ -38,13 +40,6 @@ TASK_COLUMNS = (
 )
 
 
-#: Below it is what rounding made of 0.
-_NOISE = 1e-6
-
-#: Steps, and evaluations, that an estimate goes by.
-_LATEST = 50
-
-
 class TimeLeft:
     """How long a run will go on: the steps and evaluations that are left, each as long as those so far.
 
@@ -61,8 +56,7 @@ class TimeLeft:
     def __init__(self, total_steps: int, start: int = 0, eval_every: int | None = None, *, now: float = 0.0) -> None:
         self.total_steps, self._step, self._latest = total_steps, start, now
         self._seconds: dict[str, list[float]] = {"step": [], "evaluation": []}
-        every = eval_every or max(total_steps, 1)
-        due = {*range(every, total_steps, every), total_steps} if eval_every else set()
+        due = {*range(eval_every, total_steps, eval_every), total_steps} if eval_every else set()
         #: Steps after which an evaluation is to come.
         self.due = {step for step in due if step > start}
 
@@ -74,8 +68,8 @@ class TimeLeft:
         self.due -= {step} if kind == "evaluation" else set()
 
     def of(self, kind: str) -> float:
-        """Seconds of a "step" or an "evaluation"; 0 where there was none."""
-        latest = self._seconds[kind][-_LATEST:]
+        """Seconds of a "step" or an "evaluation", from the latest of them; 0 where there was none."""
+        latest = self._seconds[kind][-50:]
         return fmean(latest[1:] or latest or [0.0])
 
     def seconds(self) -> float | None:
@@ -155,13 +149,13 @@ class ConsoleSink:
             self._bar.stop()
 
 
-def describe(record: Mapping[str, Any]) -> str:
+def describe(record: Mapping[str, Any], columns: Sequence[tuple[str, str, str]] = COLUMNS) -> str:
     """The numbers that matter of a record, as one line; those it lacks are left out."""
     parts = []
-    for label, name, form in COLUMNS:
+    for label, name, form in columns:
         value = record.get(name)
         if isinstance(value, int | float) and math.isfinite(value):
-            value = value if abs(value) >= _NOISE else 0.0
+            value = value if abs(value) >= 1e-6 else 0.0  # below it is what rounding made of 0
             text = form.format(value)
             # What is too small for the form is no 0.
             small = re.sub(r"\.\d[f%]", ".2g", form)
@@ -177,15 +171,7 @@ def describe_tasks(record: Mapping[str, Any]) -> list[str]:
     width = max(map(len, names), default=0)
     lines = []
     for name in names:
-        values = [(label, form, record.get(f"task/{name}/{key}")) for label, key, form in TASK_COLUMNS]
-        shown = [f"{label} {form.format(value)}" for label, form, value in values if value is not None]
         if f"task/{name}/samples" in record:
-            lines.append(f"{name:<{width}}  {'  '.join(shown)}")
+            numbers = {key: record.get(f"task/{name}/{key}") for _, key, _ in TASK_COLUMNS}
+            lines.append(f"{name:<{width}}  {describe(numbers, TASK_COLUMNS)}")
     return lines
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

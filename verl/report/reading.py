@@ -17,6 +17,9 @@ import pyarrow.parquet as pq
 from verl._base.durable import parse_json, read_json
 
 P = TypeVar("P")
+#: An object of JSON, and the points of a curve: step and value, or more.
+Json = dict[str, Any]
+Points = list[list[float]]
 
 #: Bounds that keep the page quick: points of a curve, evaluations to compare, training steps, samples of each of these
 #: and of all training steps together, characters of a text. What they leave out is said on the page. Of tokens with
@@ -31,12 +34,11 @@ _EPISODE_COLUMNS = (
 )  # fmt: skip
 #: Columns of lists, one entry a token of the response.
 TOKENS = ("tokens/text", "tokens/mask", "tokens/advantage", "tokens/entropy", "tokens/mismatch")
-_NO_CURVES = frozenset({"step", "time", "problems", "low", "high"})
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[Json]:
     """The rows of a JSONL file by step. Rows of one step are merged; the last value of a metric counts."""
-    by_step: dict[float, dict[str, Any]] = {}
+    by_step: dict[float, Json] = {}
     for line in text_of(file).split("\n"):
         try:
             row = parse_json(line.encode(), dict[str, Any])
@@ -61,13 +63,13 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def curves_in(metrics: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+def curves_in(metrics: list[Json], evals: list[Json]) -> dict[str, Points]:
     """Points (step, value) of each metric; metrics of evaluations are named "eval/..."."""
-    curves: dict[str, list[list[float]]] = {}
+    curves: dict[str, Points] = {}
     for prefix, rows in (("eval/", evals), ("", metrics)):
         for row in rows:
             for name, value in row.items():
-                if name not in _NO_CURVES and is_number(value):
+                if name not in ("step", "time", "problems", "low", "high") and is_number(value):
                     curves.setdefault(f"{prefix}{name}", []).append([row["step"], value])
     return curves
 
@@ -78,7 +80,7 @@ def stretches(points: Sequence[P], most: int) -> Iterator[Sequence[P]]:
     return (points[start : start + stride] for start in range(0, len(points), stride))
 
 
-def clock_of(metrics: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+def clock_of(metrics: Sequence[Mapping[str, Any]]) -> Points:
     """Rows (step, seconds, tokens), thinned: how long the run had taken by the end of a step, evaluations included, and
     how many response tokens it had sampled, or learned from where it samples none."""
     seconds = tokens = 0.0
@@ -91,7 +93,7 @@ def clock_of(metrics: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     return [[float(f"{value:.7g}") for value in row] for row in [*rows[:-1:stride], rows[-1]]]
 
 
-def evaluated_samples(directory: Path) -> list[dict[str, Any]]:
+def evaluated_samples(directory: Path) -> list[Json]:
     """Samples of some evaluations, first and last among them; a row is id, prompt, response, reward."""
     steps = []
     for step, table in _steps(directory, "step", MAX_EVALS, MAX_EVALS * MAX_SAMPLES):
@@ -104,7 +106,7 @@ def evaluated_samples(directory: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def training_samples(directory: Path) -> list[dict[str, Any]]:
+def training_samples(directory: Path) -> list[Json]:
     """Samples of the training steps; a row is values by column."""
     steps = [*_steps(directory, "train", MAX_STEPS, MAX_TRAINING)]
     for step, table in steps:
@@ -119,7 +121,7 @@ def training_samples(directory: Path) -> list[dict[str, Any]]:
     return [step for step, _ in steps]
 
 
-def _add_tokens(steps: Sequence[tuple[dict[str, Any], pa.Table]]) -> None:
+def _add_tokens(steps: Sequence[tuple[Json, pa.Table]]) -> None:
     """Give samples their `tokens`, where the files have them: rows (text, whether the policy wrote it, advantage,
     entropy, mismatch) of at most `MAX_TOKENS` tokens, the latest steps first."""
     left = MAX_TOKENS
@@ -140,7 +142,7 @@ def _add_tokens(steps: Sequence[tuple[dict[str, Any], pa.Table]]) -> None:
             ]
 
 
-def _steps(directory: Path, kind: str, most: int, most_rows: int) -> Iterator[tuple[dict[str, Any], pa.Table]]:
+def _steps(directory: Path, kind: str, most: int, most_rows: int) -> Iterator[tuple[Json, pa.Table]]:
     """`{"step", "of", "files"}` and the table of the steps with samples in `kind-STEP.parquet`: at most `most`, evenly
     chosen, with `most_rows` rows together. `of` is how many samples the step has, `files` how many steps there are."""
     names = ((re.fullmatch(rf"{kind}-(\d+)", file.stem), file) for file in directory.glob(f"{kind}-*.parquet"))
@@ -185,7 +187,7 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def json_of(file: Path) -> dict[str, Any]:
+def json_of(file: Path) -> Json:
     try:
         return read_json(file, dict[str, Any])  # type: ignore[no-any-return]
     except (OSError, ValueError):

@@ -132,8 +132,7 @@ class TensorBoardSink:
         # set back, would come before it.
         seconds = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
         second = max([int(time.time()), *(int(second) + 1 for second in seconds if second.isdigit())])
-        name = f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._records = RecordFile(folder / name)
+        self._records = RecordFile(folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.0")
         self._add(file_version="brain.Event:2")
         if resume_step is not None:
             self._add(file_version="brain.Event:2", step=resume_step + 1)

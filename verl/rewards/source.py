@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from verl._host.user_calls import beside
+from verl._host.user_calls import Running
 from verl.batch import Batch
 from verl.errors import RewardError
 
@@ -108,7 +108,7 @@ def run_reward(source: RewardSource, batch: Batch) -> RewardResult:
     """`score_finished` for synchronous code, whether or not an event loop runs in this thread."""
     try:
         # In this context: the call of a user's function that this may be inside of is known there, too.
-        result: RewardResult = beside(copy_context().run, asyncio.run, score_finished(source, batch)).result()
+        result: RewardResult = Running(copy_context().run, asyncio.run, score_finished(source, batch)).result()
     finally:
         log_failures(source)
     return result

@@ -20,7 +20,7 @@ import verl
 from verl._base.secrets import masked_settings
 from verl._host.device import default_kind
 from verl._host.log import setup_logging
-from verl._host.user_calls import beside
+from verl._host.user_calls import Running
 from verl._host.user_functions import new_user_files
 from verl.batch import Batch
 from verl.cluster.controller import Controller
@@ -73,7 +73,7 @@ def train(
         torch.set_num_threads(settings.threads)
     controller = Controller(settings.placement, timeout=settings.deadline)
     controller.start()
-    kernels = beside(library, name="compile") if controller.is_local and default_kind() == "cpu" else None
+    kernels = Running(library, name="compile") if controller.is_local and default_kind() == "cpu" else None
     run = open_run(
         settings.output_dir,
         run_id(config),

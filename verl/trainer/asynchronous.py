@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from verl._base.checked import checked, validated
 from verl._base.record import Count, Processes, Staleness
-from verl._host.user_calls import beside
+from verl._host.user_calls import Running
 from verl.batch import Batch
 from verl.checkpoint.schema import Count as SavedCount
 from verl.checkpoint.schema import Saved
@@ -272,7 +272,7 @@ class AsyncTrainer(Trainer):
                     if (event := self.group.poll(1.0)) is not None:
                         self._receive(event, writer)
 
-        receiving = beside(receive, name="finished-groups")
+        receiving = Running(receive, name="finished-groups")
         try:
             yield
         finally:
