@@ -104,12 +104,12 @@ class Anthropic(base.Dialect):
     def messages(self, body: Body) -> Iterator[Message]:
         if system := base.joined(body.get("system"), "system", _TEXT):
             yield Message("system", system)
-        turns = base.mappings(body.get("messages"), "messages")
+        turns = base.listed(body.get("messages"), "messages")
         if not turns or turns[-1].get("role") != "user":
             raise RequestError(400, "the conversation must end with a user message: replies are not begun", "messages")
         for index, turn in enumerate(turns):
             where, content = f"messages[{index}].content", turn.get("content")
-            blocks = base.mappings([{"type": "text", "text": content}] if isinstance(content, str) else content, where)
+            blocks = base.listed([{"type": "text", "text": content}] if isinstance(content, str) else content, where)
             if turn.get("role") == "assistant":
                 yield _assistant(blocks, where)
             elif turn.get("role") == "user":

@@ -189,6 +189,8 @@ class Dialect:
         choice, names = self.choice(body), [tool["function"]["name"] for tool in tools]
         if choice not in ("auto", "none", "required", *names) or (choice == "required" and not names):
             raise invalid("tool_choice", f"'tool_choice': there is no tool to call ({choice})")
+        stop = body.get(self.stop) or []
+        stop = listed([stop] if isinstance(stop, str) else stop, self.stop, str, "a text or a list of such")
         return ChatRequest(
             typed(body, "model", str, ""),
             tuple(self.messages(body)),
@@ -197,7 +199,7 @@ class Dialect:
             choice,
             self.schema(body),
             min((counts[name] for name in self.limits if body.get(name) is not None), default=None),
-            _stop_strings(body, self.stop),
+            tuple(filter(None, stop)),
             counts["n"],
             typed(body, "logprobs", bool, False),
             typed(body, "stream", bool, False),
@@ -210,7 +212,7 @@ class Dialect:
         """The tools as chat templates take them, and the names of the strict ones. Raises RequestError for one without
         a name, and one that the endpoint itself would run."""
         tools, strict = list[Body](), set[str]()
-        for tool in mappings(body.get("tools") or [], "tools"):
+        for tool in listed(body.get("tools") or [], "tools"):
             if (kind := tool.get("type", self.tool_types[0])) not in self.tool_types:
                 refusal = f"a tool of type '{kind}' is run by no one here: give functions, which the agent runs"
                 raise RequestError(400, refusal, "tools", "unsupported_parameter")
@@ -306,10 +308,10 @@ def typed(body: Body, name: str, kind: type[T], default: T) -> T:
     return value
 
 
-def mappings(value: Any, name: str) -> list[Body]:
-    """Raises RequestError unless this is a list of mappings."""
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise RequestError(400, f"'{name}' is a list of objects, not {value!r:.60}", name, "invalid_type")
+def listed(value: Any, name: str, kind: type[Any] = Mapping, what: str = "a list of objects") -> list[Any]:
+    """Raises RequestError unless this is a list of that kind."""
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise RequestError(400, f"'{name}' is {what}, not {value!r:.60}", name, "invalid_type")
     return value
 
 
@@ -325,21 +327,12 @@ def joined(content: Any, name: str, parts: Mapping[str, str]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for part in mappings(content, name):
+    for part in listed(content, name):
         kind = part.get("type", "text")
         if kind not in parts:
             raise invalid(name, f"a part of type '{kind}': models of text are trained here")
         texts.append(typed(part, parts[kind], str, "") if parts[kind] else "")
     return "".join(texts)
-
-
-def _stop_strings(body: Body, name: str) -> tuple[str, ...]:
-    """Raises RequestError unless this is a text, a list of such, or nothing."""
-    value = body.get(name)
-    strings = [value] if isinstance(value, str) else (value or [])
-    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
-        raise RequestError(400, f"'{name}' is a text or a list of such, not {value!r:.60}", name, "invalid_type")
-    return tuple(filter(None, strings))
 
 
 def schema_of(wanted: Body, schema: Any, name: str) -> Body | None:

@@ -79,7 +79,7 @@ class Chat(base.Dialect):
         return request
 
     def messages(self, body: Body) -> Iterator[Message]:
-        messages = base.mappings(body.get("messages"), "messages")
+        messages = base.listed(body.get("messages"), "messages")
         if not messages:
             raise base.invalid("messages", "'messages' is empty")
         for index, message in enumerate(messages):
@@ -88,7 +88,7 @@ class Chat(base.Dialect):
                 known = ", ".join(_ROLES)
                 raise RequestError(400, f"'{where}.role' is one of {known}, not {message.get('role')!r:.40}", where)
             content = base.joined(message.get("content"), f"{where}.content", _PARTS)
-            calls = base.mappings(message.get("tool_calls") or [], f"{where}.tool_calls")
+            calls = base.listed(message.get("tool_calls") or [], f"{where}.tool_calls")
             thought = next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), "")
             call_id = base.typed(message, "tool_call_id", str, "")
             yield Message(role, content, tuple(_call(call, where) for call in calls), thought, call_id)

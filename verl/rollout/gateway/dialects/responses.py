@@ -114,7 +114,7 @@ class Responses(base.Dialect):
 
     def messages(self, body: Body) -> list[Message]:
         value = body.get("input")
-        items = [{"role": "user", "content": value}] if isinstance(value, str) else base.mappings(value, "input")
+        items = [{"role": "user", "content": value}] if isinstance(value, str) else base.listed(value, "input")
         start = base.typed(body, "instructions", str, "")
         messages = [Message("system", start)] if start else []
         is_open = False  # whether items may still be of the assistant's last message
