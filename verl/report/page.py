@@ -182,11 +182,16 @@ def _chips(summary: Json, metrics: list[Json], config: Path) -> Iterator[str]:
 def value_text(name: str, value: float, low: object = None, high: object = None, sign: str = "") -> str:
     """A headline metric of an evaluation, or with `sign` "+" a gain in one, with its interval where it has one, in as
     many decimals as give half of the interval two figures."""
-    factor, least = (100.0, 1) if name in SHARES else (1.0, 3)
-    places = decimals((high - low) / 2 * factor, least) if is_number(low) and is_number(high) else least
+    factor, places = scale(name, low, high)
     text, *ends = (f"{number * factor:{sign}.{places}f}" for number in (value, *filter(is_number, (low, high))))
     unit = (" points" if sign else " %") * (name in SHARES)
     return text + unit + (f" ({ends[0]} to {ends[1]})" if len(ends) > 1 else "")
+
+
+def scale(name: str, low: object, high: object) -> tuple[float, int]:
+    """The factor and the decimals with which a headline metric is shown; the decimals follow its interval."""
+    factor, least = (100.0, 1) if name in SHARES else (1.0, 3)
+    return factor, decimals((high - low) / 2 * factor, least) if is_number(low) and is_number(high) else least
 
 
 def decimals(half: float, least: int) -> int:

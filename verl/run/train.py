@@ -32,7 +32,7 @@ from verl.data.prompts import PromptDataset
 from verl.errors import ConfigError, DataError, ModelError, VerlError
 from verl.kernels.build import library
 from verl.report.completions import save_table
-from verl.report.page import REFRESH_SECONDS, SHARES, gain_text, scale, write_report
+from verl.report.page import REFRESH_SECONDS, SHARES, scale, value_text, write_report
 from verl.report.reading import read_rows
 from verl.report.sinks import open_logger
 from verl.run import build
@@ -292,8 +292,8 @@ def _print_table(
             value = summary[f"{name}_{when}"]
             table.add_row(f"{name} {when}", "-" if value is None else form.format(value))
         if summary.get("gain") is not None:
-            gain, interval = gain_text(name, *(summary[key] for key in ("gain", "gain_low", "gain_high")))
-            table.add_row("gain", f"{gain}  ({interval})")
+            gain = value_text(name, summary["gain"], summary["gain_low"], summary["gain_high"], "+")
+            table.add_row("gain", gain.replace(" (", "  (95 % interval "))
         elif "gain" in summary:
             table.add_row("gain", "-")
         unscored = f" ({summary['eval_unscored']} more have no such score)" if summary.get("eval_unscored") else ""
