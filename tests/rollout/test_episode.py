@@ -103,7 +103,8 @@ def test_an_episode_that_raises_or_hangs_is_an_outcome_and_the_others_go_on(engi
             await asyncio.sleep(60)
         return await single_turn(client, row)
 
-    result = outcomes(engine, odd, deadline=1.5)
+    odd.deadline = 1.5  # type: ignore[attr-defined]
+    result = outcomes(engine, odd)
     errors = {index: outcome.error for index, outcome in result.items() if outcome.error}
     assert sorted(errors) == [1, 2, 3]
     assert "KeyError: 'tool'" in str(errors[1])
@@ -143,7 +144,7 @@ def test_an_engine_that_fails_ends_the_run(engine: EmbeddedEngine, monkeypatch: 
 
 def test_leaving_early_takes_the_requests_back(engine: EmbeddedEngine) -> None:
     async def first() -> Outcome:
-        episodes = run_episodes(engine, ROWS, SamplingParams(max_new_tokens=400, ignore_eos=True), deadline=60)
+        episodes = run_episodes(engine, ROWS, SamplingParams(max_new_tokens=400, ignore_eos=True))
         task = asyncio.ensure_future(anext(episodes))
         await asyncio.sleep(0.2)
         assert engine.unfinished == len(ROWS)
@@ -212,7 +213,8 @@ def test_an_episode_that_cancels_itself_or_exits_is_an_outcome_and_the_others_go
                     break
         return await single_turn(client, row)
 
-    result = outcomes(engine, odd, deadline=1)
+    odd.deadline = 1  # type: ignore[attr-defined]
+    result = outcomes(engine, odd)
     errors = {index: outcome.error for index, outcome in result.items() if outcome.error}
     assert sorted(errors) == [1, 2, 3, 4]
     assert "it cancelled itself" in str(errors[1]) and "SystemExit(3)" in str(errors[2])

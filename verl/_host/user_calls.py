@@ -243,16 +243,12 @@ class Running(Future[T]):
 
     def in_time(self) -> T:
         """Its result. Raises LateError at its deadline; its own error, and a KeyboardInterrupt that it raised."""
-        try:
-            return self.result(max(0.0, self.until - time.monotonic()))
-        except RuntimeError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):
-                raise error.__cause__ from None
-            raise
-        except TimeoutError:
-            if self.done():  # its own
-                raise
-            raise self.late() from None
+        concurrent.futures.wait([self], max(0.0, self.until - time.monotonic()))
+        if not self.done():
+            raise self.late()
+        if isinstance(cause := getattr(self.exception(), "__cause__", None), KeyboardInterrupt):
+            raise cause from None
+        return self.result()
 
     def late(self) -> LateError:
         self.is_left = True

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +139,7 @@ def _advantages(prepared: Batch) -> dict[str, float]:
         return {}
     means = {}
     for name, values, mask in zip(*(prepared[c] for c in ("id", "advantages", "response_mask")), strict=True):
-        trained = [] if values is None else [value for value, is_own in zip(values, mask, strict=True) if is_own]
-        if trained:
+        if trained := [*compress(values or (), mask)]:
             means[name] = sum(trained) / len(trained)
     return means
 

@@ -124,8 +124,7 @@ class TensorBoardSink:
     def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        self._event, self._session = event_pb2.Event, event_pb2.SessionLog
-        self._summary = summary_pb2.Summary
+        self._event, self._summary = event_pb2, summary_pb2.Summary
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names: one of the same second as another, or of a clock that was
@@ -136,7 +135,7 @@ class TensorBoardSink:
         self._add(file_version="brain.Event:2")
         if resume_step is not None:
             self._add(file_version="brain.Event:2", step=resume_step + 1)
-            self._add(session_log=self._session(status=self._session.START), step=resume_step + 1)
+            self._add(session_log=self._event.SessionLog(status=self._event.SessionLog.START), step=resume_step + 1)
 
     def write(self, step: int, record: Record) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers_of(record).items()]
@@ -146,7 +145,7 @@ class TensorBoardSink:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         framed = io.BytesIO()
-        RecordWriter(framed).write(self._event(wall_time=time.time(), **event).SerializeToString())
+        RecordWriter(framed).write(self._event.Event(wall_time=time.time(), **event).SerializeToString())
         self._records.append(framed.getvalue())
 
     def completions(self, step: int, table: pa.Table) -> None:

@@ -172,14 +172,13 @@ class _Pump:
 
     async def run(self, thread: ThreadPoolExecutor) -> None:
         """Serve requests in this thread until cancelled; if the engine fails, all of them fail."""
-        loop = asyncio.get_running_loop()
         while True:
             if not (self._new or self._dropped or self._engine.unfinished):
                 self._asked.clear()
                 await self._asked.wait()
             new, self._new, dropped, self._dropped = self._new, [], self._dropped, []
             try:
-                results = await loop.run_in_executor(thread, self._step, new, dropped)
+                results = await self._loop.run_in_executor(thread, self._step, new, dropped)
             except Exception as error:
                 self._failure = f"the rollout engine failed: {error}"
                 for future in self._waiting.values():  # they stay listed, as the engine may still have them
@@ -225,17 +224,15 @@ async def run_episodes(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     ends: Sequence[int] | None = None,
-    deadline: float | None = None,
     start: RolloutEngine | None = None,
 ) -> AsyncGenerator[Outcome, None]:
-    """Run one episode per row and yield the outcomes in the order in which they finish.
+    """Run one episode per row and yield the outcomes in the order in which they finish. If one raises or exceeds its
+    `deadline` (600 s where it has none), its outcome has an error and its requests are aborted; the others continue.
 
     Args:
         rows: each has `id` and the columns that the episode reads; `messages` of JSON it gets as a list.
         params: of all rows, or one per row.
         ends: tokens that end a response; None: the tokenizer's.
-        deadline: seconds for an episode; None: its own, or 600. If it raises or exceeds them, its outcome has an error
-            and its requests are aborted; the others continue.
         start: an engine of the weights that training began with, for `Client.start`; both compute in one thread.
 
     Raises:
@@ -245,7 +242,7 @@ async def run_episodes(
     pumps = [_Pump(each) for each in (engine, start) if each is not None]
     thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
     pumping = [asyncio.create_task(pump.run(thread)) for pump in pumps]
-    seconds = float(getattr(episode, "deadline", DEADLINE)) if deadline is None else deadline
+    seconds = float(getattr(episode, "deadline", DEADLINE))
     if tokenizer is not None and ends is None:
         ends = ChatTokenizer(tokenizer).ends
     text = None if tokenizer is None else ResponseText(tokenizer, ends or ())

@@ -7,13 +7,14 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from verl._base.checked import checked
 from verl._base.names import check_known
 from verl._base.record import Count, Strings
-from verl._host import device
+from verl._host.device import put
 from verl.data.chat import ChatTokenizer
 from verl.data.prompts import content_text
 from verl.data.text import ResponseText, behind_thoughts
@@ -64,6 +65,8 @@ def make_guard(name: str, **options: Any) -> Any:
 
 @register_guard("fact_checker")
 @register_guard("guard_model")
+@checked
+@dataclass(eq=False)
 class GuardModel:
     """Judges finished responses by a model: one that writes a verdict, as Llama Guard does, or a sequence classifier
     with one label.
@@ -86,31 +89,25 @@ class GuardModel:
             there is no such device.
     """
 
-    @checked
-    def __init__(
-        self,
-        model_name: str,
-        *,
-        max_new_tokens: Count = 8,
-        template: str | None = None,
-        refuses: Strings = ("unsafe", "false", "no", "incorrect"),
-        minimum: float = 0.0,
-        device: str | None = None,
-        dtype: str = "auto",
-    ) -> None:
-        if template is not None and "{response}" not in template:
+    model_name: str
+    _: KW_ONLY
+    max_new_tokens: Count = 8
+    template: str | None = None
+    refuses: Strings = ("unsafe", "false", "no", "incorrect")
+    minimum: float = 0.0
+    device: str | None = None
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.template is not None and "{response}" not in self.template:
             raise ConfigError("the template of a guard model must contain {response}")
-        self.model_name, self.max_new_tokens, self.template = model_name, max_new_tokens, template
-        self.refuses = refuses
-        if not refuses or not all(map(_words, refuses)):
-            raise ConfigError(f"refuses of a guard model are words, such as 'unsafe', not {shown(refuses)}")
-        self.minimum, self.device, self.dtype = minimum, device, dtype
+        if not self.refuses or not all(map(_words, self.refuses)):
+            raise ConfigError(f"refuses of a guard model are words, such as 'unsafe', not {shown(self.refuses)}")
         self._one_at_a_time = threading.Lock()
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
         """By the settings alone: the model is loaded in the process that uses it."""
-        kept = ("max_new_tokens", "template", "refuses", "minimum", "device", "dtype")
-        return partial(type(self), **{name: getattr(self, name) for name in kept}), (self.model_name,)
+        return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     async def __call__(self, text: str, row: Mapping[str, Any]) -> bool:
         """Whether the response may stay."""
@@ -157,7 +154,7 @@ class GuardModel:
             model = load_model(self.model_name, dtype=self.dtype, kind="classifier" if is_classifier else "causal")
         except (ModelError, OSError, ValueError) as error:  # OSError and ValueError: of a configuration
             raise ModelError(f"guard model, model_name={self.model_name!r}: {error}") from error
-        return device.put(model, self.device), tokenizer, is_classifier
+        return put(model, self.device), tokenizer, is_classifier
 
     def _question(self, tokenizer: Any, prompt: str, response: str, closed: bool) -> list[int]:
         """Tokens of the question; `closed`: with the EOS that the tokenizer appends to every text, after which nothing

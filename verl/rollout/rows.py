@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import pyarrow as pa
 
@@ -64,25 +65,22 @@ def episode_rows(prompts: Batch, outcomes: Sequence[Outcome], version: int, is_d
     return rows.drop(columns).add(columns)
 
 
-def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, pa.Array]:
+def _of_some(turns: Sequence[Turns], is_double: bool) -> dict[str, Any]:
     maybe = {
-        "trajectory": pa.array([turn.name or None for turn in turns], pa.string()),
+        "trajectory": pa.array([turn.name or None for turn in turns]),
         "trajectory_reward": pa.array([turn.own_reward for turn in turns], pa.float64()),
-        "conversation": pa.array([json.dumps(turn.messages) if turn.messages else None for turn in turns], pa.string()),
-        "other_calls": pa.array(
-            [json.dumps(turn.other_calls) if turn.other_calls else None for turn in turns], pa.string()
-        ),
+        "conversation": pa.array([json.dumps(turn.messages) if turn.messages else None for turn in turns]),
+        "other_calls": pa.array([json.dumps(turn.other_calls) if turn.other_calls else None for turn in turns]),
     }
-    columns = {name: column for name, column in maybe.items() if column.null_count < len(column)}
+    columns: dict[str, Any] = {name: column for name, column in maybe.items() if column.null_count < len(column)}
     if any(turn.call_rewards for turn in turns):
         at_calls = [[turn.call_rewards.get(i, 0.0) for i in range(len(turn.response_tokens))] for turn in turns]
         columns["call_rewards"] = pa.array(at_calls, pa.large_list(pa.float64() if is_double else pa.float32()))
     # What a grammar forced was written, too, and has mask 0.
     forced = any(sum(v >= 0 for v in turn.token_versions) > sum(turn.response_mask) for turn in turns)
     if forced or any(len({*turn.token_versions} - {-1}) > 1 for turn in turns):
-        versions = [
+        columns["token_versions"] = [
             turn.token_versions or [turn.policy_version if mask else -1 for mask in turn.response_mask]
             for turn in turns
         ]
-        columns["token_versions"] = pa.array(versions, pa.large_list(pa.int64()))
     return columns

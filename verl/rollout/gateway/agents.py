@@ -175,8 +175,7 @@ class _Command:
         if self._readable is not None:
             return await self._in_sandbox({**self._environment, **keys}, urlsplit(base_url).port or 0, row)
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        env = {**kept, **self._environment, **keys}
-        async with _running(self._words, env=env, start_new_session=True) as process:
+        async with _running(self._words, env={**kept, **self._environment, **keys}, start_new_session=True) as process:
             out, err = await _talked(process, row)
             return self._returned(await process.wait(), out, err)
 
