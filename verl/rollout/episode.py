@@ -227,7 +227,7 @@ async def run_episodes(
     start: RolloutEngine | None = None,
 ) -> AsyncGenerator[Outcome, None]:
     """Run one episode per row and yield the outcomes in the order in which they finish. If one raises or exceeds its
-    `deadline` (600 s where it has none), its outcome has an error and its requests are aborted; the others continue.
+    `deadline` (600 s if it sets no other), its outcome has an error and its requests are aborted; the others continue.
 
     Args:
         rows: each has `id` and the columns that the episode reads; `messages` of JSON it gets as a list.

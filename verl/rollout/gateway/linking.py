@@ -13,7 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -122,20 +122,20 @@ class Conversations:
         """
         # Equal messages are one object, which keeps its key and its form for the template.
         messages = [self._known.setdefault(message, message) for message in messages]
-        first: tuple[tuple[Message, ...], str] | None = None
+        first: tuple[Message, ...] = ()
         digests = [*accumulate(messages, longer, initial=0)]  # of each prefix, the empty one first
-        write = partial(self.template.write, tools=tools, inputs=self.inputs, reply=True)
+        write = cache(partial(self.template.write, tools=tools, inputs=self.inputs, reply=True))
         for call in self._candidates(messages, digests):
             whole = (*call.messages, *messages[len(call.messages) :])
-            text = first[1] if first is not None and first[0] == whole else write(whole)
-            first = first or (whole, text)
+            first, text = first or whole, write(whole)
             last = call.sample.tokens[-1:]
             behind = self.template.behind(text, call.prompt.text, call.reply, bool(call.prompt.tools), last)
             if behind is not None:
                 call.is_continued = True
                 return Prompt(whole, tools, text, call, self.reader.read(call.behind, last, behind), digests[-1])
         # Where the template would show thoughts, they are put back all the same.
-        whole, text = first or (tuple(messages), write(messages))
+        whole = first or tuple(messages)
+        text = write(whole)
         return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text), digests[-1])
 
     def answer(self, prompt: Prompt, sample: Sample, reply: Message, id: str | None = None, **options: Any) -> Call:

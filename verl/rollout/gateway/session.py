@@ -25,7 +25,6 @@ from verl.rollout.gateway.messages import Message
 from verl.rollout.gateway.replies import Tools
 from verl.rollout.gateway.streaming import ReplyStream
 from verl.rollout.gateway.template import ChatTemplate
-from verl.rollout.stop_strings import cut_text
 
 if TYPE_CHECKING:
     from verl.rollout.gateway.gateway import Gateway
@@ -293,11 +292,9 @@ class _PendingReply:
         return sample
 
     def call(self, sample: Sample, headers: Mapping[str, str]) -> Call:
-        text = self.template.text(sample.tokens)
+        text = self.template.text(sample.tokens) if sample.text is None else sample.text
         if self.stream is not None:
             text = self.stream.finish(sample.tokens)
-        elif self.params.stop:
-            text = cut_text(self.template.text, sample.tokens, self.params)
         reply = self.template.parse(text, self.prompt.text, self.tools)
         if self.stream is not None:
             self.stream.show(reply.reasoning, reply.content)
@@ -312,11 +309,10 @@ class _PendingReply:
 
     def shown(self, call: Call) -> Reply:
         """The reply as its request is answered."""
-        text, sample = self.template.text, call.sample
-        written = partial(spelled, self.template.chat.tokenizer)
+        sample, written = call.sample, partial(spelled, self.template.chat.tokenizer)
         stopped_by, tokens = None, list[base.Token]()
-        if self.params.stop and sample.finish == "stop":
-            rest = text(sample.tokens)[len(cut_text(text, sample.tokens, self.params)) :]
+        if sample.text is not None and sample.finish == "stop":
+            rest = self.template.text(sample.tokens)[len(sample.text) :]
             stopped_by = next((stop for stop in self.request.stop if rest.startswith(stop)), None)
         if self.request.log_probs:
             tops = sample.top_log_probs or [[]] * len(sample.tokens)
