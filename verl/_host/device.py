@@ -164,7 +164,7 @@ class HostCopy:
     def __init__(self, *columns: torch.Tensor) -> None:
         import torch
 
-        values = torch.stack([column.detach().double() for column in columns])
+        values = self._values = torch.stack([column.detach().double() for column in columns])
         self._done: Any = None
         if values.device.type in _PINNED:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -172,8 +172,6 @@ class HostCopy:
             module = _module(str(values.device))
             self._done = module.Event()
             self._done.record(module.current_stream(values.device))
-        else:
-            self._values = values
 
     def read(self) -> list[list[float]]:
         """The columns as lists."""

@@ -50,9 +50,6 @@ _DIALECTS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/mess
 #: How a body may write half of a pair of UTF-16, which is no text that a tokenizer takes.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _COUNT, _MODELS = "/v1/messages/count_tokens", "/v1/models"
-#: A streamed reply: the empty answer, its deltas, and None when it is finished.
-News = asyncio.Queue[ChatAnswer | Part | None]
-Answering = asyncio.Task[Delivery]
 _listeners: WeakKeyDictionary[asyncio.AbstractEventLoop, Listener] = WeakKeyDictionary()
 
 
@@ -221,7 +218,7 @@ class Listener:
 
     async def _replied(self, request: Any, session: Session, dialect: Dialect, body: Body, content: bytes) -> Any:
         asked = dialect.read(body)
-        news: News = asyncio.Queue()
+        news = asyncio.Queue[ChatAnswer | Part | None]()  # the empty answer, its deltas, None when it is finished
         send = news.put_nowait if asked.stream else None
         with session.during(session.answer(asked, request.headers, content, send)) as answering:
             if asked.stream:
@@ -272,7 +269,7 @@ class Listener:
         return response
 
     async def _stream(
-        self, request: Any, session: Session, dialect: Dialect, task: Answering, texts: AsyncIterator[str]
+        self, request: Any, session: Session, dialect: Dialect, task: asyncio.Task[Delivery], texts: AsyncIterator[str]
     ) -> Any:
         """Server-sent events, while the replies are written. What fails before they begin has a status of its own."""
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -303,7 +300,7 @@ def _fault(session: Session | None, path: str, error: Exception) -> RequestError
     return RequestError(500, f"the gateway failed: {error!r}")
 
 
-async def _texts(events: Events, answering: Answering, news: News) -> AsyncIterator[str]:
+async def _texts(events: Events, answering: asyncio.Task[Delivery], news: asyncio.Queue[Any]) -> AsyncIterator[str]:
     """A stream's events, joined if they come at the same time, with signs of life between.
 
     Raises:
