@@ -81,9 +81,6 @@ class _ToLog(io.TextIOBase):
         self._line = ""
         self._is_writing = False
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, text: str) -> int:
         if not self._is_writing:  # a log handler may itself write here
             self._is_writing = True

@@ -190,9 +190,8 @@ def _init(ray: Any) -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # Ray's one way to have all its processes listen on the loopback interface; they inherit the variable.
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    here_alone = device.variable(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
     try:
-        with here_alone, _devices_of_workers(), _signals_kept():
+        with device.variable(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0"), _devices_of_workers(), _signals_kept():
             ray.init(
                 "local",
                 logging_level=logging.ERROR,

@@ -23,12 +23,6 @@ def retried_groups(groups: list[str], round_: int, origin: dict[str, str]) -> li
     return [names[group] for group in groups]
 
 
-def rejected_rows(prompts: Batch, kept: list[Batch], origin: dict[str, str]) -> list[int]:
-    """Rows of prompts of which no sample was kept."""
-    have = {origin[group] for batch in kept for group in batch["group"]}
-    return [row for row, group in enumerate(prompts["group"]) if group not in have]
-
-
 def sample_names(samples: Batch) -> set[str]:
     return {name for column in _NAMES if column in samples for name in samples[column]}
 

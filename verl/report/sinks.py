@@ -180,8 +180,7 @@ class RunSink:
         self.name, self._library = name, load_extra(name, name, "trainer.loggers")
         # Trackio is not embedded: in a notebook that would start its server within this process.
         special = {"id": run_id, "dir": directory} if name == "wandb" else {"embed": False}
-        options = {"project": project, "name": run_id, "config": dict(config), "resume": "allow", **special}
-        self._run = self._library.init(**options)
+        self._run = self._library.init(project=project, name=run_id, config=dict(config), resume="allow", **special)
 
     def write(self, step: int, record: Record) -> None:
         self._run.log({name: plain(value) for name, value in record.items()}, step=step)
@@ -203,9 +202,8 @@ class MlflowSink:
     def __init__(self, project: str, run_id: str, config: Mapping[str, Any]) -> None:
         mlflow = load_extra("mlflow", "mlflow", "trainer.loggers")
         self._client = mlflow.MlflowClient()
-        experiment = mlflow.set_experiment(project)
         tags = {"verl.run_id": run_id, "mlflow.runName": run_id}
-        self._id = self._client.create_run(experiment.experiment_id, tags=tags).info.run_id
+        self._id = self._client.create_run(mlflow.set_experiment(project).experiment_id, tags=tags).info.run_id
         for name, value in config.items():
             self._client.log_param(self._id, name, value)
 

@@ -28,7 +28,7 @@ from verl.dataflow.loop import run_sync, submit
 from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode, check_none_updates, make_stages, stage_nodes
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.report.metrics import Metric, add_metrics
-from verl.report.samples import kl_to_reference, rejected_rows, retried_groups
+from verl.report.samples import kl_to_reference, retried_groups
 from verl.rewards.failures import Failures
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
@@ -263,7 +263,8 @@ class Task:
             kept.append(await self._kept(samples))
             if kept[0] is draws[0].batch:
                 return Samples(kept[0], draws)
-            again = rejected_rows(rows, kept, origin)
+            have = {origin[group] for batch in kept for group in batch["group"]}
+            again = [row for row, group in enumerate(rows["group"]) if group not in have]
             if not again or len(draws) > self._max_resamples:
                 return Samples(Batch.concat(kept), draws, len(again), origin)
             prompts = rows.take(again)

@@ -298,13 +298,9 @@ class _PendingReply:
         reply = self.template.parse(text, self.prompt.text, self.tools)
         if self.stream is not None:
             self.stream.show(reply.reasoning, reply.content)
-        is_excluded = headers.get("X-Verl-Train") == "0"
-        options = {
-            "name": headers.get("X-Verl-Name", ""),
-            # A call counts as aborted until its answer has been delivered.
-            "excluded": "late" if self.session.ended else "excluded" if is_excluded else "aborted",
-            "forced": self.forced,
-        }
+        # A call counts as aborted until its answer has been delivered.
+        excluded = "late" if self.session.ended else "excluded" if headers.get("X-Verl-Train") == "0" else "aborted"
+        options: Any = {"name": headers.get("X-Verl-Name", ""), "excluded": excluded, "forced": self.forced}
         return self.session.conversations.answer(self.prompt, sample, reply, self.id, **options)
 
     def shown(self, call: Call) -> Reply:
