@@ -290,17 +290,17 @@ def test_badges_say_what_is_set(run, config, chips):
 @pytest.mark.parametrize(
     ("name", "numbers", "text"),
     [
-        ("reward", (0.03, 0.01, 0.05), "+0.030 / 95 % interval +0.010 to +0.050"),
-        ("reward", (0.0003, 0.0001, 0.0005), "+0.00030 / 95 % interval +0.00010 to +0.00050"),
-        ("accuracy", (0.25, 0.11, 0.38), "+25.0 points / 95 % interval +11.0 to +38.0"),
-        ("accuracy", (0.0312, 0.0308, 0.0317), "+3.120 points / 95 % interval +3.080 to +3.170"),
-        ("reward", (12.0, 7.0, 17.0), "+12.000 / 95 % interval +7.000 to +17.000"),
-        ("reward", (1.0, 1.0, 1.0), "+1.000 / 95 % interval +1.000 to +1.000"),
-        ("reward", (1.0, None, None), "+1.000 / "),
+        ("reward", (0.03, 0.01, 0.05), "+0.030 (+0.010 to +0.050)"),
+        ("reward", (0.0003, 0.0001, 0.0005), "+0.00030 (+0.00010 to +0.00050)"),
+        ("accuracy", (0.25, 0.11, 0.38), "+25.0 points (+11.0 to +38.0)"),
+        ("accuracy", (0.0312, 0.0308, 0.0317), "+3.120 points (+3.080 to +3.170)"),
+        ("reward", (12.0, 7.0, 17.0), "+12.000 (+7.000 to +17.000)"),
+        ("reward", (1.0, 1.0, 1.0), "+1.000 (+1.000 to +1.000)"),
+        ("reward", (1.0, None, None), "+1.000"),
     ],
 )
 def test_a_gain_has_the_digits_of_its_interval(name, numbers, text):
-    assert " / ".join(report.gain_text(name, *numbers)) == text
+    assert report.value_text(name, *numbers, "+") == text
 
 
 def test_the_gain_is_that_of_its_interval_and_of_the_problems_with_a_score(run):

@@ -133,9 +133,8 @@ class RemoteEngine:
         """
         weights = list(shards)
         with in_file(weights) as file:
-            self._wait(
-                self._update({"version": version, "tied": self._tied, "weights": file}, weights), "take the weights"
-            )
+            update = {"version": version, "tied": self._tied, "weights": file}
+            self._wait(self._update(update, weights), "take the weights")
         self.policy_version = version
 
     def score(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> list[float]:
