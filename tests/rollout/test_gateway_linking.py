@@ -68,7 +68,7 @@ class Both:
         if family == "hermes":
             self.tokenizer.chat_template = OURS["hermes"]
         self.spy = Spy(self.tokenizer)
-        self.ours = Conversations(ChatTemplate(self.spy))  # type: ignore[arg-type]
+        self.ours = Conversations(ChatTemplate(self.spy), {})  # type: ignore[arg-type]
         special = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         self.plain = PlainEpisode(self.render, self.end, special)
         self.spy.texts.clear()
@@ -108,7 +108,8 @@ class Both:
         log_probs = [-(number + 1) - index / 1000 for index in range(len(tokens))]
         sample = Sample(str(number), tokens, log_probs, "stop" if ended else "length", number)
         said = self.ours.template.parse(wrote, prompt.text, prompt.tools)
-        made = self.ours.answer(prompt, sample, said, excluded=excluded, delivered=not excluded)
+        id = next(self.ours.ids)
+        made = self.ours.answer(prompt, sample, said, id, excluded=excluded, delivered=not excluded)
         answer = CHAT.answer(request, ChatAnswer(0, (Reply(made.id, made.reply, "stop"),)))
         reply: dict[str, Any] = answer["choices"][0]["message"]
         written = spelled(self.tokenizer, tokens)

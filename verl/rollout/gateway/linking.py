@@ -104,8 +104,8 @@ class Conversations:
         calls: those that were answered, in order.
     """
 
-    def __init__(self, template: ChatTemplate, inputs: Mapping[str, Any] | None = None) -> None:
-        self.template, self.inputs = template, dict(inputs or {})
+    def __init__(self, template: ChatTemplate, inputs: Mapping[str, Any]) -> None:
+        self.template, self.inputs = template, inputs
         self.calls: list[Call] = []
         #: Of calls that will be answered.
         self.ids: Iterator[str] = map("{:06d}".format, itertools.count())
@@ -138,14 +138,13 @@ class Conversations:
         text = write(whole)
         return Prompt(whole, tools, text, None, self.reader.read(self._begin, [], text), digests[-1])
 
-    def answer(self, prompt: Prompt, sample: Sample, reply: Message, id: str | None = None, **options: Any) -> Call:
+    def answer(self, prompt: Prompt, sample: Sample, reply: Message, id: str, **options: Any) -> Call:
         """Add a sample, and the message in it.
 
         Args:
             id: of `ids`.
             **options: of `Call`.
         """
-        id = id or next(self.ids)
         # Nine letters or digits: Mistral's templates take no other ids.
         named = [replace(call, id=f"call{int(id):03d}{index:02d}") for index, call in enumerate(reply.calls)]
         call = Call(id, prompt, sample, replace(reply, calls=tuple(named)), **options)
