@@ -51,7 +51,7 @@ def accelerator() -> str | None:
 def default_kind() -> str:
     """Where models run unless a placement says otherwise: the accelerator where there is one, else "cpu"."""
     kind = accelerator()
-    return "cpu" if kind in (None, "mps") else kind  # which has no fp64, and sampling needs it
+    return "cpu" if kind in (None, "mps") else kind  # mps has no fp64, which sampling needs
 
 
 def count(kind: str) -> int:
