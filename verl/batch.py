@@ -73,7 +73,7 @@ SCHEMA: dict[str, pa.DataType] = {
     for name in names.split()
 }
 
-#: Columns of episodes, see `verl.rollout.rows`; a row is one of an episode's trajectories.
+#: Columns of episodes, see `verl.rollout.turns`; a row is one of an episode's trajectories.
 EPISODE = frozenset((
     "episode", "episode_error", "episode_reward", "left_out", "truncated", "calls_left_out", "rejected", "trajectory",
     "trajectory_reward", "call_rewards", "conversation", "trajectories", "token_versions", "other_calls",

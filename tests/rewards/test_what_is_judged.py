@@ -17,9 +17,8 @@ from tests.rollout.test_tools import Scripted, call, play
 from verl.data.text import ResponseText
 from verl.report.metrics import Metric
 from verl.rewards.make import make_reward
-from verl.rollout.rows import episode_rows
 from verl.rollout.tools import ToolEpisode
-from verl.rollout.turns import Outcome, Turns
+from verl.rollout.turns import Outcome, Turns, episode_rows
 
 needs_math_verify = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
 RESULT = "#### 4, so it is \\boxed{4} <answer>4</answer> Score: 9\n```python\ndef f():\n    return 4\n```"

@@ -14,8 +14,7 @@ from tests.algorithms.support import loss_input
 from verl.algorithms import make_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
-from verl.rollout.rows import episode_rows
-from verl.rollout.turns import Outcome, Turns
+from verl.rollout.turns import Outcome, Turns, episode_rows
 
 STEP = 0.05
 

@@ -21,7 +21,7 @@ from verl.dataflow.scores import episode_metrics
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import Sample, SamplingParams
 from verl.rollout.gateway.gateway import Gateway
-from verl.rollout.rows import episode_rows
+from verl.rollout.turns import episode_rows
 
 pytest.importorskip("aiohttp")
 

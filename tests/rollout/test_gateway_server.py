@@ -32,8 +32,7 @@ from verl.rollout.episode import run_episodes
 from verl.rollout.gateway import server, session
 from verl.rollout.gateway.gateway import EpisodeRecord, Gateway
 from verl.rollout.gateway.linking import Conversations
-from verl.rollout.rows import episode_rows
-from verl.rollout.turns import Outcome
+from verl.rollout.turns import Outcome, episode_rows
 
 pytest.importorskip("aiohttp")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'

@@ -28,7 +28,7 @@ from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.gateway import server
 from verl.rollout.gateway.messages import Message
 from verl.rollout.gateway.replies import without_begun
-from verl.rollout.gateway.streaming import ReplyStream
+from verl.rollout.gateway.session import ReplyStream
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.hf import HFEngine
 from verl.rollout.stop_strings import cut_text

@@ -1,6 +1,6 @@
 """The episodes of a batch as estimators see them: one row each.
 
-A row is a trajectory, and an episode may have several (`verl.rollout.rows`). Rewards are compared by episode: an
+A row is a trajectory, and an episode may have several (`verl.rollout.turns`). Rewards are compared by episode: an
 estimator gets one number of each, and every token of all its trajectories gets the same advantage. Trajectories with
 a reward of their own (`trajectory_reward`) are separate: those with one name are taken as another episode, in a group
 of that name.

@@ -28,8 +28,7 @@ from verl.rollout.environments import as_episode
 from verl.rollout.episode import Episode, outcomes
 from verl.rollout.hf import HFEngine
 from verl.rollout.options import ENGINES, SamplerOptions
-from verl.rollout.rows import episode_rows
-from verl.rollout.turns import Turns, response_columns
+from verl.rollout.turns import Turns, episode_rows, response_columns
 from verl.training.engine import TrainEngine
 from verl.training.options import EngineOptions, Head
 from verl.training.ranks import gather_json

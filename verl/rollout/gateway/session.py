@@ -22,9 +22,9 @@ from verl.rollout.gateway.dialects.base import ChatAnswer, ChatRequest, Reply, R
 from verl.rollout.gateway.forced import constrains_reply, grammar_of, only_choices
 from verl.rollout.gateway.linking import Call, Conversations, Prompt
 from verl.rollout.gateway.messages import Message
-from verl.rollout.gateway.replies import Tools
-from verl.rollout.gateway.streaming import ReplyStream
+from verl.rollout.gateway.replies import Tools, without_begun
 from verl.rollout.gateway.template import ChatTemplate
+from verl.rollout.stop_strings import StopWatch
 
 if TYPE_CHECKING:
     from verl.rollout.gateway.gateway import Gateway
@@ -247,6 +247,53 @@ class Session:
     def _left(self, request: ChatRequest) -> int:
         """Tokens of the episode for each reply to a request."""
         return (self.gateway.max_tokens - self._tokens - self._reserved) // request.n
+
+
+@dataclass
+class ReplyStream:
+    """A reply while it is sampled: whatever no later token can change is shown at once.
+
+    Attributes:
+        prompt: the rendered chat before it.
+        tools: those that it may call.
+        send: called with the deltas of its thought and of its text.
+    """
+
+    template: ChatTemplate
+    params: SamplingParams
+    prompt: str
+    tools: Tools
+    send: Callable[[str, str], None]
+
+    def __post_init__(self) -> None:
+        self._watch = StopWatch(self.template.text, self.params.stop, self.params.min_new_tokens)
+        self._count, self._shown = 0, ("", "")
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take the tokens so far, and show whatever no later token can change."""
+        if len(tokens) > self._count:
+            self._advance(tokens)
+            text = without_begun(self._watch.text, self.params.stop)
+            self.show(*self.template.parse.settled(text, self.prompt, self.tools))
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        """The text of the finished reply, up to the stop string that ended it."""
+        self._advance(tokens)
+        self._watch.saw_stop(tokens, final=True)
+        return self._watch.text
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Each token by itself, as the engine looks for stop strings."""
+        for count in range(self._count + 1, len(tokens) + 1):
+            self._watch.saw_stop(tokens[:count])
+        self._count = len(tokens)
+
+    def show(self, *parts: str) -> None:
+        """Send what is new of the thought and of the text."""
+        new = [part[len(shown) :] for part, shown in zip(parts, self._shown, strict=True)]
+        if any(new):
+            self._shown = (self._shown[0] + new[0], self._shown[1] + new[1])
+            self.send(*new)
 
 
 @dataclass
