@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 import verl
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, Verdict
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.episode import Client
 from verl.rollout.grammar import Grammar
-from verl.rollout.hooks import Verdict
 from verl.rollout.turns import Turns
 
 PROMPTS = ["Once upon a time", "In the beginning", "A", "The quick brown fox"]

@@ -12,10 +12,9 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl.models.packed import PackedModel
-from verl.rollout.base import Request, Sample, SamplingParams
+from verl.rollout.base import Request, Sample, SamplingParams, Verdict
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
-from verl.rollout.hooks import Verdict
 
 MakeModel = Callable[..., PreTrainedModel]
 #: For four responses it is too few: some are preempted.

@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.errors import RolloutError
 from verl.models.packed import PackedModel
-from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, generate
+from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, Verdict, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.hf import HFEngine
-from verl.rollout.hooks import Verdict
 
 PROMPT = list(range(10, 45))
 LONG = SamplingParams(max_new_tokens=20, ignore_eos=True)

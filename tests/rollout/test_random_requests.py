@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.errors import ConfigError, RolloutError
 from verl.models.packed import PackedModel
-from verl.rollout.base import Request, SamplingParams
+from verl.rollout.base import Request, SamplingParams, Verdict
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.embedded.kv_cache import KVCache
-from verl.rollout.hooks import Verdict
 from verl.weights.shards import model_shards
 
 MAX_LENGTH = 160

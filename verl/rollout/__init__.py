@@ -1,5 +1,5 @@
 """Rollout: prompts in, finished samples out, whichever engine.
 
-Reading order: `base`, `options`, `choice`, `embedded`, `vllm`, `hf`, `remote`, `turns`, `episode`, `hooks`,
+Reading order: `base`, `options`, `choice`, `embedded`, `vllm`, `hf`, `remote`, `turns`, `episode`,
 `tools`, `gateway`, `environments`, `constrained`, `grammar`, `guards`, `stop_strings`.
 """

@@ -20,8 +20,9 @@ from verl.rollout.options import Temperature
 from verl.weights.shard import Shard
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from verl.rollout.grammar import Grammar
-    from verl.rollout.hooks import Guard, LogitsProcessor
 
 Finish = Literal["stop", "length", "abort", "reject"]
 
@@ -77,6 +78,40 @@ def as_sampling(params: Any, base: SamplingParams | None = None) -> SamplingPara
     if unknown := next((name for name in fields if name not in SamplingParams.__dataclass_fields__), None):
         raise ConfigError(f"there is no sampling setting '{unknown}': {nearest(unknown, base.__dataclass_fields__)}")
     return replace(base, **fields)
+
+
+#: A guard's decision on a response so far; None: it goes on.
+Verdict = Literal["stop", "reject"] | None
+
+
+class LogitsProcessor(Protocol):
+    """Changes what may be sampled next. It belongs to one request, so it may keep state."""
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        """Called once for each token of the response, in order.
+
+        Args:
+            tokens: the response so far; must not be changed.
+            logits: `[V]`, fp32 or fp64, before temperature; may be changed in place.
+
+        Returns:
+            The logits `[V]` to sample from, minus infinity for excluded tokens (NaN and plus infinity are refused). If
+            every token is excluded, the response ends with `finish="reject"`. Log-probs are of the unchanged
+            logits.
+        """
+
+
+class Guard(Protocol):
+    """Checks the text of responses while they are generated; requests that share a guard are checked in one call.
+
+    Attributes:
+        every: tokens between two checks of a response; it is also checked when it ends.
+    """
+
+    every: int
+
+    def __call__(self, texts: Sequence[str]) -> Sequence[Verdict]:
+        """A verdict per text: "stop" ends the response as it is, "reject" ends it with `finish="reject"`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import KW_ONLY, dataclass
 from verl._base.checked import checked
 from verl._base.record import Natural
 from verl.errors import ConfigError
+from verl.rollout.base import Guard, Verdict
 from verl.rollout.episode import DEADLINE, Client, Row
 from verl.rollout.grammar import Grammar
-from verl.rollout.hooks import Guard, Verdict
 from verl.rollout.turns import Turns
 
 

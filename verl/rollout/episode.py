@@ -27,8 +27,7 @@ from verl._host.user_code import describe, show_once, traceback_of
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText
 from verl.errors import ConfigError, RolloutError, shown
-from verl.rollout.base import Request, RolloutEngine, Sample, SamplingParams, check_new
-from verl.rollout.hooks import Guard, LogitsProcessor
+from verl.rollout.base import Guard, LogitsProcessor, Request, RolloutEngine, Sample, SamplingParams, check_new
 from verl.rollout.stop_strings import cut_text
 from verl.rollout.turns import Outcome, Turns
 

@@ -16,7 +16,7 @@ from verl._host.device import HostCopy, to_device
 from verl.data.text import ResponseText
 from verl.errors import RolloutError, shown
 from verl.kernels.compiled import Kernels
-from verl.rollout.base import Finish, LongPromptError, Request, Sample
+from verl.rollout.base import Finish, Guard, LongPromptError, Request, Sample
 from verl.rollout.embedded.sampler import SamplingFlags, sample, sampling_table, stream_key, uniforms
 from verl.rollout.stop_strings import StopWatch, special_token
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.rollout.grammar import GrammarMask
-    from verl.rollout.hooks import Guard
 
 
 @dataclass(eq=False)
