@@ -9,28 +9,32 @@ admission, preemption, aborts, episodes and guards are decided once, and nothing
 fails in a forward, it raises at once and sends no more commands: the workers wait in that forward until the job ends
 them.
 
-Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabulary.
+Shapes: T tokens of a step, N rows that are sampled for, d hidden size, V vocabulary, S rows with padding, B blocks of
+the longest sequence that there can be.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl._host import device
 from verl._host.device import to_device
+from verl.attention import flash
 from verl.errors import RolloutError
 from verl.kernels.compiled import kernels
 from verl.models.packed import PackedModel, evaluating, head_of
 from verl.rollout.embedded.attention import BatchTensors, PagedAttention, copy_blocks
-from verl.rollout.embedded.decode import DecodeStep
-from verl.rollout.embedded.kv_cache import KVCache
+from verl.rollout.embedded.kv_cache import KVCache, blocks_for
 from verl.rollout.embedded.response import PendingTokens, Response, next_sampling, sample_next
-from verl.rollout.embedded.sampler import SamplingFlags
+from verl.rollout.embedded.sampler import SamplingFlags, sample
 from verl.rollout.embedded.scheduler import EngineOptions, ScheduledBatch
 
 # Matrix products compute blocks of about four rows, and the remaining rows in another order of summation. Padding the
@@ -41,6 +45,8 @@ _ROWS, _SIZES = 8, 16
 FIXED_ROWS = 64
 # The driver's commands: end the worker loop, compute the hidden states of a batch, compute the logits of some states.
 _END, _HIDDEN, _LOGITS = range(3)
+# Rows of `DecodeStep.numbers`, before those of the block table; the last five are fp64.
+_TOKEN, _POSITION, _IN_FLIGHT, _SLOT, _USED, _UNIFORM, _TABLE = 0, 1, 2, 3, 4, 5, 10
 
 
 class ModelRunner:
@@ -234,3 +240,64 @@ def _head_is_plain(packed: PackedModel) -> bool:
     states = torch.linspace(-3, 3, 2 * packed.hidden_size, dtype=packed.dtype).view(2, -1)
     plain = torch.nn.functional.linear(states, *head_of(packed.model))
     return torch.equal(packed.logits(states), plain.to(torch.promote_types(plain.dtype, torch.float32)))
+
+
+class DecodeStep:
+    """A decode step of one padded batch size and one way of sampling, in memory that stays where it is; `flags` None:
+    it ends with the logits. It is dropped when weights or KV cache move in memory.
+
+    Its numbers (tokens, positions, block tables, how each row is sampled) go to the device as one copy. A token in
+    flight is taken from the step before, on the device. Where the kernels allow it, the forward and the sampling are
+    recorded once as a CUDA graph and replayed.
+
+    Attributes:
+        numbers: `[10 + B, S]` int64, all that the step reads but weights, cache and the step before.
+        logits: `[S, V]`, fp32 or fp64; overwritten where the step samples.
+        tokens, log_probs: `[S]` int64 and fp64.
+    """
+
+    def __init__(self, runner: ModelRunner, rows: int, flags: SamplingFlags | None) -> None:
+        self._runner, self._flags, self._cache = runner, flags, runner.cache
+        self._width = blocks_for(runner.max_length, runner.cache.block)
+        self.numbers = torch.zeros(_TABLE + self._width, rows, dtype=torch.int64, device=runner.cache.device)
+        self._begins = torch.arange(rows + 1, dtype=torch.int32, device=runner.cache.device)
+        self._recorded: Callable[[], None] | None = None
+        self._is_new = True
+
+    def run(self, batch: ScheduledBatch, sampling: npt.NDArray[np.float64]) -> None:
+        """Copy the step's numbers, `sampling_table` among them, to the device, and compute it."""
+        # Padding is a first token whose key and value go to the block behind the others.
+        count = len(batch.tokens)
+        numbers = np.zeros(self.numbers.shape, np.int64)
+        numbers[_IN_FLIGHT] = -1
+        numbers[_SLOT] = self._cache.num_blocks * self._cache.block
+        numbers[_USED] = 1
+        numbers[_TABLE] = self._cache.num_blocks
+        numbers[:_UNIFORM, :count] = batch.tokens, batch.positions, batch.sampled_rows, batch.slots, batch.used
+        numbers[_UNIFORM:_TABLE] = sampling.view(np.int64)
+        for row, blocks in enumerate(batch.blocks):
+            numbers[_TABLE : _TABLE + len(blocks), row] = blocks
+        self.numbers.copy_(to_device(torch.from_numpy(numbers), self.numbers.device))
+        if self._is_new:
+            self._is_new = False
+            if flash.flash_attention(self._cache.values, paged=True) is not None:
+                most = self._width * self._cache.block
+                self._recorded = device.recorded(lambda: self._compute(most), self.numbers.device)
+        if self._recorded is not None:
+            self._recorded()
+        else:
+            self._compute(max(batch.used))
+
+    @torch.no_grad()
+    def _compute(self, longest: int) -> None:
+        """`longest`: tokens of the longest sequence."""
+        # Recording calls it more than once: what it reads stays as it is.
+        tokens, positions, sampled_rows, slots, used = self.numbers[:_UNIFORM]
+        used, table = used.int(), self.numbers[_TABLE:].t().int().contiguous()
+        ends = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+        lists = (self._begins, ends, used, used, table)
+        tensors = BatchTensors(tokens, positions, sampled_rows, slots, *lists, max_q=1, max_k=longest)
+        self.logits = self._runner.packed.logits(self._runner.hidden(tensors))
+        if self._flags is not None:
+            table = self.numbers[_UNIFORM:_TABLE].view(torch.float64)
+            self.tokens, self.log_probs = sample(self.logits, self._flags, table)
