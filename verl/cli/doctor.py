@@ -40,7 +40,6 @@ EXTRAS = {
 }
 SHARED_MEMORY = Path("/dev/shm")
 
-_MARKS = {"ok": ("green", "ok"), "warn": ("yellow", "note"), "fail": ("red", "FAIL")}
 
 # What one rank of the collective test runs. The sum is over rank + 1, so that a rank that took no part is seen.
 _RANK = """
@@ -81,7 +80,7 @@ def doctor(
     $ verl doctor
     $ MASTER_ADDR=node-0 verl doctor --timeout 20
     """
-    failed = False
+    failed, marks = False, {"ok": ("green", "ok"), "warn": ("yellow", "note"), "fail": ("red", "FAIL")}
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
         check_packages, check_devices, check_engine, check_kernels, check_space, check_shared_memory, check_host,
         lambda: check_collective(timeout),
@@ -89,7 +88,7 @@ def doctor(
     for check in checks:
         result = check()
         for finding in [result] if isinstance(result, Finding) else result:
-            color, mark = _MARKS[finding.state]
+            color, mark = marks[finding.state]
             typer.echo(f"{typer.style(f'{mark:>5}', fg=color, bold=True)}  {finding.check}: {finding.detail}")
             if finding.advice:
                 typer.echo(f"       {finding.advice}")

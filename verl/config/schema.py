@@ -105,8 +105,6 @@ def _directory_name(value: str) -> str:
     return value
 
 
-EvalMetric = Annotated[str, AfterValidator(_eval_metric)]
-DirectoryName = Annotated[str, AfterValidator(_directory_name)]
 Logger = Literal["console", "tensorboard", "wandb", "trackio", "mlflow"]
 #: A parquet or JSONL file (or several), or a procedural task with its options.
 Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
@@ -372,7 +370,7 @@ class TrainerConfig(SavingSettings, LimitSettings, UpdateSettings):
     total_epochs: Count | None = limit(None, "passes over data.train, instead of total_steps", free=True)
     seed: Seed = result(0, "seed of everything random")
     project: str = output("verl", "the project's name in W&B and MLflow", free=True)
-    run_name: DirectoryName | None = output(
+    run_name: Annotated[str, AfterValidator(_directory_name)] | None = output(
         None, "first part of the run directory's name (null: algorithm, model and data)", free=True
     )
     output_dir: Annotated[str, AfterValidator(expanduser)] = output("runs", "where run directories are made", free=True)
@@ -388,7 +386,7 @@ class TrainerConfig(SavingSettings, LimitSettings, UpdateSettings):
         None, "evaluation samples among the k likeliest tokens (0: all; null: rollout.top_k)", added=True
     )
     eval_before: bool = output(True, "evaluate before the first step, too", added=True)
-    eval_metrics: Annotated[tuple[EvalMetric, ...], AsTuple] = output(
+    eval_metrics: Annotated[tuple[Annotated[str, AfterValidator(_eval_metric)], ...], AsTuple] = output(
         (),
         "metric functions of your own over evaluated samples, as FILE.py:FUNCTION; kl: the KL to the "
         "reference policy, as kl/eval, for which the initial actor (or ref.path) is kept in memory",

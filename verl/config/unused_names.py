@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
-_ANY_ROLE = "<role>"
 #: Why -> the keys.
 UNUSED = {
     "logging": """
@@ -157,7 +156,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @cache
 def _pattern(names: str) -> re.Pattern[str]:
-    each = {name.replace(_ANY_ROLE, role) for name in names.split() for role in _ROLES}
+    each = {name.replace("<role>", role) for name in names.split() for role in _ROLES}
     return re.compile("|".join(map(translate, sorted(each))))
 
 
