@@ -226,20 +226,17 @@ def problems_of(kind: Any, error: ValidationError) -> list[Problem]:
         if isinstance(inner, SettingsError):  # a record within this one
             for below, text, more in inner.problems:
                 problems.setdefault((*path, *below), (text, more))
-        elif path not in problems or len(details["loc"]) > len(
-            problems[path][1]["loc"]
-        ):  # of a branch that fits further
+        elif path not in problems or len(details["loc"]) > len(problems[path][1]["loc"]):  # a branch fits further
             problems[path] = (_text(kind, details, annotation), details)
     return [(path, *rest) for path, rest in problems.items()]
 
 
 def _path(here: Any, details: ErrorDetails) -> tuple[tuple[str, ...], Any]:
     """The setting that an error is about and its type, without what pydantic adds for the branches of a union."""
-    path: list[str] = []
-    parts = [*map(str, details["loc"])]
     if details["type"] == "key":
-        parts = details["ctx"]["key"].split(".")
-    for part in parts:
+        return tuple(details["ctx"]["key"].split(".")), None
+    path: list[str] = []
+    for part in map(str, details["loc"]):
         here = typing.get_args(here)[0] if typing.get_origin(here) is Annotated else here
         inside = section(here)
         if inside is not None and (part in inside.model_fields or not path):

@@ -281,11 +281,9 @@ class PolicyGradient(BaseAlgorithm):
         outcome, trajectories = self.outcome_rewards(episodes.batch), episodes.trajectories
         if "token_rewards" in episodes.batch:
             token_rewards = trajectories.at_written(trajectories.tokens("token_rewards"))
-            return token_rewards + trajectories.at_last_token(
-                episodes.spread(self.own_outcome(episodes.batch))
-            ), outcome
-        rewards = trajectories.at_last_token(episodes.at_end(outcome))
-        return (rewards + episodes.at_calls if "call_rewards" in episodes.batch else rewards), outcome
+            punished = episodes.spread(self.own_outcome(episodes.batch))
+            return token_rewards + trajectories.at_last_token(punished), outcome
+        return trajectories.at_last_token(episodes.at_end(outcome)) + episodes.at_calls, outcome
 
     def _kl_penalty(self, responses: Responses) -> tuple[Tensor, dict[str, float]]:
         """`[R]` what the reward loses, and the measured KL; moves the adaptive coefficient."""
