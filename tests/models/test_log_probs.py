@@ -44,11 +44,18 @@ def reference(
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, None), (2.0, 3.0)])
 @pytest.mark.parametrize("entropy", [True, False])
 def test_values_and_gradients(
-    temperature: float, chunk: int | None, scale: float, cap: float | None, entropy: bool
+    temperature: float,
+    chunk: int | None,
+    scale: float,
+    cap: float | None,
+    entropy: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hidden, weight, bias, targets = inputs()
+    if chunk is not None:  # tokens at a time
+        monkeypatch.setattr(memory, "CPU", memory.CPU._replace(chunk=chunk * len(weight)))
     expected = reference(hidden, weight, bias, targets, temperature, scale, cap)
-    options = {"temperature": temperature, "entropy": entropy, "scale": scale, "softcap": cap, "chunk": chunk}
+    options = {"temperature": temperature, "entropy": entropy, "scale": scale, "softcap": cap}
     log_probs, entropies = token_log_probs(hidden, weight, targets, bias=bias, **options)
     a, b = torch.randn(2, N, dtype=torch.float64)
     assert torch.allclose(log_probs, expected[0], rtol=0, atol=1e-12)
@@ -87,11 +94,12 @@ def test_statistics_are_beside_the_log_probs_and_move_none(dtype: torch.dtype, s
     assert 0.5 < float(statistics[2].mean()) < 1
 
 
-def test_gradcheck() -> None:
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, targets = inputs()
+    monkeypatch.setattr(memory, "CPU", memory.CPU._replace(chunk=4 * len(weight)))
 
     def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
-        return token_log_probs(hidden, weight, targets, bias=bias, temperature=0.7, entropy=True, softcap=4.0, chunk=4)
+        return token_log_probs(hidden, weight, targets, bias=bias, temperature=0.7, entropy=True, softcap=4.0)
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
 

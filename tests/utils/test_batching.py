@@ -93,7 +93,7 @@ def test_kinds_of_rows(rows: list[Any]) -> None:
 def test_lengths_that_cannot_be_seen() -> None:
     with pytest.raises(DataError, match="pass lengths="):
         DynamicBatchSampler(["text"])
-    assert DynamicBatchSampler(["text"], length_fn=len).lengths == [4]
+    assert DynamicBatchSampler(["text"], lengths=[4]).lengths == [4]
     with pytest.raises(DataError, match="2 lengths were given for 1 rows"):
         DynamicBatchSampler(["x"], lengths=[1, 2])
     with pytest.raises(ConfigError, match="at least 1"):

@@ -6,7 +6,6 @@ Shapes: N positions, d hidden size.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Container
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
-from transformers.utils.hub import cached_file
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from verl.errors import ModelError
 from verl.models.packed import backbone_of, compute_experts, evaluating
@@ -79,7 +78,7 @@ class ValueModel(nn.Module):
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The head's numbers `[N]` for final hidden states `[N, d]`, in the dtype of the head."""
-        return cast(Tensor, self.score(hidden))
+        return cast(Tensor, self.score(hidden)).squeeze(-1)
 
 
 def score_model(model: Any) -> Any:
@@ -108,15 +107,13 @@ def as_classifier(model: ValueModel) -> Any:
 
 def share_head(model: ValueModel, classifier: Any) -> None:
     """Let a classifier use the head of a model over its backbone, trained or frozen as before."""
-    shared = _Column(model.score.in_features, 1, bias=model.score.bias is not None, device="meta")
-    shared.weight, shared.bias = model.score.weight, model.score.bias
     name = next(name for name in HEADS[:2] if hasattr(classifier, name))
     head = getattr(classifier, name)
-    shared.requires_grad_(_trained_head(head).weight.requires_grad)
+    model.score.requires_grad_(_trained_head(head).weight.requires_grad)
     if hasattr(head, "modules_to_save"):
-        head.modules_to_save[head.active_adapter] = shared
+        head.modules_to_save[head.active_adapter] = model.score
     else:
-        setattr(classifier, name, shared)
+        setattr(classifier, name, model.score)
 
 
 def _trained_head(head: Any) -> Any:
@@ -139,16 +136,9 @@ def width_of(backbone: PreTrainedModel) -> int:
 class _Head(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         # A sum of products instead of a matrix product: autocast leaves it in full precision.
-        values = (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1)
+        values = (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1, keepdim=True)
         bias = cast("Tensor | None", self.bias)
         return values if bias is None else values + bias
-
-
-class _Column(nn.Linear):
-    """A head as classifiers have it."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden.to(self.weight.dtype))
 
 
 class Stored(NamedTuple):
@@ -191,9 +181,7 @@ def weight_files(name: str) -> dict[str, Stored]:
     """
     files = [cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False)]
     if files[0] is None:  # transformers, too, looks for an index only where there is no single file
-        with open(cast(str, cached_file(name, "model.safetensors.index.json")), encoding="utf-8") as file:
-            names = json.load(file)["weight_map"].values()
-        files = [cached_file(name, part) for part in dict.fromkeys(names)]
+        files, _ = get_checkpoint_shard_files(name, cached_file(name, "model.safetensors.index.json"))
     stored: dict[str, Stored] = {}
     for path in map(str, files):
         with safe_open(path, framework="pt") as weights:

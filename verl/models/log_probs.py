@@ -39,7 +39,6 @@ def token_log_probs(
     entropy: bool = False,
     scale: float = 1.0,
     softcap: float | None = None,
-    chunk: int | None = None,
     statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs `[N]` of `targets` `[N]` under softmax(logits / temperature), and the entropy `[N]` if
@@ -53,7 +52,6 @@ def token_log_probs(
 
     Args:
         temperature: > 0. A greedy rollout (temperature 0) is scored at 1.
-        chunk: tokens at a time; by default as many as `HeadSizes` has logits for the device.
         statistics: `[3, N]` in the dtype of the results, which becomes, without a gradient: the entropy, the mean of
             the logits over the vocabulary, and 1 where no token is likelier than the target, else 0.
     """
@@ -63,7 +61,7 @@ def token_log_probs(
     if cut is not None:
         hidden, weight = shared(hidden, cut.group), _local(weight)
         bias = None if bias is None else local_part(bias)
-    chunk = chunk or max(1, HeadSizes.on(weight.device).chunk // weight.shape[0])
+    chunk = max(1, HeadSizes.on(weight.device).chunk // weight.shape[0])  # tokens at a time
     options = _Options(scale, softcap, temperature, entropy, chunk, cut)
     inputs = hidden, weight, bias, targets
     log_probs, entropies = _TokenLogProbs.apply(*inputs, options, statistics)  # type: ignore[no-untyped-call]

@@ -66,7 +66,7 @@ class SplitAdamW:
     def step(self, lr: float, gradient_scale: float) -> None:
         """One step with the gradient sums, multiplied by `gradient_scale`."""
         for weight, state in self._states.items():
-            if not weight.has_gradient or weight.gradient is None:
+            if not weight.has_gradient:
                 continue
             self._steps[weight] += 1
             # Copies of a weight on several ranks may have names of their own there: the random bits hang on one name,
@@ -76,7 +76,7 @@ class SplitAdamW:
             seed = int(_mixed(_mixed(name) ^ self._steps[weight]))
             decay = decay_of(weight, self._config)
             formula = _formula(self._config, lr, gradient_scale, self._steps[weight], seed, decay)
-            _step([weight.live.detach(), *state.values(), weight.gradient], formula)
+            _step([weight.live.detach(), *state.values(), weight.sum()], formula)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(weight, name, tensor) of all there is to save: masters are put together for it."""

@@ -22,7 +22,7 @@ from verl.attention.prefix_tree import PrefixTree
 from verl.attention.segments import Packed, pack_rows
 from verl.batch import Batch
 from verl.errors import DataError
-from verl.models.packed import PackedModel
+from verl.models.packed import PackedModel, evaluating
 from verl.training.options import EngineOptions, Head
 
 if TYPE_CHECKING:
@@ -170,8 +170,5 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 def _evaluated(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
     """A function of a module, which is in evaluation mode meanwhile: whatever noise it would add in training stays
     off."""
-    before, module.training = module.training, False
-    try:
+    with evaluating(module):
         return function(*args)
-    finally:
-        module.training = before

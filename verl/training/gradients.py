@@ -7,7 +7,7 @@ autograd.py); where autograd computes it, a hook adds it and frees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,18 @@ _STEPS_BEFORE_RAISE = 500
 
 @dataclass(eq=False)
 class Weight:
-    """A trained weight: the live tensor (this rank's piece, where ranks hold pieces of it), and the sum of its
-    gradients over micro-batches."""
+    """A trained weight, and the sum of its gradients over micro-batches.
+
+    Attributes:
+        live: the tensor that is stepped: this rank's piece, where ranks hold pieces of it.
+        source: the parameter that autograd gives the gradient to: `live` itself, or the DTensor it is a piece of.
+        gradient: fp32 (fp64 for an fp64 weight); there while gradients are being collected.
+    """
 
     name: str
     live: torch.nn.Parameter
     source: torch.nn.Parameter
-    """The parameter that autograd gives the gradient to: `live` itself, or the DTensor it is a piece of."""
     gradient: Tensor | None = None
-    """fp32 (fp64 for an fp64 weight); there while gradients are being collected."""
     has_gradient: bool = False
     loss_scale: float = 1.0
 
@@ -42,7 +45,7 @@ class Weight:
         """Add the gradient of a scaled loss, of all rows or of some from row `start`."""
         # Sums are not zeroed between steps: without `has_gradient` what they hold is old, and the first gradient
         # overwrites it. That saves a pass over them; only one of some rows has to clear the rest itself.
-        total = self._sum()
+        total = self.sum()
         if gradient.shape != total.shape:
             if not self.has_gradient:
                 total.zero_()
@@ -53,29 +56,28 @@ class Weight:
 
     def add_rows(self, rows: Tensor, gradient: Tensor) -> None:
         """Add to row `rows[i]` the row i of `gradient`."""
-        total = self._sum()
+        total = self.sum()
         if not self.has_gradient:
             total.zero_()
         add_rows(total, rows, gradient, 1.0 / self.loss_scale)
         self.has_gradient = True
 
-    def _sum(self) -> Tensor:
+    def sum(self) -> Tensor:
+        """`gradient`, which is there."""
         if self.gradient is None:
             raise TrainingError(f"a gradient of '{self.name}' arrived while none are collected")
         return self.gradient
 
 
 def zeros_like(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """A zero tensor of `dtype` for each weight, in its shape and on its device, all of a device cut from one block.
+    """A zero tensor of `dtype` for each weight, in its shape, cut from one block on their device.
 
     One block is mapped and freed as a whole. Single tensors would lie between the activations of a backward pass and
     keep the allocator from returning their memory.
     """
-    devices = {weight.device for weight in weights}
-    sizes = {device: [weight.numel() for weight in weights if weight.device == device] for device in devices}
-    blocks = {device: torch.zeros(sum(counts), dtype=dtype, device=device) for device, counts in sizes.items()}
-    views = {device: iter(blocks[device].split(counts)) for device, counts in sizes.items()}
-    return [next(views[weight.device]).view(weight.shape) for weight in weights]
+    sizes = [weight.numel() for weight in weights]
+    block = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device if weights else None)
+    return [part.view(weight.shape) for part, weight in zip(block.split(sizes), weights, strict=True)]
 
 
 class Gradients:
@@ -101,7 +103,7 @@ class Gradients:
         """A gradient of 0 for every weight."""
         self._allocate()
         for weight in self.weights:
-            weight._sum().zero_()
+            weight.sum().zero_()
             weight.has_gradient = True
 
     def norm(self, replication: Callable[[Weight], int] = lambda _: 1) -> float:
@@ -109,10 +111,10 @@ class Gradients:
         `replication`, so that squares of ranks that hold the same one add up to it."""
         # A plain fp32 norm of 3e7 elements is wrong by 1e-3 on CPU: norms of rows first, then fp64.
         squares = [
-            torch.linalg.vector_norm(torch.linalg.vector_norm(w.gradient, dim=-1), dtype=torch.float64).square().cpu()
+            torch.linalg.vector_norm(torch.linalg.vector_norm(w.sum(), dim=-1), dtype=torch.float64).square().cpu()
             / replication(w)
             for w in self.weights
-            if w.has_gradient and w.gradient is not None
+            if w.has_gradient
         ]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
@@ -129,10 +131,10 @@ class Gradients:
         flags = torch.tensor([float(w.has_gradient) for w in weights], device=weights[0].live.device)
         all_reduce([flags], dist.ReduceOp.MAX)
         for weight, anywhere in zip(weights, flags.tolist(), strict=True):
-            if anywhere and not weight.has_gradient and weight.gradient is not None:
-                weight.gradient.zero_()
+            if anywhere and not weight.has_gradient:
+                weight.sum().zero_()
             weight.has_gradient = bool(anywhere)
-        all_reduce([w.gradient for w in weights if w.has_gradient and w.gradient is not None], dist.ReduceOp.SUM)
+        all_reduce([w.sum() for w in weights if w.has_gradient], dist.ReduceOp.SUM)
 
     def accepted(self) -> None:
         """After a step: drop its gradient; the loss scale may rise again."""
@@ -175,17 +177,14 @@ class Gradients:
         # to it at once, so that autograd holds no gradient of that weight at all. Of every other parameter autograd
         # makes one, and the hook adds it and frees it; that of a parameter that is not trained is freed alone.
         self._allocate()
-        hooks = [live.register_post_accumulate_grad_hook(self._collect) for live in self._watched]
-        for weight in self.weights:
-            weight.loss_scale = self.loss_scale
-            weight.source.grad_sum = weight  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack:
+            for live in self._watched:
+                stack.enter_context(live.register_post_accumulate_grad_hook(self._collect))
             for weight in self.weights:
-                del weight.source.grad_sum  # type: ignore[attr-defined]
+                weight.loss_scale = self.loss_scale
+                weight.source.grad_sum = weight  # type: ignore[attr-defined]
+                stack.callback(delattr, weight.source, "grad_sum")
+            yield
 
     @torch.no_grad()
     def _collect(self, source: Tensor) -> None:

@@ -188,7 +188,7 @@ class LocalWeights:
     """
 
     def __init__(self, model: nn.Module, whole: WholeModel, dtypes: Mapping[str, torch.dtype], ranks: Ranks) -> None:
-        self._shapes, self._dtypes = whole.shapes, dtypes
+        self._shapes = whole.shapes
         self._model: Any = model
         here = {name: (dtypes.get(name, live.dtype), self.sharded_dims(live)) for name, live in named_weights(model)}
         self.specs = whole.specs(here, ranks)
@@ -218,7 +218,7 @@ class LocalWeights:
         tensor is laid out like this rank's part of the parameter, or is one value for all of it."""
         # Of weights that are wider than they are served, the live pieces are the masters.
         weights = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
-        wider = (name for name, weight in weights.items() if self._dtypes.get(name, weight.dtype) != weight.dtype)
+        wider = (name for name, weight in weights.items() if self.specs[name].dtype != weight.dtype)
         masters = ((f"{name}.master", local_part(weights[name].detach())) for name in wider)
         for name, tensor in chain(tensors, masters):
             weight = weights[name.rpartition(".")[0]]
@@ -245,8 +245,6 @@ class LocalWeights:
         weights = dict(named_weights(self._model))
         if not self.released:
             self._users = Counter(_storage(weight)._cdata for weight in weights.values())
-        if name not in weights:  # an engine with parameters of its own kind
-            return 0
         weight = weights[name].detach()
         local, storage = local_part(weight), _storage(weight)
         is_shared = self._users[storage._cdata] > 1 or (storage.nbytes() > local.nbytes and not sharded_dims_of(weight))

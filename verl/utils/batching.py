@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl._base.checked import checked
@@ -25,7 +25,6 @@ class DynamicBatchSampler:
     Args:
         dataset: rows that are token ids, or mappings with `input_ids` or `prompt_tokens`, or a `length`.
         lengths: tokens of each row, instead of looking.
-        length_fn: tokens of a row, for rows of another kind.
         pad_token_id: what `collate_fn` pads `input_ids` with.
 
     Raises:
@@ -39,7 +38,6 @@ class DynamicBatchSampler:
         max_tokens_per_batch: Count = 4096,
         *,
         lengths: Sequence[Natural] | None = None,
-        length_fn: Callable[[Any], int] | None = None,
         max_padding: Portion = 0.1,
         shuffle: bool = True,
         seed: Seed = 0,
@@ -50,8 +48,7 @@ class DynamicBatchSampler:
                 f"DynamicBatchSampler.dataset: must have a length and rows by number, not {shown(dataset)}"
             )
         if lengths is None:
-            look = length_fn or _row_length
-            lengths = [int(look(dataset[row])) for row in range(len(dataset))]
+            lengths = [_row_length(dataset[row]) for row in range(len(dataset))]
         if len(lengths) != len(dataset):
             raise DataError(f"{len(lengths)} lengths were given for {len(dataset)} rows")
         self.lengths = list(lengths)
@@ -149,6 +146,6 @@ def _row_length(row: Any) -> int:
         return len(row)
     text = "row" if isinstance(row, str) else "row['text']"
     raise DataError(
-        f"the tokens of a row ({type(row).__name__}) cannot be counted: pass lengths=, or length_fn= such as "
-        f"lambda row: len(tokenizer({text})['input_ids'])"
+        f"the tokens of a row ({type(row).__name__}) cannot be counted: pass lengths=, such as "
+        f"[len(tokenizer({text})['input_ids']) for row in dataset]"
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -240,18 +241,12 @@ class StageSplit:
         beside = [*self._beside(model, path)]
         ran: list[tuple[int, Any]] = []  # layers, and what they gave
         called: list[tuple[nn.Module, int]] = []  # other modules, and how many layers had run before
-        hooks = [
-            *(
-                layer.register_forward_hook(lambda *a, i=i: ran.append((i, a[-1])))
-                for i, layer in enumerate(self._stack)
-            ),
-            *(one.register_forward_pre_hook(lambda one, _: called.append((one, len(ran)))) for *_, one in beside),
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index, layer in enumerate(self._stack):
+                hooks.enter_context(layer.register_forward_hook(lambda *a, i=index: ran.append((i, a[-1]))))
+            for *_, one in beside:
+                hooks.enter_context(one.register_forward_pre_hook(lambda one, _: called.append((one, len(ran)))))
             hidden = self._hidden()
-        finally:
-            for hook in hooks:
-                hook.remove()
         layers, first = len(self._stack), dict(reversed(called))
         if [index for index, _ in ran] != list(range(layers)) or any(0 < before < layers for before in first.values()):
             raise self._refused("its layers do not simply follow one another")
