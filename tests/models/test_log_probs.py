@@ -73,9 +73,12 @@ def test_values_and_gradients(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (2.0, 3.0)])
-def test_statistics_are_beside_the_log_probs_and_move_none(dtype: torch.dtype, scale: float, cap: float | None) -> None:
+def test_statistics_are_beside_the_log_probs_and_move_none(
+    dtype: torch.dtype, scale: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, weight, bias, targets = inputs(dtype)
-    options = {"bias": bias, "scale": scale, "softcap": cap, "temperature": 0.7, "chunk": 5}
+    monkeypatch.setattr(memory, "CPU", memory.CPU._replace(chunk=5 * len(weight)))
+    options = {"bias": bias, "scale": scale, "softcap": cap, "temperature": 0.7}
     with torch.no_grad():
         logits = torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(dtype, torch.float32)) * scale
         logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / 0.7

@@ -19,7 +19,7 @@ from verl.models.packed import PackedModel
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.weights.shard import Shard, checksum
-from verl.weights.shards import fill_block, load_model_shards, model_shards
+from verl.weights.shards import fill_blocks, load_model_shards, model_shards
 
 Make = Callable[..., PreTrainedModel]
 
@@ -114,5 +114,5 @@ def test_pieces_of_any_cut_fill_blocks_of_any_other(data: st.DataObject, shape: 
     for row, column, rows, columns in want:
         block = torch.full((rows, columns), -1)
         pieces = [Shard("w", shape, (r, c), weight[r : r + height, c : c + width]) for r, c, height, width in have]
-        assert sum(fill_block((row, column), block, piece) for piece in pieces) == block.numel()
+        assert sum(fill_blocks([((row, column), block)], piece) for piece in pieces) == block.numel()
         assert torch.equal(block, weight[row : row + rows, column : column + columns])

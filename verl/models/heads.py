@@ -78,7 +78,7 @@ class ValueModel(nn.Module):
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The head's numbers `[N]` for final hidden states `[N, d]`, in the dtype of the head."""
-        return cast(Tensor, self.score(hidden)).squeeze(-1)
+        return cast(Tensor, self.score(hidden))
 
 
 def score_model(model: Any) -> Any:
@@ -107,13 +107,15 @@ def as_classifier(model: ValueModel) -> Any:
 
 def share_head(model: ValueModel, classifier: Any) -> None:
     """Let a classifier use the head of a model over its backbone, trained or frozen as before."""
+    shared = _Column(model.score.in_features, 1, bias=model.score.bias is not None, device="meta")
+    shared.weight, shared.bias = model.score.weight, model.score.bias
     name = next(name for name in HEADS[:2] if hasattr(classifier, name))
     head = getattr(classifier, name)
-    model.score.requires_grad_(_trained_head(head).weight.requires_grad)
+    shared.requires_grad_(_trained_head(head).weight.requires_grad)
     if hasattr(head, "modules_to_save"):
-        head.modules_to_save[head.active_adapter] = model.score
+        head.modules_to_save[head.active_adapter] = shared
     else:
-        setattr(classifier, name, model.score)
+        setattr(classifier, name, shared)
 
 
 def _trained_head(head: Any) -> Any:
@@ -136,9 +138,16 @@ def width_of(backbone: PreTrainedModel) -> int:
 class _Head(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         # A sum of products instead of a matrix product: autocast leaves it in full precision.
-        values = (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1, keepdim=True)
+        values = (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1)
         bias = cast("Tensor | None", self.bias)
         return values if bias is None else values + bias
+
+
+class _Column(nn.Linear):
+    """A head as classifiers have it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.to(self.weight.dtype))
 
 
 class Stored(NamedTuple):

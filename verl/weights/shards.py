@@ -9,16 +9,16 @@ ranks, so that a rank has memory for what it keeps alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl.errors import CheckpointError, ModelError, nearest
+from verl.errors import CheckpointError, ConfigError, ModelError, nearest
 from verl.weights.shard import Blocks, Shape, Shard, Slice, blocks_of
 
 #: More distinct layers than this are no sample of a model.
@@ -55,36 +55,77 @@ def model_shards(model: nn.Module) -> Iterator[Shard]:
 
 
 def whole_weights(shards: Iterable[Shard]) -> Iterator[Shard]:
-    """Each weight whole, of shards of which those of one weight follow each other."""
-    for name, parts in groupby(shards, lambda part: part.name):
-        first = next(parts)
-        if first.is_whole:
-            yield first
+    """Each weight whole, once all its elements have come; shards are put together until then."""
+    parts: dict[str, Tensor] = {}
+    missing = Counter[str]()
+    for shard in shards:
+        if shard.is_whole:
+            yield shard
             continue
-        whole = first.tensor.new_empty(first.global_shape)
-        for part in chain([first], parts):
-            part.slice.of(whole).copy_(part.tensor)
-        yield Shard.whole(name, whole)
+        if shard.name not in parts:
+            parts[shard.name] = shard.tensor.new_empty(shard.global_shape)
+            missing[shard.name] = parts[shard.name].numel()
+        shard.slice.of(parts[shard.name]).copy_(shard.tensor)
+        missing[shard.name] -= shard.tensor.numel()
+        if not missing[shard.name]:
+            yield Shard.whole(shard.name, parts.pop(shard.name))
 
 
-def fill_blocks(blocks: Blocks, shard: Shard) -> int:
-    """Copy what a shard has of blocks of its tensor (where each begins, and its elements), and return how many elements
-    that are."""
-    return sum(fill_block(offset, block, shard) for offset, block in blocks)
-
-
-def fill_block(offset: Shape, target: Tensor, shard: Shard, copy: bool = True) -> int:
-    """Copy what a shard has of the block `target` that begins at `offset`, and return how many elements that are."""
-    target, source = overlap(offset, target, shard)
-    if copy:
-        target.copy_(source)
-    return source.numel()
+def fill_blocks(blocks: Blocks, shard: Shard, copy: bool = True) -> int:
+    """Copy what a shard has of blocks of its tensor, and return how many elements that are."""
+    count = 0
+    for offset, block in blocks:
+        target, source = overlap(offset, block, shard)
+        if copy:
+            target.copy_(source)
+        count += source.numel()
+    return count
 
 
 def overlap(offset: Shape, target: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """What the block `target` that begins at `offset` and a shard have in common, as parts of either."""
     common = Slice(offset, tuple(target.shape)) & shard.slice
     return common.of(target, offset), common.of(shard.tensor, shard.offset)
+
+
+class HeldShards:
+    """The shards of a rank. Its iterator is advanced only as far as it must be: some are made on the way."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._coming: Iterator[Shard] = iter(shards)
+        self._by_name: dict[str, list[Shard]] = {}
+
+    def find(self, name: str, wanted: Slice) -> Tensor:
+        """A slice of a weight: a view of one shard, or a copy put together from several.
+
+        Raises:
+            ConfigError: this rank does not hold all of it.
+        """
+        while (block := self._look_up(name, wanted)) is None:
+            shard = next(self._coming, None)
+            if shard is None:
+                raise ConfigError(
+                    f"transition: this rank was expected to hold {list(wanted.shape)} of '{name}' from "
+                    f"{list(wanted.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
+                )
+            self._by_name.setdefault(shard.name, []).append(shard)
+        return block
+
+    def drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._by_name.pop(name, None)
+
+    def _look_up(self, name: str, wanted: Slice) -> Tensor | None:
+        shards = self._by_name.get(name, [])
+        for shard in shards:
+            if wanted & shard.slice == wanted:
+                return wanted.of(shard.tensor, shard.offset)
+        if not shards or sum((wanted & shard.slice).numel for shard in shards) < wanted.numel:
+            return None
+        whole = shards[0].tensor.new_empty(wanted.shape)
+        for shard in shards:
+            fill_blocks([(wanted.offset, whole)], shard)
+        return whole
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -129,8 +170,8 @@ def fill_weights(
         for shard in shards:
             _check(shard, shapes, model)
             name = first.get(shard.name, shard.name)
-            for offset, block in weights.get(name, ()):
-                missing[name] -= fill_block(offset, block, shard, copy)
+            if name in weights:
+                missing[name] -= fill_blocks(weights[name], shard, copy)
         if lacking := [name for name, count in missing.items() if count > 0]:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise CheckpointError(
@@ -192,15 +233,8 @@ def give_memory(model: nn.Module, device: torch.device | str) -> None:
 def take_weights(model: nn.Module, shards: Iterable[Shard]) -> None:
     """Give a model, which may have none, the weights of a stream that has all of them: the very tensors, where they are
     whole and in the model's dtype (they may be mapped files); others are put together. Tied ones stay tied."""
-    weights, state = dict(named_weights(model)), dict[str, Tensor]()
-    for shard in shards:
-        weight = weights[shard.name]
-        if shard.is_whole:
-            state[shard.name] = shard.tensor.to(weight.dtype)
-        else:
-            whole = state.setdefault(shard.name, torch.empty_like(weight, device="cpu"))
-            shard.slice.of(whole).copy_(shard.tensor)
-    tied = tied_names(model)
+    weights, tied = dict(named_weights(model)), tied_names(model)
+    state = {shard.name: shard.tensor.to(weights[shard.name].dtype) for shard in whole_weights(shards)}
     state |= {other: state[first] for first, others in tied.items() for other in others}
     model.load_state_dict(state, assign=True)
     _tie(model, tied)

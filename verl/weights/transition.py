@@ -25,8 +25,8 @@ from verl._base.names import check_known
 from verl.errors import BrokenCollectiveError, ConfigError, TrainingError
 from verl.weights.layout import Mesh
 from verl.weights.plan import BUCKET_BYTES, ReshardPlan, SliceTransfer, transition
-from verl.weights.shard import Shard, Slice, local_part, sharded_dims_of
-from verl.weights.shards import fill_block
+from verl.weights.shard import Shard, local_part, sharded_dims_of
+from verl.weights.shards import HeldShards
 
 if TYPE_CHECKING:
     from verl.training.engine import TrainEngine
@@ -66,7 +66,7 @@ class Transfer:
     ) -> None:
         self._incoming, self._outgoing = plan.incoming(rank), plan.outgoing(rank)
         self._plan, self._rank, self._group = plan, rank, group
-        self._shards = _HeldShards(shards)
+        self._shards = HeldShards(shards)
         self._buffers, self._device, self._begin, self._end = buffers, device, begin, end
         self.received = self.sent = self.staged = 0
 
@@ -92,7 +92,7 @@ class Transfer:
         bucket = _Bucket(number)
         incoming, outgoing = _by_peer(self._incoming[number], "source"), _by_peer(self._outgoing[number], "target")
         for transfer in incoming.pop(self._rank, ()):
-            transfer.local.of(self._buffers[transfer.name]).copy_(self._shards.find(transfer))
+            transfer.local.of(self._buffers[transfer.name]).copy_(self._shards.find(transfer.name, transfer.slice))
         peers = sorted({*incoming, *outgoing, self._rank})
         here, operations = peers.index(self._rank), []
         messages: dict[Any, Tensor] = {}
@@ -101,7 +101,7 @@ class Transfer:
             if to in outgoing:
                 key = tuple(transfer[:2] for transfer in outgoing[to])
                 if key not in messages:
-                    parts = [self._shards.find(transfer) for transfer in outgoing[to]]
+                    parts = [self._shards.find(transfer.name, transfer.slice) for transfer in outgoing[to]]
                     messages[key] = bucket.message(parts, self._device)
                 operations.append(dist.P2POp(dist.isend, messages[key], to, self._group, number))
                 self.sent += messages[key].numel()
@@ -159,47 +159,6 @@ class _Bucket:
         self.unpack.append((flat, targets))
         self.staged += flat.numel()
         return flat
-
-
-class _HeldShards:
-    """The shards of a rank. Its iterator is advanced only as far as it must be: some are made on the way."""
-
-    def __init__(self, shards: Iterable[Shard]) -> None:
-        self._coming: Iterator[Shard] = iter(shards)
-        self._by_name: dict[str, list[Shard]] = {}
-
-    def find(self, wanted: SliceTransfer) -> Tensor:
-        """The slice: a view of one shard, or a copy put together from several.
-
-        Raises:
-            ConfigError: this rank does not hold all of it.
-        """
-        name, where = wanted.name, wanted.slice
-        while (block := self._look_up(name, where)) is None:
-            shard = next(self._coming, None)
-            if shard is None:
-                raise ConfigError(
-                    f"transition: this rank was expected to hold {list(where.shape)} of '{name}' from "
-                    f"{list(where.offset)} on, and does not: its engine cuts weights otherwise than its specs say"
-                )
-            self._by_name.setdefault(shard.name, []).append(shard)
-        return block
-
-    def drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._by_name.pop(name, None)
-
-    def _look_up(self, name: str, wanted: Slice) -> Tensor | None:
-        shards = self._by_name.get(name, [])
-        for shard in shards:
-            if wanted & shard.slice == wanted:
-                return wanted.of(shard.tensor, shard.offset)
-        if sum((wanted & shard.slice).numel for shard in shards) < wanted.numel:
-            return None
-        whole = shards[0].tensor.new_empty(wanted.shape)
-        for shard in shards:
-            fill_block(wanted.offset, whole, shard)
-        return whole
 
 
 def _by_peer(transfers: Iterable[SliceTransfer], side: str) -> dict[int, list[SliceTransfer]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verl.cluster.rank_context import ROLE, RankContext
 from verl.training.ranks import gather_json
 from verl.weights.shard import Shard, split_large
-from verl.weights.shards import whole_weights
+from verl.weights.shards import HeldShards, whole_weights
 
 
 def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
@@ -43,29 +43,24 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
     # Every rank goes through the weights in the order of the gathered outlines, which is equal on all of them, whatever
     # order its own shards come in: a broadcast matches the call that its peers make at the same time, not a name. Of
     # equal shards the rank listed first sends.
-    coming, seen = iter(shards), dict[tuple[str, tuple[int, ...]], Shard]()
-
-    def take(name: str, offset: tuple[int, ...]) -> Shard:
-        """One of this rank's; the iterator is advanced only as far as it must be, as some are made on the way."""
-        while (name, offset) not in seen:
-            shard = next(coming)
-            seen[shard.name, shard.offset] = shard
-        return seen.pop((name, offset))
-
+    held_here = HeldShards(shards)
     for name, held_by in holders.items():
         whole = [(rank, shard) for rank, shard in held_by if shard.is_whole]
         if len(whole) == dist.get_world_size(group):
-            yield take(name, whole[0][1].offset)
+            yield replace(whole[0][1], tensor=held_here.find(name, whole[0][1].slice))
+            held_here.drop([name])
             continue
         by_offset = {shard.offset: (rank, shard) for rank, shard in reversed(whole[:1] or held_by)}
         for rank, shard in reversed(by_offset.values()):
             is_here = rank == dist.get_rank()
-            for part in split_large([take(name, shard.offset) if is_here else shard]):
+            sent = replace(shard, tensor=held_here.find(name, shard.slice)) if is_here else shard
+            for part in split_large([sent]):
                 # A shard of the sender may be in host memory.
                 device = torch.cuda.current_device() if "nccl" in dist.get_backend(group) else "cpu"
                 moved = part.tensor.to(device).contiguous() if is_here else torch.empty_like(part.tensor, device=device)
                 dist.broadcast(moved, rank, group=group)
                 yield replace(part, tensor=moved)
+        held_here.drop([name])
 
 
 def gathered(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:

@@ -292,7 +292,7 @@ class MegatronModel(nn.Module):
 
     def predict(self, hidden: Tensor) -> Tensor:
         """Values or scores `[N]` for hidden states `[N, E]`."""
-        return cast(Tensor, self.score(hidden)).squeeze(-1)
+        return cast(Tensor, self.score(hidden))
 
     def _rows(self, size: int) -> tuple[int, int]:
         """This rank's part of a dimension, which is padded to equal parts: where it begins and ends."""
