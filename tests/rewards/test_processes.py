@@ -27,7 +27,7 @@ from verl.rewards.calls import ThreadCaller
 from verl.rewards.functions import FunctionReward
 from verl.rewards.source import run_reward
 from verl.roles.reward import Reward
-from verl.weights import forks
+from verl.weights import shards
 
 pytestmark = pytest.mark.reward_processes
 
@@ -303,12 +303,12 @@ def test_tensors_and_models_of_the_users_are_whole_in_the_process(shapes: Path, 
 
 
 def test_a_fork_gives_back_what_the_trainer_made_and_nothing_else(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "_LARGE", 0)
+    monkeypatch.setattr(shards, "_LARGE", 0)
     users = [torch.ones(1000)]
     actor = verl.Actor(str(tiny), dtype="bfloat16")
     trainer = verl.Trainer(actor, reward=lambda texts: [float(len(text)) for text in texts], log_dir=False, n=2)
     trainer.step(["a", "b"])
-    made = [weakref.ref(tensor) for owner, tensors in forks._owners.items() for tensor in tensors(owner)]
+    made = [weakref.ref(tensor) for owner, tensors in shards._owners.items() for tensor in tensors(owner)]
 
     def sizes(refs: list[Any]) -> list[int]:
         return [one().untyped_storage().nbytes() for one in refs]

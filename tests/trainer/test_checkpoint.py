@@ -38,7 +38,7 @@ def weights(step: int) -> Iterator[Shard]:
 
 def contents(step: int) -> dict[str, object]:
     return {
-        "actor/weights": lambda: weights(step),
+        "actor/weights": lambda: [*weights(step)],
         "actor/optimizer": {"model.norm.weight.exp_avg": torch.full((3,), float(step)), "count": torch.tensor(step)},
         "trainer.json": {"step": step, "kl_coef": 0.1 + step, "seeds": [1, 2]},
         "buffer.parquet": Batch.from_columns(

@@ -37,7 +37,7 @@ from verl._base.record import Natural
 from verl._base.schemas import CHECKPOINT
 from verl.batch import Batch
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
-from verl.weights.shard import Shard, Stream
+from verl.weights.shard import Shard
 from verl.weights.tensor_files import files_of, read_shards, write_shards
 
 MANIFEST = "manifest.json"
@@ -188,11 +188,10 @@ def _write_all(staging: Path, files: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _write_content(target: Path, content: Any) -> Iterable[Path]:
-    if not target.suffix:
-        if isinstance(content, Mapping):
-            content = [Shard.whole(*item) for item in content.items()]
-        return write_shards(target, Stream(content) if callable(content) else content)
     content = content() if callable(content) else content
+    if not target.suffix:
+        is_named = isinstance(content, Mapping)
+        return write_shards(target, [Shard.whole(*item) for item in content.items()] if is_named else content)
     if target.suffix == ".json":
         try:
             raw = json.dumps(content).encode()
@@ -297,9 +296,8 @@ def save_checkpoint(
 
     Args:
         files: content by name. "x.json": a JSON value; "x.parquet": a `Batch`; a name without an ending: tensors by
-            name, a list of shards, or a function that begins a stream of them. For another name, a function is called
-            for its content when its turn comes, after all writers have begun. "x/": a function that writes the
-            directory whose path it is given.
+            name, or a list of shards. A function is called for its content when its turn comes, after all writers have
+            begun. "x/": a function that writes the directory whose path it is given.
         identity: what a reader must have in common with this run; see `model_identity`.
         writers: what else writes files.
 

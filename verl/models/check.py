@@ -85,7 +85,7 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> M
     return ModelReport(
         name=str(getattr(model, "name_or_path", "")) or type(model).__name__,
         architecture=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=devices.total(),
         dtype=str(packed.dtype).removeprefix("torch."),
         device_map=dict(devices),
         strategy="single",

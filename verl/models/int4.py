@@ -110,14 +110,12 @@ def to_int4(model: Any) -> Tensor:
 
     expected, before = outputs(model), weight_bytes(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linear = [
-        (name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not output
-    ]
-    layers = [name for name, layer in linear if layer.out_features > 1 and group_of(layer.in_features)]
+    linear = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not output}
+    layers = {n: layer for n, layer in linear.items() if layer.out_features > 1 and group_of(layer.in_features)}
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers that int4 could keep: load it in another dtype")
-    for name in layers:
-        model.set_submodule(name, Int4Linear.of(model.get_submodule(name)))
+    for name, layer in layers.items():
+        model.set_submodule(name, Int4Linear.of(layer))
     model.requires_grad_(False)
     gap = (outputs(model) - expected).abs()
     logger.info(

@@ -264,7 +264,7 @@ def check_adapter_names(model: nn.Module, config: Any, setting: str) -> None:
     def check(field: str, names: Iterable[Any], known: set[Any]) -> None:
         check_known(f"{setting}.{field}: the model has no", names, known)
 
-    modules, weights = _modules(model), [name.replace(".base_layer.", ".") for name, _ in model.named_parameters()]
+    modules, weights = _modules(model), [base_name(name) for name, _ in model.named_parameters()]
     for field in _FIELDS:
         value = getattr(config, field, None) or ()  # a text is a pattern, and whole numbers are tokens
         names = [] if isinstance(value, str) else [name for name in value if isinstance(name, str)]

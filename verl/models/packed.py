@@ -106,8 +106,7 @@ class PackedModel:
         self.hidden_size = int(self.config.hidden_size)
         self.head_dim = count_of(self.config, "head_dim") or self.hidden_size // self.num_heads
         self.vocab_size = int(self.config.vocab_size)
-        limit = getattr(self.config, "max_position_embeddings", None)
-        self.max_positions = int(limit) if limit else None
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None) or None
         #: Rows of a table of learned positions: a longer row has no forward. None: there is no such table.
         self.position_table: int | None = None
         self._softcap, self._scale = _logit_formulas(self.model)[0]

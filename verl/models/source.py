@@ -20,9 +20,8 @@ from verl.models.loading import load_model, meta_model, resolved_dtype
 from verl.models.lora import add_lora, base_name, first_adapters, is_adapter
 from verl.models.options import Dtype, LoraOptions, ModelOptions
 from verl.models.portable import PortableModel
-from verl.weights.forks import no_forks
 from verl.weights.shard import Shard
-from verl.weights.shards import model_shards, named_weights, sample, tied, whole_weights
+from verl.weights.shards import model_shards, named_weights, no_forks, sample, tied, whole_weights
 
 Kind = Literal["causal", "value", "score"]
 

@@ -171,8 +171,8 @@ def _settle(parent: int) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-    if forks := sys.modules.get("verl.weights.forks"):  # else nothing is trained here
-        forks.release()
+    if shards := sys.modules.get("verl.weights.shards"):  # else nothing is trained here
+        shards.release_in_fork()
 
 
 def _serve(function: Callable[..., Any], is_awaited: bool, pipe: Connection) -> None:

@@ -109,7 +109,7 @@ class BuiltWorker(Actor):
     @cached_property
     def device_mesh(self) -> DeviceMesh:
         """torch's mesh over the ranks of this job, in one dimension, "dp"."""
-        from verl.utils.device_mesh import init_device_mesh
+        from verl.cluster.world import init_device_mesh
 
         return init_device_mesh(dp=torchrun_ranks())
 

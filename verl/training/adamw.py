@@ -26,9 +26,8 @@ from verl.kernels.compiled import VECTOR, kernels
 from verl.kernels.inductor import lacking
 from verl.training.gradients import Weight, zeros_like
 from verl.training.options import OptimConfig
-from verl.weights.forks import no_forks
 from verl.weights.shard import Shard, blocks_of
-from verl.weights.shards import fill_blocks, overlap
+from verl.weights.shards import fill_blocks, no_forks, overlap
 
 logger = logging.getLogger(__name__)
 

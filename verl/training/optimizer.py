@@ -17,9 +17,8 @@ from verl.errors import CheckpointError, ConfigError
 from verl.training.adamw import SplitAdamW, decay_of
 from verl.training.gradients import Gradients, Weight
 from verl.training.options import OptimConfig
-from verl.weights.forks import no_forks
 from verl.weights.shard import Shard, blocks_of
-from verl.weights.shards import fill_blocks
+from verl.weights.shards import fill_blocks, no_forks
 
 #: A torch optimizer over a model's parameters, or a function that makes one of a list of parameters.
 OwnOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]

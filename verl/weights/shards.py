@@ -1,4 +1,5 @@
-"""The weights of a live model as a stream of shards, and back in place; and models without weights.
+"""The weights of a live model as a stream of shards, and back in place; models without weights; and what a fork of this
+process does without.
 
 Names are those of the model's state dictionary, which for dense architectures are the checkpoint's names;
 tied weights occur once, under the first of their names (the embedding's).
@@ -9,8 +10,10 @@ ranks, so that a rank has memory for what it keeps alone.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from operator import attrgetter
 from typing import Any
@@ -25,6 +28,10 @@ from verl.weights.shard import Blocks, Shape, Shard, Slice, blocks_of
 _MOST_LAYERS = 8
 #: Embeddings of a sample; more than the probes have tokens.
 _VOCABULARY = 64
+#: Bytes of a tensor above which a fork gives it back.
+_LARGE = 1 << 20
+#: What a fork of this process does without: tensors that training made, none of the user's.
+_owners: weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[Any]]] = weakref.WeakKeyDictionary()
 
 
 def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
@@ -304,3 +311,21 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
         shapes = [(key, tuple(weight.shape)) for key, weight in module.named_parameters(recurse=False)]
         kinds.append((name, type(module), tuple(sorted(settings.items())), tuple(shapes)))
     return tuple(kinds)
+
+
+def no_forks(owner: Any, tensors: Callable[[Any], Iterable[Any]]) -> None:
+    """Have forks of this process do without the tensors of an object, as `tensors(owner)` gives them then."""
+    _owners[owner] = tensors
+
+
+def release_in_fork() -> None:
+    """Give back the memory of these tensors."""
+    # A fork shares this process's memory until one of the two writes to it. Weights that are trained here would be
+    # copied, page by page, for a process that never reads them.
+    for owner, tensors in list(_owners.items()):
+        for weight in tensors(owner):
+            for tensor in (weight, weight.grad):
+                with suppress(Exception):  # what cannot be given back stays
+                    storage: Any = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+                    if storage.device.type == "cpu" and storage.nbytes() > _LARGE:
+                        storage.resize_(0)
