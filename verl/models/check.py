@@ -28,9 +28,6 @@ from verl.weights.shards import on_meta
 
 logger = logging.getLogger(__name__)
 
-#: Mean of |differences| of outputs that rounding explains.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF = 0.05
 #: Ways to begin an adapter that take its beginning out of the base.
 _FROM_BASE = ("pissa", "olora", "corda", "lora_ga")
 #: Bytes of weights up to which a second model is made.
@@ -156,7 +153,8 @@ def _try_out(model: Any, form: str) -> None:
     inner = getattr(model, "backbone", model)
     if model is inner:
         head_of(model)
-    rounding = _TOLERANCE.get(inner.dtype, _HALF)
+    # Mean of |differences| of outputs that rounding explains.
+    rounding = {torch.float64: 1e-9, torch.float32: 1e-4}.get(inner.dtype, 0.05)
     first, before = lora.reference_weights(model), outputs(model)
     with lora.adapters_off(model, first):
         base = outputs(model)

@@ -17,8 +17,6 @@ from verl.models.lora import base_name, is_adapter
 from verl.weights.shard import Shape
 from verl.weights.shards import tied
 
-#: What safetensors calls the dtypes of plain floating-point weights. Those of 8 bits have scales apart.
-_FLOATING = ("F64", "F32", "F16", "BF16")
 #: Names that a message has room for.
 _SHOWN = 6
 _WRAPPERS = {
@@ -177,7 +175,8 @@ def _compare_weight(
             here = (here[1] // source.of, *here[2:])
         if there.shape != here:
             fit.reshaped[source.key] = (there.shape, here)
-        if weight.is_floating_point() != (there.dtype in _FLOATING):
+        # As safetensors calls plain floating-point dtypes: those of 8 bits have scales apart.
+        if weight.is_floating_point() != (there.dtype in ("F64", "F32", "F16", "BF16")):
             fit.retyped[source.key] = there.dtype
     if sources[0].expert is None:
         fit.unexpected += [source.key for source in sources[1:]]  # which another name stands for already

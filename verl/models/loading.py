@@ -46,7 +46,6 @@ _ADAPTERS = (
 )
 # A model without weights still has a module for each layer: one of a billion layers would never be made.
 _MOST_OF_A_SIZE = 1 << 24
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -196,7 +195,7 @@ def _read(
             outline = _from_config(name, config, kind, trust_remote_code, torch.float32)
         if outline is not None:  # says by name what is wrong, where that is names or shapes
             _check_files(name, outline, kind)
-        texts = (_COLOUR.sub("", record.getMessage()) for record in logged)
+        texts = (re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()) for record in logged)
         raise RuntimeError("\n".join([str(error), *(text for text in texts if "LOAD REPORT" in text)])) from error
     if has_adapters(model):
         raise ModelError(_ADAPTERS.format(name))

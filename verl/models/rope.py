@@ -8,8 +8,6 @@ from typing import Any
 
 # Beyond the original length the frequencies of these depend on the longest position in the batch.
 _BATCH_DEPENDENT = ("dynamic", "longrope")
-# These are computed from `max_position_embeddings`.
-_POSITION_DEPENDENT = (*_BATCH_DEPENDENT, "yarn")
 
 
 def original_length(config: Any) -> int | None:
@@ -44,7 +42,8 @@ def own_positions(config: Any) -> Iterator[None]:
         return
     live, rope = config.max_position_embeddings, _rope(config)
     kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # of all layers, or kinds of layers
-    if {part.get("rope_type", part.get("type")) for part in kinds}.isdisjoint(_POSITION_DEPENDENT):
+    # These are computed from `max_position_embeddings`.
+    if {part.get("rope_type", part.get("type")) for part in kinds}.isdisjoint((*_BATCH_DEPENDENT, "yarn")):
         config.max_position_embeddings = stored
     try:
         yield

@@ -25,9 +25,6 @@ from verl.models.source import ModelFiles
 
 logger = logging.getLogger(__name__)
 
-#: What rounding explains: the mean of |differences| of log-probs, or of values.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_HALF = 0.2
 #: What an earlier export may have left that this one does not write, and that is read as a part of it.
 _TEMPLATES = ("chat_template.*", "additional_chat_templates/*")
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
@@ -175,7 +172,8 @@ def _check_adapter(model: Any, path: Path, fits: bool) -> None:
 
 def _check_gap(model: Any, again: Any, what: str) -> None:
     mean, most = _gap(model, again)
-    allowed = _TOLERANCE.get(getattr(model, "backbone", model).dtype, _HALF)
+    # What rounding explains: the mean of |differences| of log-probs, or of values.
+    allowed = {torch.float64: 1e-6, torch.float32: 1e-3}.get(getattr(model, "backbone", model).dtype, 0.2)
     if not mean <= allowed:
         raise ModelError(
             f"{what} is not the model it was written from: on a probe outputs differ by {mean:.3g} on average and "

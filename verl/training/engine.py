@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,18 +65,9 @@ class MicroBatch(NamedTuple):
     finish: Callable[[dict[str, Tensor]], Any]
 
 
-class Schedule(Protocol):
-    """How this rank runs the micro-batches of its rows. Results come in their order."""
-
-    def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
-        """What `finish` returns for each; nothing on a rank without the model's head."""
-
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
-        """The losses, detached, after the backward pass of each times `loss_scale`."""
-
-
-class OneStage:
-    """One micro-batch after the other, through a model in one piece.
+class Schedule:
+    """How this rank runs the micro-batches of its rows: here one after the other, through a model in one piece. Results
+    come in their order.
 
     Args:
         wrapped: `forward` in what calls it for us; None: itself.
@@ -87,12 +78,14 @@ class OneStage:
         self.wrapped: Any = wrapped or forward
 
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        """What `finish` returns for each; nothing on a rank without the model's head."""
         for one in micro_batches:
             with self._forward.precision():
                 outputs = self.wrapped(self._forward.pack(one.batch, one.tree), one.want, one.temperature)
             yield one.finish(outputs)
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
+        """The losses, detached, after the backward pass of each times `loss_scale`."""
         for loss in self.forward(micro_batches):
             if loss.total.requires_grad:
                 with self._forward.precision():
@@ -164,7 +157,7 @@ class TrainEngine(ABC):
         #: The dtype of losses and predictions.
         self.precision = torch.float64 if forward.packed.dtype == torch.float64 else torch.float32
         self.assemble(weights)
-        self.schedule: Schedule = self.parallel.schedule or OneStage(forward)
+        self.schedule: Schedule = self.parallel.schedule or Schedule(forward)
         # Padded rows (as for stateful models) share no prefixes.
         self.shares_prefixes, is_packed = options.share_prompts and not forward.is_padded, not forward.is_padded
         most = options.max_tokens_per_micro_batch, options.micro_batch_size

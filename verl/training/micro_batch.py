@@ -26,8 +26,6 @@ from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.batch import Batch
 from verl.errors import DataError, TrainingError
 
-Numbers = npt.NDArray[np.int64]
-
 #: Tokens that a response is taken to have before it is written.
 _UNKNOWN = 128
 #: The largest load that runs of neighbours may bring, in fair shares.
@@ -165,7 +163,7 @@ def _over_ranks(costs: _Costs, parts: int) -> list[list[int]]:
     return [sorted(rows) for rows in ranks]
 
 
-def _ragged(batch: Batch, name: str) -> list[Numbers]:
+def _ragged(batch: Batch, name: str) -> list[npt.NDArray[np.int64]]:
     """The values of each row, without a copy."""
     column = batch.arrow(name)
     values = column.values.to_numpy(zero_copy_only=False)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile
 
-_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
-
 
 @dataclass
 class CollectiveTime:
@@ -33,7 +31,7 @@ def collective_times() -> Iterator[dict[str, CollectiveTime]]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         yield times
     for event in profiler.events() or ():
-        if event.name.startswith(_BACKENDS):
+        if event.name.startswith(("gloo:", "nccl:", "mpi:", "ucc:")):
             entry = times.setdefault(event.name, CollectiveTime())
             entry.calls += 1
             entry.seconds += event.time_range.elapsed_us() / 1e6

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 #: What is looked into: containers, and objects of these packages.
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _PACKAGES = ("verl", "torch.nn", "torch.optim", "transformers")
 
 
@@ -51,17 +52,13 @@ def _tensors(thing: Any, holder: str, visited: set[int]) -> Iterator[tuple[str, 
         for tensor in (*thing.parameters(), *thing.buffers()):
             yield from _tensors(tensor, "weights", visited)
     for part in _parts(thing):
-        yield from _tensors(part, holder if _is_container(thing) else type(thing).__name__, visited)
-
-
-def _is_container(thing: Any) -> bool:
-    return isinstance(thing, dict | list | tuple | set | frozenset)
+        yield from _tensors(part, holder if isinstance(thing, _CONTAINERS) else type(thing).__name__, visited)
 
 
 def _parts(thing: Any) -> list[Any]:
     if isinstance(thing, dict):
         return list(thing.values())
-    if _is_container(thing):
+    if isinstance(thing, _CONTAINERS):
         return list(thing)
     if hasattr(thing, "__closure__"):  # what a function or a recipe holds on to
         return [cell.cell_contents for cell in thing.__closure__ or () if cell is not None]

@@ -26,7 +26,7 @@ from verl._host.device import variable
 from verl.algorithms.loss_terms import Loss, LossNeeds, LossTerm
 from verl.errors import ConfigError, TrainingError
 from verl.models.packed import head_of
-from verl.training.engine import IDLE, NO_GRADIENT, Metrics, MicroBatch, OneStage, TrainEngine, WeightSource, no_loss
+from verl.training.engine import IDLE, NO_GRADIENT, Metrics, MicroBatch, Schedule, TrainEngine, WeightSource, no_loss
 from verl.training.forward import Forward
 from verl.training.optimizer import MOMENTS, adamw_options, check_masters, check_optimizer, fill_state, lr_factor
 from verl.training.options import FSDPConfig, OptimConfig
@@ -37,7 +37,6 @@ from verl.weights.shards import fill_blocks, give_memory, load_model_shards
 
 #: Elements of gradients that are reduced at once.
 _BUCKET = 1 << 24
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class DeepSpeedEngine(TrainEngine):
@@ -102,7 +101,7 @@ class ZeroWeights(LocalWeights):
         return 0  # their memory is shared with what DeepSpeed has flattened
 
 
-class _ZeroSchedule(OneStage):
+class _ZeroSchedule(Schedule):
     """One micro-batch after the other. DeepSpeed reduces the gradients of each, in the first stage of the last."""
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], loss_scale: float) -> Iterator[Loss]:
@@ -207,7 +206,7 @@ class ZeroAdamW(torch.optim.AdamW):
     def _state_of(self, part: MasterSlice) -> Iterator[tuple[str, Tensor]]:
         """Tensors laid out like the masters that a continuation needs, by the last part of their names."""
         yield from ((key, self.state[part.flat][key]) for key in MOMENTS)
-        if part.dtype in _HALF:
+        if part.dtype in (torch.bfloat16, torch.float16):
             yield "master", part.flat.detach()
 
     def load_state(self, shards: Iterable[Shard], meta: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:

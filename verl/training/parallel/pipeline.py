@@ -25,7 +25,7 @@ from verl.attention.segments import Packed, pack_rows
 from verl.errors import ConfigError
 from verl.models.llama import is_close
 from verl.models.packed import PackedModel
-from verl.training.engine import MicroBatch
+from verl.training.engine import MicroBatch, Schedule
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
 from verl.training.ranks import Parallel, Ranks
@@ -60,7 +60,7 @@ class _Pass(NamedTuple):
         return torch.zeros_like(self.incoming) if self.incoming.grad is None else self.incoming.grad
 
 
-class Pipeline:
+class Pipeline(Schedule):
     """The `Schedule` of one stage.
 
     Args:

@@ -30,8 +30,6 @@ from verl.training.ranks import Parallel, Ranks
 from verl.weights.layout import tensor_plan
 from verl.weights.shard import local_part, local_weights, rows_of
 
-Style = Callable[["_Cutter", str, Any], None]
-
 
 def tensor(forward: Forward, ranks: Ranks, parallel: Parallel) -> None:
     """Cut a model's matrices over the dimension "tp".
@@ -216,7 +214,7 @@ def _experts(cutter: _Cutter, name: str, module: nn.Module) -> None:
     cutter.run_locally(module, before=cutter.enter, after=cutter.sum)
 
 
-_STYLES: dict[str, Style] = {
+_STYLES: dict[str, Callable[[_Cutter, str, Any], None]] = {
     "colwise": _columns,
     "colwise_gather_output": partial(_columns, gather=True),
     "fused_qkv": partial(_columns, fused=3),
