@@ -35,7 +35,7 @@ class AlgorithmKeywords(TypedDict, total=False):
     k_pos: float
     kl_by_ratio: bool
     kl_coef: float
-    kl_estimator: str | None
+    kl_estimator: Literal['k1', 'k2', 'k3', 'abs', 'kl', 'mse', 'low_var_kl', 'k1+', 'k2+', 'k3+', 'abs+', 'kl+', 'mse+', 'low_var_kl+'] | None
     kl_horizon: int
     kl_in: Literal['none', 'reward', 'loss']
     kl_rows: int | None
