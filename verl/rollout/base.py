@@ -8,7 +8,6 @@ tokens. The uniform number behind token t of a sample is a hash of (run seed, sa
 from __future__ import annotations
 
 import operator
-import reprlib
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -145,8 +144,8 @@ class Request:
         try:
             tokens = list(map(operator.index, self.prompt_tokens))
         except TypeError as error:
-            shown = reprlib.repr(self.prompt_tokens)
-            raise RolloutError(f"request '{self.id}': its prompt must be token ids, got {shown}") from error
+            text = f"request '{self.id}': its prompt must be token ids, got {shown(self.prompt_tokens)}"
+            raise RolloutError(text) from error
         object.__setattr__(self, "prompt_tokens", tokens)
 
 

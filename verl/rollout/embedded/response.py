@@ -271,8 +271,7 @@ def check_prompt(name: str, prompt: Sequence[int], vocab_size: int, max_length: 
     """Raises RolloutError for a prompt that no engine can continue."""
     if not prompt:
         raise RolloutError(f"request '{name}': the prompt is empty; begin it with the tokenizer's first token at least")
-    if not all(0 <= token < vocab_size for token in prompt):
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+    if (wrong := next((token for token in prompt if not 0 <= token < vocab_size), None)) is not None:
         raise RolloutError(f"request '{name}': token {wrong} is outside the vocabulary of {vocab_size}")
     if len(prompt) >= max_length:
         raise LongPromptError(

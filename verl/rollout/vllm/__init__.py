@@ -1,4 +1,4 @@
 """vLLM as an engine, in its own processes.
 
-Reading order: `engine`, `start`, `requests`, `worker`, `weights`, `transport`.
+Reading order: `engine`, `start`, `requests`, `worker`, `transport`.
 """

@@ -110,8 +110,7 @@ class VLLMEngine:
             RolloutError: it is invalid, its id is in use, or vLLM does not support it.
         """
         self._check()
-        check_new(request, self._running)
-        check_new(request, [sample.id for sample in (*self._ready, *self._scoring.values())])
+        check_new(request, {*self._running, *(sample.id for sample in (*self._ready, *self._scoring.values()))})
         check_request(request, self._scaled, self._vocab_size, self.max_length)
         if request.params.temperature not in (0, 1) and request.grammar is not None:
             raise RolloutError(f"request '{request.id}' has a grammar: vLLM then has log-probs at temperature 1 only")
@@ -145,7 +144,12 @@ class VLLMEngine:
                 self._ready.append(sample)
                 continue
             request, version = self._running.pop(output.request_id)
-            sample = self._sample(request, version, output.outputs[0])
+            completion = output.outputs[0]
+            tokens, finish = list(completion.token_ids), FINISH.get(completion.finish_reason, "abort")
+            if request.grammar is not None and isinstance(completion.stop_reason, str):
+                finish = "length"  # a stop string came before the grammar's end
+            text = cut_text(self._decode, tokens, request.params) if request.params.stop else None
+            sample = Sample(request.id, tokens, sampled(completion.logprobs), finish, version, text)
             if request.grammar is None or not sample.tokens:
                 self._ready.append(sample)
             else:  # vLLM's log-probs have the grammar's mask: ask for those without
@@ -260,14 +264,6 @@ class VLLMEngine:
             self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
         except ValueError as error:
             raise RolloutError(f"vLLM refuses request '{name}': {error}") from error
-
-    def _sample(self, request: Request, version: int, completion: Any) -> Sample:
-        tokens = list(completion.token_ids)
-        finish = FINISH.get(completion.finish_reason, "abort")
-        if request.grammar is not None and isinstance(completion.stop_reason, str):
-            finish = "length"  # a stop string came before the grammar's end
-        text = cut_text(self._decode, tokens, request.params) if request.params.stop else None
-        return Sample(request.id, tokens, sampled(completion.logprobs), finish, version, text)
 
     def _served(self) -> set[int | None]:
         return {answer["version"] for answer in self._call(self.llm.collective_rpc, "verl_served")}

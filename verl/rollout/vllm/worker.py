@@ -18,13 +18,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from verl.rollout.vllm.transport import received
-from verl.rollout.vllm.weights import WeightSink
+from verl.weights.shard import Shard
 
 BACKEND = "verl"
+_HEAD = "lm_head.weight"
 _GREEDY = 1e-5  # vLLM's own bound: a lower temperature is greedy
 
 
@@ -43,7 +46,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
-    """Puts each part of a policy version in place when it comes. A failure before the first one leaves the old weights.
+    """Puts the shards of a policy version together, however they are cut, and loads them by vLLM's own loaders, one
+    whole weight at a time. vLLM keeps the weights of a layer until it has them all, and copies them into the tensors
+    that it computes with: fused, packed or quantised. A failure before the first shard leaves the old weights.
 
     `served` is the version of the model's weights. None: those it started with, or unknown because an update has begun
     and not ended.
@@ -55,7 +60,6 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.served: int | None = None
-        self._sink = WeightSink(self.model, self.model_config)
         self._version: int | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
@@ -64,8 +68,26 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         self._version = None
 
+    def _begin(self) -> None:
+        """Begin a version; one that was not ended is given up."""
+        # Modules that await weights get the tensors that they compute with, as they are.
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                info.load_numel = info.load_numel_total = 0
+                info.loaded_weights.clear()
+        finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+        self._expected = {name for name, _ in self.model.named_parameters()}
+        self._loaded: set[str] = set()
+        #: Weights that are not whole, and how many of their elements are missing.
+        self._parts: dict[str, Tensor] = {}
+        self._left: dict[str, int] = {}
+        self._head: Tensor | None = None
+
+    @torch.no_grad()
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Read and check some shards, and put them in place.
+        """Read and check some shards, and load the weights that are whole now.
 
         Raises:
             ValueError: no shards came, or others than were sent.
@@ -73,10 +95,30 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         shards = received(update_info.weights, self.parallel_config.rank, self.device)
         if self._version is None:
             self.served, self._version = None, update_info.version
-            self._sink.begin()
+            self._begin()
         for shard in shards:
-            self._sink.take(shard, update_info.tied.get(shard.name, ()))
+            names = (shard.name, *update_info.tied.get(shard.name, ()))
+            if (tensor := self._whole(shard)) is None:
+                continue
+            if _HEAD in names:  # some columns of it are read back later
+                self._columns = sorted({0, tensor.shape[1] // 3, tensor.shape[1] - 1})
+                self._head = tensor[:, self._columns]
+            loads = self.model.load_weights((name, tensor) for name in names)
+            self._loaded |= self._expected if loads is None else set(loads)
 
+    def _whole(self, shard: Shard) -> Tensor | None:
+        """The weight that this shard makes whole, if it does."""
+        name, tensor = shard.name, shard.tensor
+        if shard.is_whole:
+            return tensor
+        if name not in self._parts:
+            self._parts[name] = tensor.new_empty(shard.global_shape)
+            self._left[name] = self._parts[name].numel()
+        shard.slice.of(self._parts[name]).copy_(tensor)
+        self._left[name] -= tensor.numel()
+        return None if self._left[name] else self._parts.pop(name)
+
+    @torch.no_grad()
     def finish_weight_update(self) -> None:
         """End the update.
 
@@ -85,7 +127,21 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         """
         if self._version is None:
             raise ValueError("nothing was received since start_weight_update")
-        self._sink.end()
+        if lacking := sorted({*self._parts, *self._expected - self._loaded}):
+            raise ValueError(f"{len(lacking)} weights of the model did not come, such as {lacking[0]}")
+        finalize_layerwise_reload(self.model, self.model_config)
+        head: Any = getattr(self.model, "lm_head", None)
+        method: Any = getattr(head, "quant_method", None)
+        if self._head is not None and head is not None and "Unquantized" in type(method).__name__:
+            # Columns of the output layer are read back by multiplying unit vectors, which is exact: a layer with a
+            # packed copy (as a tied one on CPU) might otherwise keep old weights unnoticed.
+            weight, count = head.weight, len(self._columns)
+            units = torch.zeros(count, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            units[torch.arange(count), torch.tensor(self._columns)] = 1
+            served = method.apply(head, units, bias=None)
+            start, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
+            if not torch.equal(served[:, : end - start], self._head[start:end].t().to(served)):
+                raise ValueError("the output layer has other weights than those that came")
         self.served = self._version
 
     def shutdown(self) -> None:
