@@ -16,9 +16,10 @@ from tests.verdicts.table import FORMS, pairs
 from verl.errors import RewardError
 from verl.rewards.answers import answer_in
 from verl.rewards.equality import UnsureError, is_same
-from verl.rewards.maths import is_equal
+from verl.rewards.maths import Equality
 from verl.rewards.values import read
 
+is_equal = Equality()
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
 
 #: The row's answer, a response in a box, and what it is: forms of one thing, and what is written alike.
@@ -188,7 +189,8 @@ def test_a_long_text_is_read_in_time(part: str) -> None:
 def test_two_plain_numbers_are_compared_without_sympy() -> None:
     code = """
 import sys
-from verl.rewards.maths import is_equal
+from verl.rewards.maths import Equality
+is_equal = Equality()
 assert is_equal(r"So \\boxed{42}.", "42.0") == 1.0 and is_equal("The answer is 1,000 apples.", "#### 1000") == 1.0
 assert "sympy" not in sys.modules
 """

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import verl
 from verl.batch import Batch
 from verl.errors import CheckpointError, ConfigError
 from verl.rewards.composite import CompositeReward
@@ -104,14 +105,14 @@ def test_smoothing_is_a_moving_average_that_resumes() -> None:
     assert results[1].reward == [7.5, None, None]  # mean 3/2 + 9/2 = 6
     assert results[2].reward == [None, None, None]
     assert results[1].components["raw"] == [9.0, None, None]
-    state = json.loads(json.dumps(source.state_dict()))
+    state = json.loads(json.dumps(verl.Reward(source).state_dict()))
     resumed, left = make()
     del left[:3]
-    resumed.load_state_dict(state)
+    verl.Reward(resumed).load_state_dict(state)
     assert run_reward(resumed, SAMPLES).reward == [5.25] * 3  # mean 5.5
     nested = make_reward({"a": source})
     assert isinstance(nested, CompositeReward)
-    assert nested.state_dict() == {"a": state}
+    assert verl.Reward(nested).state_dict() == {"reward/a": state["reward"]}
     with pytest.raises(ConfigError, match="decay"):
         make_reward(length, smoothing=1.0)
 
@@ -123,22 +124,21 @@ def test_smoothing_is_for_a_part_too_and_all_means_resume() -> None:
     source, resumed = make(), make()
     more = Batch.from_rows([{"prompt": "p", "response": "x" * 9}])
     assert run_reward(source, SAMPLES).reward == [3.25, 4.0, 4.75]  # of 1.5 + 1, 2 + 2 and 2.5 + 3
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))  # type: ignore[attr-defined]
+    verl.Reward(resumed).load_state_dict(json.loads(json.dumps(verl.Reward(source).state_dict())))
     assert run_reward(resumed, more).reward == run_reward(source, more).reward != run_reward(make(), more).reward
-    resumed.load_state_dict({"mean": 4.0})  # as it was saved before there was an inner one
 
 
 def test_a_state_of_other_smoothing_is_refused() -> None:
     smoothed = make_reward(length, smoothing=0.5)
     part = make_reward({"a": {"source": length, "smoothing": 0.5}, "b": length})
     for source, state, words in (
-        (smoothed, {}, "is smoothed here, but its saved state has no mean"),
-        (part, {}, r"are \['a'\] here and were none"),
-        (part, {"mean": 1.0}, r"are \['a'\] here and were \['mean'\]"),
-        (make_reward({"a": length, "b": length}), {"mean": 1.0}, r"are none here and were \['mean'\]"),
+        (smoothed, {}, r"are \['reward'\] here and were none"),
+        (part, {}, r"are \['reward/a'\] here and were none"),
+        (part, {"reward": {"mean": 1.0}}, r"are \['reward/a'\] here and were \['reward'\]"),
+        (make_reward({"a": length, "b": length}), {"reward": {"mean": 1.0}}, r"are none here and were \['reward'\]"),
     ):
         with pytest.raises(CheckpointError, match=words):
-            source.load_state_dict(state)  # type: ignore[attr-defined]
+            verl.Reward(source).load_state_dict(state)
 
 
 def test_a_users_own_source_passes_through() -> None:

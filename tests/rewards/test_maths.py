@@ -13,8 +13,9 @@ import verl
 from verl.config import build_config
 from verl.errors import ConfigError, RewardError
 from verl.rewards.make import make_reward
-from verl.rewards.maths import is_equal
+from verl.rewards.maths import Equality
 
+is_equal = Equality()
 needs_math_verify = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
 #: Takes forever to evaluate.
 TOWER = r"\boxed{9^{9^{9^{9}}}}"
@@ -142,7 +143,7 @@ def test_an_answer_that_cannot_be_read_leaves_the_sample_out(answer: Any) -> Non
 
 def test_of_a_list_of_answers_one_is_enough_or_all_are_wanted() -> None:
     assert [is_equal(response, [42, 43]) for response in ("42", "43", "42, 43")] == [1.0, 1.0, 0.0]
-    assert [is_equal(response, [42, 43], alternatives="all") for response in ("42", "43", "43, 42")] == [0.0, 0.0, 1.0]
+    assert [Equality("all")(response, [42, 43]) for response in ("42", "43", "43, 42")] == [0.0, 0.0, 1.0]
 
 
 @needs_math_verify
@@ -157,7 +158,7 @@ def test_what_is_not_worked_out_is_right_by_an_option() -> None:
     }
     for response, answer in asked.items():
         assert is_equal(rf"\boxed{{{response}}}", answer) == 0.0
-        assert is_equal(rf"\boxed{{{response}}}", answer, unevaluated=True) == 1.0
+        assert Equality(unevaluated=True)(rf"\boxed{{{response}}}", answer) == 1.0
         assert is_equal(rf"\boxed{{{answer}}}", response) == 1.0
 
 

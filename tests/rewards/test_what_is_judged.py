@@ -155,8 +155,6 @@ def test_in_workers_the_last_turn_is_judged_too(chat: PreTrainedTokenizerBase) -
 class _Here:
     """Stands for worker processes; it is called by none."""
 
-    width = 1
-
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 

@@ -251,5 +251,5 @@ def test_where_isolation_is_missing_nothing_runs(tmp_path: Path, monkeypatch: py
 
 
 def test_limits_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="seconds must be positive"):
+    with pytest.raises(ConfigError, match=r"Limits\.seconds: must be more than 0"):
         Limits(seconds=0)

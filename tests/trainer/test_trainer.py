@@ -264,7 +264,7 @@ def test_an_evaluation_leaves_a_smoothed_reward_as_it_was(tiny: Path) -> None:
     trainer.step(PROMPTS)
     before = reward.state_dict()
     trainer.evaluate(["Q", "Why?"])
-    assert reward.state_dict() == before and before["mean"] is not None
+    assert reward.state_dict() == before and before["reward"]["mean"] is not None
 
 
 def test_an_evaluation_scores_costs_and_does_not_count_as_failures_of_training(tiny: Path) -> None:

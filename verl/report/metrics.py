@@ -64,14 +64,12 @@ class Metric:
         try:
             value = self._code.run(seconds, self.function, samples)
         except Exception as error:  # a user's code may raise anything
-            self._failures.add([True] * len(samples))
+            too_many = self._failures.add([True] * len(samples))
             what = describe(error)
             logger.warning("metric %s raised %s", self.name, what)
             show_once(logger, f"metric {self.name}", traceback_of(error))
-            if self._failures.too_many:
-                raise RewardError(
-                    f"metric '{self.name}' failed on {self._failures} (latest: {what}): mend it"
-                ) from error
+            if too_many:
+                raise RewardError(f"metric '{self.name}' failed on {too_many} (latest: {what}): mend it") from error
             return math.nan, None
         self._failures.add([False] * len(samples))
         return self._read(value, len(samples))

@@ -112,13 +112,13 @@ def answer_in(text: str) -> str:
     what follows `####`; or what follows "the answer is"; or the last line."""
     text = behind_thoughts(text)
     text = (_TAG.findall(text) or [text])[-1]
-    if spans := _spans(text):
+    if spans := boxes(text):
         first = len(spans) - 1
         while first and _JOINS.fullmatch(text, spans[first - 1][1] + 1, spans[first][0]):
             first -= 1
         unit = _BEHIND.match(text, spans[-1][1] + 1)
-        inside = [text[text.index("{", begin) + 1 : end] for begin, end in spans[first:]]
-        return plain(", ".join(inside) + (f" {unit[1]}" if unit else ""))
+        inside = ", ".join(content for *_, content in spans[first:])
+        return plain(inside + (f" {unit[1]}" if unit else ""))
     if marks := list(_MARK.finditer(text)):
         rest = text[marks[-1].end() :].strip()
         text = rest if rest and _HEADING.fullmatch(marks[-1][1]) else marks[-1][1]
@@ -131,18 +131,13 @@ def answer_in(text: str) -> str:
     return next((each for each in reversed(sentences) if re.search(r"[\d\\=]", each)), " ".join(sentences))
 
 
-def boxes(text: str) -> list[str]:
-    """The contents of each `\\boxed{}`, with their braces balanced, without those that are not closed."""
-    return [text[text.index("{", begin) + 1 : end] for begin, end in _spans(text)]
-
-
-def _spans(text: str) -> list[tuple[int, int]]:
-    """Where each `\\boxed{` begins, and its closing brace."""
-    starts: list[int | None] = []  # of the braces that are open
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    """Where each `\\boxed{}` begins and ends, and the text between its balanced braces."""
+    starts: list[re.Match[str]] = []  # of the braces that are open
     spans = []
     for match in re.finditer(r"(\\f?box(?:ed)?\s*)?\{|\}", text):
         if match[0] != "}":
-            starts.append(match.start() if match[1] else None)
-        elif starts and (start := starts.pop()) is not None:
-            spans.append((start, match.start()))
+            starts.append(match)
+        elif starts and (start := starts.pop())[1]:
+            spans.append((start.start(), match.start(), text[start.end() : match.start()]))
     return sorted(spans)

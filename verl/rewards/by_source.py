@@ -45,7 +45,7 @@ def score_by_source(data_source: str, solution_str: str, ground_truth: Any) -> f
         numbers = _MARKED.findall(solution_str[-_END:])
         return float(bool(numbers) and numbers[-1].replace(",", "") == str(ground_truth))
     if data_source in MATH:
-        inside = boxes(solution_str)
+        inside = [content for *_, content in boxes(solution_str)]
         answers = [*inside[-1:], str(ground_truth)]
         for pattern, plain in _SPELLINGS:
             answers = [re.sub(pattern, plain, answer) for answer in answers]

@@ -69,16 +69,15 @@ TURN = Slots(1, nests=True)
 
 
 class Caller(Protocol):
-    """Makes at most `width` calls at a time, each in one of its `slots`.
+    """Makes calls, each in one of its `slots`.
 
     After `max_late` late calls, a `score` makes no further ones.
     """
 
     slots: Slots
-    width: int
-    max_late: float
+    max_late: float = 3.0
     #: Whether a late call is ended. If not, it goes on beside those that follow.
-    ends_late: bool
+    ends_late: bool = True
 
     async def call(self, call: Call, timeout: float) -> list[Score] | None:
         """The scores of its samples; one score if the call failed for all of them; None if there is no answer within
@@ -95,17 +94,13 @@ class Caller(Protocol):
 class FunctionCaller(Caller):
     """Calls of a plain function are one after the other, of an async one together on one event loop."""
 
-    max_late = 3.0
-    ends_late = True
-
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name, self.is_async = name, is_async(function)
         # A caller lives until its reward is gone, and the object of a method may be that reward or have it: with a
         # reference neither would be freed.
         is_weak = inspect.ismethod(function) and hasattr(function.__self__, "__weakref__")
         self.get_function: Callable[[], Any] = weakref.WeakMethod(function) if is_weak else lambda: function
-        self.width = ASYNC_CALLS if self.is_async else 1
-        self.slots = Slots(self.width)
+        self.slots = Slots(ASYNC_CALLS if self.is_async else 1)
         self._numbers = itertools.count(1)
 
 
@@ -117,7 +112,6 @@ class ThreadCaller(FunctionCaller):
         self.ends_late = self.is_async
         self.slots = self.slots if self.is_async else TURN
         self._code = UserCode(f"reward {name}")
-        getattr(function, "load", lambda: None)()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, call: Call, timeout: float) -> list[Score] | None:

@@ -95,8 +95,8 @@ class CodeReward(FunctionReward):
         options["process"] = False  # the programs have processes of their own
         super().__init__(judge, timeout=timeout + _GRACE, **{"name": "code", **options})
         if not options.get("workers"):
-            self.group.width = parallel or os.cpu_count() or 1
-            self.group.slots = Slots(self.group.width)
+            judge.load()
+            self.group.slots = Slots(parallel or os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class _Judge:
             if run.status != "ok" or not run.stdout.strip():
                 raise RewardError(f"the reference prints nothing: {run.status} {run.stderr[-200:]}")
             wanted = Tests(outputs=[("", "", run.stdout)])
-            return judge(extract_code(response), wanted, self.limits, self.packages)
-        wanted = parse(tests, entry_point)
+        else:
+            wanted = parse(tests, entry_point)
         return judge(extract_code(response, wanted.names), wanted, self.limits, self.packages, self.live)
 
 
@@ -179,9 +179,8 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
                 outside = len(line) - len(line.lstrip(" \t>"))
                 blocks[-1][1].append(line[min(outside, indent) :])
             continue
-        language = _LANGUAGE.match(fence["label"])
         if opened is None or fence["label"].strip():
-            blocks.append((language[1].casefold() if language else "", []))
+            blocks.append((_LANGUAGE.findall(fence["label"])[0].casefold(), []))
             opened, indent = fence, len(fence.groupdict().get("before", ""))
         else:
             opened = None

@@ -20,7 +20,7 @@ import math
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,6 +92,7 @@ def codebleu(program: str, reference: str, weights: Sequence[float] = (0.25,) * 
         "ngrams": _bleu(words, wanted, {}),
         "weighted_ngrams": _bleu(words, wanted, dict.fromkeys(keyword.kwlist, 1.0)),
     }
+    parts: Callable[[ast.AST], Iterable[Any]]
     for name, parts in (("syntax", _subtrees), ("dataflow", _flow)):
         needed = Counter(parts(wanted_tree))
         values[name] = sum((needed & Counter(parts(tree))).values()) / needed.total() if needed else None
@@ -124,28 +125,25 @@ def _bleu(words: Sequence[str], wanted: Sequence[str], weights: dict[str, float]
     return math.exp(brevity + math.fsum(logs) / len(logs))
 
 
-def _parsed(program: str) -> ast.Module | None:
+def _parsed(program: str) -> ast.Module:
     try:
         return syntax_tree(program)  # type: ignore[no-any-return]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return ast.Module([], [])
 
 
-def _subtrees(tree: ast.AST | None) -> Iterator[int]:
+def _subtrees(tree: ast.AST) -> Iterator[int]:
     """A hash of the shape of each part of a program that has parts itself, without names and constants."""
     shapes: dict[ast.AST, int] = {}
-    nodes = [] if tree is None else list(ast.walk(tree))
-    for node in reversed(nodes):  # children come after their parents
+    for node in reversed(list(ast.walk(tree))):  # children come after their parents
         children = [shapes[child] for child in ast.iter_child_nodes(node)]
         shapes[node] = hash((type(node).__name__, *children))
         if children and not isinstance(node, ast.Name | ast.Constant | ast.arg):
             yield shapes[node]
 
 
-def _flow(tree: ast.AST | None) -> Counter[tuple[int, int]]:
+def _flow(tree: ast.AST) -> set[tuple[int, int]]:
     """Pairs of variables of which the first gets its value from the second, named by their order of appearance."""
-    if tree is None:
-        return Counter()
     numbers: dict[str, int] = {}
     pairs: set[tuple[int, int]] = set()
 
@@ -153,16 +151,13 @@ def _flow(tree: ast.AST | None) -> Counter[tuple[int, int]]:
         parts = [part for node in nodes if node is not None for part in ast.walk(node) if isinstance(part, ast.Name)]
         return [numbers.setdefault(part.id, len(numbers)) for part in parts]
 
+    node: Any
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             numbers.setdefault(node.arg, len(numbers))
-        targets: list[int] = []
-        if isinstance(node, ast.Assign):
-            targets, sources = names(*node.targets), names(node.value)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
-            targets, sources = names(node.target), names(node.value)
+        elif isinstance(node, ast.Assign) or hasattr(node, "target"):  # of the other assignments and of loops
+            targets = names(*node.targets) if isinstance(node, ast.Assign) else names(node.target)
+            sources = names(node.iter if hasattr(node, "iter") else node.value)
             sources += targets if isinstance(node, ast.AugAssign) else []
-        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            targets, sources = names(node.target), names(node.iter)
-        pairs |= {(target, source) for target in targets for source in sources}
-    return Counter(pairs)
+            pairs |= {(target, source) for target in targets for source in sources}
+    return pairs

@@ -15,7 +15,7 @@ from pydantic import Field
 from verl._base.checked import checked, validated
 from verl._base.names import check_known, disjoint
 from verl.batch import Batch
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import ConfigError
 from verl.rewards.scores import rounded
 from verl.rewards.source import RewardResult, RewardSource, source_of
 
@@ -83,9 +83,7 @@ class CompositeReward:
             for row in zip(*(result.reasons for result in results), strict=True)
         ]
         rewards = [self._sum(row) for row in zip(*(result.reward for result in results), strict=True)]
-        counts: Counter[str] = Counter()
-        for result in results:
-            counts.update(result.counts)
+        counts = sum((Counter(result.counts) for result in results), Counter[str]())
         return RewardResult(rewards, components, reasons, counts)
 
     def _sum(self, rewards: Sequence[float | None]) -> float | None:
@@ -94,24 +92,6 @@ class CompositeReward:
             return None
         largest = max(map(abs, terms))
         return rounded(math.fsum(terms), largest) if math.isfinite(largest) else sum(terms)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`.
-
-        Raises:
-            CheckpointError: the state was saved by other parts.
-        """
-        ours = self.state_dict().keys()
-        if ours != state.keys():
-            raise CheckpointError(
-                f"the parts of the reward with a state (a running mean) are {sorted(ours) or 'none'} here and were "
-                f"{sorted(state) or 'none'} when it was saved: use those parts and their smoothing, or start a new run"
-            )
-        for name, content in state.items():
-            self.parts[name].load_state_dict(content)  # type: ignore[attr-defined]
 
 
 class Smoothed:
@@ -145,23 +125,10 @@ class Smoothed:
         return RewardResult(smooth, components, result.reasons, result.counts)
 
     def state_dict(self) -> dict[str, Any]:
-        inner = {"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {}
-        return {"mean": self.mean, **inner}
+        return {"mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`.
-
-        Raises:
-            CheckpointError: the state has no mean.
-        """
-        if "mean" not in state:
-            raise CheckpointError(
-                f"the reward '{self.name}' is smoothed here, but its saved state has no mean: leave smoothing "
-                "out, or start a new run"
-            )
-        self.mean = None if state["mean"] is None else float(state["mean"])
-        if "source" in state:
-            self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+        self.mean = state["mean"]
 
 
 def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any]) -> tuple[RewardSource, float]:

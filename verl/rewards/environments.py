@@ -8,11 +8,10 @@ from typing import Any
 
 from verl.batch import Batch
 from verl.errors import ConfigError
-from verl.rewards.calls import ThreadCaller
+from verl.rewards.calls import FunctionCaller, ThreadCaller
 from verl.rewards.composite import CompositeReward
 from verl.rewards.functions import FunctionReward
 from verl.rewards.make import make_reward
-from verl.rewards.processes import ProcessCaller
 from verl.rewards.scores import Call, Score, failure, read_score
 from verl.rewards.source import RewardResult, leaves
 
@@ -40,14 +39,13 @@ class EnvironmentReward:
         rewards = batch["episode_reward"] if "episode_reward" in batch else [None] * len(batch)
         if self.chosen_by is not None:
             rewards = [r if e in self.chosen_by else None for r, e in zip(rewards, batch["environment"], strict=True)]
-        scores = [None if reward is None else read_score(reward) for reward in rewards]
-        return RewardResult(
-            [None if score is None else score.value for score in scores],
-            reasons=[
-                self.missing if score is None else score.reason and f"{self.name}.get_reward() {score.reason}"
-                for score in scores
-            ],
-        )
+        result = RewardResult([None] * len(batch), reasons=[self.missing] * len(batch))
+        for row, reward in enumerate(rewards):
+            if reward is not None:
+                score = read_score(reward)
+                result.reward[row] = score.value
+                result.reasons[row] = score.reason and f"{self.name}.get_reward() {score.reason}"
+        return result
 
 
 class EnvironmentSum(CompositeReward):
@@ -83,7 +81,7 @@ class EnvironmentSum(CompositeReward):
 
     def _bind(self, source: FunctionReward) -> None:
         """Have a function called in this process, with environments."""
-        if not isinstance(source.group, ProcessCaller | ThreadCaller):
+        if not isinstance(source.group, FunctionCaller):
             raise ConfigError(
                 f"reward '{source.name}' reads environments, which are in this process: leave workers out"
             )

@@ -21,20 +21,15 @@ class Failures:
     _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _any_worked: bool = False
 
-    def add(self, failed: Iterable[bool]) -> None:
-        for one in failed:
-            self._recent.append(one)
-            self._any_worked |= not one
-
-    @property
-    def too_many(self) -> bool:
-        """Whether more than the share failed; False below 64 samples."""
-        return len(self._recent) >= _ENOUGH and sum(self._recent) / len(self._recent) > self.most
+    def add(self, failed: Iterable[bool]) -> str | None:
+        """Add samples. How many of the latest failed, if that is more than the share; None below 64 samples."""
+        failed = list(failed)
+        self._recent.extend(failed)
+        self._any_worked |= not all(failed)
+        count, size = sum(self._recent), len(self._recent)
+        return f"{count} of the latest {size} samples" if size >= _ENOUGH and count / size > self.most else None
 
     @property
     def all(self) -> bool:
         """Whether every sample so far has failed, however few: a run that ends so has learned nothing."""
         return bool(self._recent) and not self._any_worked and self.most < 1
-
-    def __str__(self) -> str:
-        return f"{sum(self._recent)} of the latest {len(self._recent)} samples"

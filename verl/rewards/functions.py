@@ -27,7 +27,7 @@ from verl.rewards.calls import Caller, ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.processes import ProcessCaller, can_travel
 from verl.rewards.scores import Call, Score, failure
-from verl.rewards.signatures import has_value, name_of, recognise, user_columns
+from verl.rewards.signatures import cell, name_of, recognise, user_columns
 from verl.rewards.source import RewardResult
 
 logger = logging.getLogger(__name__)
@@ -94,8 +94,7 @@ class FunctionReward:
         process: bool = True,
     ) -> None:
         spec = None if callable(source) else str(source)
-        function = source if callable(source) else load_function(str(source))
-        self.function = function
+        self.function = function = source if callable(source) else load_function(str(source))
         #: From the name of some data and a batch of them; raises DataError if a column names what is not known.
         self.check_values: Callable[[str, Batch], None] = getattr(function, "check_values", lambda *_: None)
         self.signature = recognise(function)._replace(judges=getattr(function, "judges", self.judges))
@@ -113,11 +112,8 @@ class FunctionReward:
         self._rows = 1 if self.signature.by_row or (workers and batch_size is None) else batch_size
         self._is_by_group = self._rows is None and not self.whole_batch
         #: Makes the calls: a `RewardPool` with `workers`, else a `ProcessCaller` or a `ThreadCaller`.
-        if workers:
-            self.call_in(workers, spec)
-        else:
-            is_forked = process and getattr(function, "process", True) and can_travel(function)
-            self.call_in(ProcessCaller if is_forked else ThreadCaller)
+        is_forked = process and getattr(function, "process", True) and can_travel(function)
+        self.call_in(workers or (ProcessCaller if is_forked else ThreadCaller), spec if workers else None)
         self._lock = threading.Lock()
         #: Of the run; with the ids of its rows it seeds the random generators of a call.
         self.seed = 0
@@ -144,7 +140,7 @@ class FunctionReward:
         """
         label = f"{self.what} '{self.name}'"
         self.signature.check(label, {**dict.fromkeys(WRITTEN), **rows[0], "response": ""})
-        if self.one_of and not any(has_value(dict(row), name) for row in rows for name in self.one_of):
+        if self.one_of and not any(cell(dict(row), name) is not None for row in rows for name in self.one_of):
             raise RewardError(
                 f"{label} reads the column {' or '.join(self.one_of)}, and the data have none: "
                 f"{nearest(self.one_of[0], user_columns(dict(rows[0])))}"
@@ -157,25 +153,22 @@ class FunctionReward:
             return RewardResult([])
         self.signature.check(f"{self.what} '{self.name}'", rows[0])
         cuts = self._cuts(batch)
-        scores: list[list[Score]] = [[] for _ in cuts]
-        calls = iter(enumerate([rows[row] for row in cut] for cut in cuts))
         counts: Counter[str] = Counter()
 
-        async def serve() -> None:
+        async def scored(cut: Sequence[int]) -> list[Score]:
             async with self.group.slots:
-                for index, called in calls:
-                    scores[index] = await self._attempts(called, counts)
+                return await self._attempts([rows[row] for row in cut], counts)
 
-        await asyncio.gather(*(serve() for _ in range(min(self.group.width, len(cuts)))))
+        scores = await asyncio.gather(*map(scored, cuts))
         by_row = dict(zip(chain.from_iterable(cuts), chain.from_iterable(scores), strict=True))
         return self._result([by_row[row] for row in range(len(rows))], counts)
 
     def _cuts(self, batch: Batch) -> Sequence[Sequence[int]]:
         """The numbers of the rows of each call. They are the same whether a step is scored at once or as it comes."""
-        if self._is_by_group and "group" in batch:
-            return batch.group_indices()
+        by_group = self._is_by_group and "group" in batch
+        groups: Sequence[Sequence[int]] = batch.group_indices() if by_group else [range(len(batch))]
         size = self._rows or len(batch)
-        return [range(start, min(start + size, len(batch))) for start in range(0, len(batch), size)]
+        return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
 
     async def _attempts(self, rows: list[dict[str, Any]], counts: Counter[str]) -> list[Score]:
         """The scores of the rows of one call, which is tried again where it fails."""
@@ -219,7 +212,8 @@ class FunctionReward:
         args, kwargs = self.signature.arguments(rows)
         ids = json.dumps([self.seed, *(row["id"] for row in rows)]).encode() if "id" in rows[0] else None
         seed = None if ids is None else int.from_bytes(hashlib.sha256(ids).digest()[:4], "big")
-        answer = await self.group.call(call := Call(args, kwargs, len(rows), seed), seconds)
+        count = None if self.signature.by_row else len(rows)
+        answer = await self.group.call(call := Call(args, kwargs, count, seed), seconds)
         if not answer or not _FROM_A_FORK.search(answer[0].reason or ""):
             return answer
         if isinstance(self.group, ProcessCaller):  # of several calls under way the first one has seen to it
@@ -243,18 +237,17 @@ class FunctionReward:
 
     def _result(self, scores: Sequence[Score], counts: Counter[str]) -> RewardResult:
         with self._lock:
-            self.failures.add(score.failed for score in scores)
+            too_many = self.failures.add(score.failed for score in scores)
             self._unsaid.update(_ERROR.sub(r"\1 at \2:\3", score.reason or "") for score in scores if score.failed)
             self._scored += len(scores)
             notes = {score.note for score in scores if score.note} - self._noted
             self._noted |= notes
             self._latest = next((score.reason for score in scores if score.failed), self._latest)
-            too_many = str(self.failures) if self.failures.too_many else None
         for note in sorted(notes):
             logger.warning("%s %s %s: its scores are others in every run", self.what, self.name, note)
         for text in dict.fromkeys(score.traceback for score in scores):
             show_once(logger, f"{self.what} {self.name}", text)
-        if too_many is not None:
+        if too_many:
             raise RewardError(
                 f"{self.what} function '{self.name}' failed on {too_many} (latest: {self._latest}). "
                 "Fix it, raise its timeout, or raise max_failure_rate"

@@ -113,10 +113,8 @@ def _watch() -> None:
 def _note() -> None:
     if (notes := notes_here.get()) is None:
         return
-    made_by = (one for one in traceback.walk_stack(None) if one[0].f_globals.get("__name__") not in _BETWEEN)
+    between = ("random", "secrets", __name__)
+    made_by = (one for one in traceback.walk_stack(None) if one[0].f_globals.get("__name__") not in between)
     frame, line = next(made_by)
     if not frame.f_code.co_filename.startswith(NOT_THE_USERS):  # a library's may be for the names of files
         notes.append(f"makes a random generator without a seed at {os.path.basename(frame.f_code.co_filename)}:{line}")
-
-
-_BETWEEN = ("random", "secrets", __name__)

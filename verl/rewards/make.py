@@ -6,8 +6,8 @@ import difflib
 import inspect
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from verl._base.keywords import takes
@@ -51,7 +51,7 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return source
     addresses = [source] if isinstance(source, str) else source if isinstance(source, list | tuple) else []
     if addresses and all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in addresses):
-        return _build(f"verl.rewards.remote.{'Judge' if 'template' in options else 'Remote'}Reward", options, source)
+        return _build(f"verl.rewards.remote:{'Judge' if 'template' in options else 'Remote'}Reward", options, source)
     if isinstance(source, Mapping | list | tuple):
         return CompositeReward(source, make_reward, **options)
     is_path = isinstance(source, str | os.PathLike)
@@ -84,9 +84,9 @@ def _named(name: str, options: dict[str, Any]) -> RewardSource:
     if name in ("code", "code_evaluator") and (evaluator := options.pop("evaluator", "tests")) != "tests":
         if evaluator != "codebleu":
             raise ConfigError(f"reward 'code_evaluator': evaluator is tests or codebleu, not {shown(evaluator)}")
-        reward = "verl.rewards.codebleu.CodeBleuReward"
+        reward = "verl.rewards.codebleu:CodeBleuReward"
     if name == "data_source":
-        return _build(FunctionReward, options, _imported(reward))
+        return _build(FunctionReward, options, resolve_name(reward))
     if isinstance(reward, str):
         return _build(reward, options)
     if inspect.isclass(reward):
@@ -100,19 +100,14 @@ def _named(name: str, options: dict[str, Any]) -> RewardSource:
     return _make(reward, options)
 
 
-def _imported(reward: str) -> Any:
-    """A built-in reward, whose module is imported when it is chosen: some import torch or transformers."""
-    module, _, name = reward.rpartition(".")
-    return getattr(import_module(module), name)
-
-
 def _build(reward: type[FunctionReward] | str, options: dict[str, Any], *source: Any) -> FunctionReward:
     """A reward of some kind.
 
     Raises:
         ConfigError: it has no such option.
     """
-    kind: type[FunctionReward] = _imported(reward) if isinstance(reward, str) else reward
+    # The module of a built-in one is imported when it is chosen: some import torch or transformers.
+    kind: type[FunctionReward] = resolve_name(reward) if isinstance(reward, str) else reward
     known = {*inspect.signature(kind).parameters, *PASSED_ON} - {"source", "options"}
     if options.get("workers") and not callable(options["workers"]):
         raise ConfigError(f"{kind.__name__}: workers are given to the Reward, not to one of its parts")

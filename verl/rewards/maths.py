@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -74,7 +74,7 @@ class MathReward(FunctionReward):
             raise ConfigError(
                 "reward 'math' needs math-verify, which is not installed: pip install 'verl-hybrid[math]'"
             )
-        super().__init__(_Equality(alternatives, unevaluated), **{"name": "math", "timeout": 10.0, **options})
+        super().__init__(Equality(alternatives, unevaluated), **{"name": "math", "timeout": 10.0, **options})
         self._itself = _Itself(alternatives, unevaluated)
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -82,10 +82,8 @@ class MathReward(FunctionReward):
         columns = ("reward_model", "extra_info", *self.one_of)
         answers = [{"response": "", **{key: row[key] for key in columns if key in row}} for row in rows[:_JUDGED]]
         judge = FunctionReward(self._itself, name=self.name, timeout=self.timeout, max_failure_rate=1.0)
-        try:
+        with closing(judge.group):
             result = run_reward(judge, Batch.from_rows(answers))
-        finally:
-            judge.group.close()
         wrong = [
             f"row {row}: {reason or 'it is wrong for itself'}"
             for row, (score, reason) in enumerate(zip(result.reward, result.reasons, strict=True))
@@ -99,22 +97,40 @@ class MathReward(FunctionReward):
 
 
 @dataclass(frozen=True)
-class _Equality:
+class Equality:
     """The reward function of `MathReward`."""
 
     judges = "last_turn"
-    alternatives: Alternatives
-    unevaluated: bool
+    alternatives: Alternatives = "any"
+    unevaluated: bool = False
 
     def load(self) -> None:
         """Import the library, which takes seconds, before the deadline of a sample begins."""
         importlib.import_module("math_verify")
 
     def __call__(self, solution_str: str, ground_truth: Any = None, answer: Any = None) -> float:
-        return is_equal(solution_str, ground_truth, answer, **vars(self))
+        """1.0 if the answer in a response equals the row's, else 0.0. It has no deadline of its own.
+
+        Raises:
+            RewardError: the row has no answer, or one that cannot be read or compared.
+        """
+        expected, said = answer if ground_truth is None else ground_truth, answer_in(solution_str)
+        golds = _answers(expected, self.alternatives)
+        if isinstance(expected, str) and _bare(plain(expected)) == _bare(said):
+            return 1.0
+        errors: list[RewardError] = []
+        for gold in golds:
+            try:
+                if _is_one(gold, said, self.unevaluated):
+                    return 1.0
+            except RewardError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return 0.0
 
 
-class _Itself(_Equality):
+class _Itself(Equality):
     """The verdict on a row's answer that is given back as the response."""
 
     def __call__(self, solution_str: str, ground_truth: Any = None, answer: Any = None) -> float:
@@ -122,35 +138,6 @@ class _Itself(_Equality):
         if read(answer_in(text)) is None:
             raise RewardError(f"the row's answer cannot be read: {text[-100:]!r}")
         return super().__call__(text, ground_truth, answer)
-
-
-def is_equal(
-    solution_str: str,
-    ground_truth: Any = None,
-    answer: Any = None,
-    *,
-    alternatives: Alternatives = "any",
-    unevaluated: bool = False,
-) -> float:
-    """1.0 if the answer in a response equals the row's, else 0.0. It has no deadline of its own.
-
-    Raises:
-        RewardError: the row has no answer, or one that cannot be read or compared.
-    """
-    expected = answer if ground_truth is None else ground_truth
-    golds = _answers(expected, alternatives)
-    if isinstance(expected, str) and _bare(plain(expected)) == _bare(answer_in(solution_str)):
-        return 1.0
-    errors: list[RewardError] = []
-    for gold in golds:
-        try:
-            if _is_one(gold, solution_str, unevaluated):
-                return 1.0
-        except RewardError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return 0.0
 
 
 def _answers(expected: Any, alternatives: str) -> list[str]:
@@ -168,8 +155,8 @@ def _answers(expected: Any, alternatives: str) -> list[str]:
     return [str(expected)]
 
 
-def _is_one(gold_text: str, response: str, unevaluated: bool) -> bool:
-    wanted, said = answer_in(gold_text), answer_in(response)
+def _is_one(gold_text: str, said: str, unevaluated: bool) -> bool:
+    wanted = answer_in(gold_text)
     gold = read(wanted) if re.search(r"\w|\\", wanted) else None
     if re.search(r"\w|\\", said) and _bare(wanted) == _bare(said):
         return True

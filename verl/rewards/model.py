@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from verl._base.checked import checked
 from verl._base.record import Count
@@ -54,12 +55,13 @@ class RewardModel(FunctionReward):
         device: str | torch.device | None = None,
         **options: Any,
     ) -> None:
+        scorer = TextScorer(source, tokenizer, batch_size, max_length, dtype, device)
         if options.get("workers"):
-            source = PortableModel(source) if hasattr(source, "forward") else source
+            scorer.source = PortableModel(source) if hasattr(source, "forward") else source
             options["batch_size"] = batch_size
         else:  # a forward takes texts of similar length from all prompts
+            scorer.load()
             options |= {"whole_batch": True, "process": False}
-        scorer = TextScorer(source, tokenizer, batch_size, max_length, dtype, device)
         super().__init__(scorer, **{"name": "reward_model", "timeout": 600.0, **options})
 
 
@@ -86,8 +88,7 @@ class TextScorer:
             raise ModelError(f"a reward model has one label, this one has {self.model.config.num_labels}")
         tokenizer = find_tokenizer(self.model) if self.tokenizer is None else self.tokenizer
         self._chat = ChatTokenizer(load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer)
-        self.score_tokens: Callable[[list[list[int]]], list[float]]
-        self.score_tokens = TokenScorer(self.model, self.batch_size, self.device)
+        self.score_tokens: Callable[..., list[float]] = TokenScorer(self.model, self.batch_size, self.device)
         self.max_length = self.max_length or getattr(self.model.config, "max_position_embeddings", None)
         self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))
 
@@ -97,17 +98,15 @@ class TextScorer:
         return self.score_tokens(tokens)
 
     def _encode(self, prompt: Any, response: str) -> list[int]:
-        if self._at_eos and isinstance(prompt, list):
-            asked, reply, _ = encode_chat(self._chat, prompt, [response])
-            tokens = [*asked, *reply]
-        elif self._at_eos:
-            asked, reply = encode_pair(self._chat, prompt or "", response)
-            tokens = [*asked, *reply]
-        elif isinstance(prompt, list):
+        is_chat, pair = isinstance(prompt, list), (prompt or "", response)
+        if self._at_eos:
+            both = encode_chat(self._chat, prompt, [response])[:2] if is_chat else encode_pair(self._chat, *pair)
+            tokens = [*both[0], *both[1]]
+        elif is_chat:
             reply_message = {"role": "assistant", "content": response}
             tokens = self._chat.encode(self._chat.render([*prompt, reply_message], reply=False))
         else:
-            tokens = encode_plain(self._chat, (prompt or "") + response, closed=True)
+            tokens = encode_plain(self._chat, "".join(pair), closed=True)
         if not tokens:
             raise DataError("a prompt and a response that are both empty cannot be scored")
         return list(tokens if self.max_length is None else tokens[-self.max_length :])
@@ -129,12 +128,11 @@ class TokenScorer:
     def __call__(self, tokens: list[list[int]]) -> list[float]:
         put(self.model, None if self.device is None else str(self.device))
         order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
-        scores = [0.0] * len(tokens)
+        scores = dict[int, float]()
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
-            for row, number in zip(rows, self._forward([tokens[row] for row in rows]), strict=True):
-                scores[row] = number
-        return scores
+            scores |= zip(rows, self._forward([tokens[row] for row in rows]), strict=True)
+        return [scores[row] for row in range(len(tokens))]
 
     def _forward(self, tokens: list[list[int]]) -> list[float]:
         config, parameter = self.model.config, next(self.model.parameters())
@@ -144,9 +142,8 @@ class TokenScorer:
         at_eos = bool(getattr(config, SCORE_AT_EOS, False))
         ends, free = {row[-1] for row in tokens}, own_pad is None or own_pad < 0 or at_eos
         pad = next(i for i in range(len(ends) + 1) if i not in ends) if free else own_pad
-        longest = max(map(len, tokens))
-        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in tokens])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in tokens])
+        ids = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in tokens], batch_first=True)
         try:
             config.pad_token_id = pad
             with evaluating(self.model), torch.inference_mode():

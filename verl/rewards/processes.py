@@ -29,8 +29,6 @@ from verl.rewards.scores import Call, Score, call_async, call_plain, failure
 from verl.sandbox.jail import die_with_parent
 
 logger = logging.getLogger(__name__)
-#: In the place of a request's number: files of the user's that the process has imported.
-_IMPORTED = -1
 #: The thread of each process that forks: one that stays, as the kernel ends a process with the thread that forked it.
 _forkers: dict[int, ThreadPoolExecutor] = {}
 #: Seconds for a function's `load`, and in which a process that still runs its event loop answers.
@@ -95,10 +93,8 @@ class _Process:
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, *scores = json.loads(self._pipe.recv_bytes())
-                if number == _IMPORTED:
-                    elsewhere.update(scores[0])
-                    continue
+                number, files, *scores = json.loads(self._pipe.recv_bytes())
+                elsewhere.update(files)
                 self._answer(number, [Score(*score) for score in scores])
         self.end()
         os.waitpid(self.pid, 0)
@@ -139,8 +135,7 @@ class ProcessCaller(FunctionCaller):
         return {"deaths": deaths}
 
     def close(self) -> None:
-        if self._process is not None:
-            self._end(self._process)
+        self._end(self._process)
 
     def _start(self) -> _Process:
         if not self._was_said:
@@ -153,8 +148,8 @@ class ProcessCaller(FunctionCaller):
         forker = _forkers.setdefault(os.getpid(), ThreadPoolExecutor(1, "fork"))
         return forker.submit(_Process, self.get_function(), self.is_async).result()
 
-    def _end(self, process: _Process) -> None:
-        if self._process is process:
+    def _end(self, process: _Process | None) -> None:
+        if process is not None and process is self._process:
             self._process = None
             process.end()
 
@@ -208,9 +203,8 @@ async def _serve_async(function: Callable[..., Any], pipe: Connection) -> None:
 
 
 def _answer(pipe: Connection, number: int, scores: list[Score]) -> None:
-    if files := new_user_files():
-        pipe.send_bytes(json.dumps([_IMPORTED, files]).encode())
-    pipe.send_bytes(json.dumps([number, *map(astuple, scores)]).encode())
+    """Send the number of a request, files of the user's that have been imported since the last one, and its scores."""
+    pipe.send_bytes(json.dumps([number, new_user_files(), *map(astuple, scores)]).encode())
 
 
 def can_travel(function: Callable[..., Any]) -> bool:

@@ -12,7 +12,7 @@ from verl._base.checked import checked
 from verl.data.tasks import decode_problem, make_task
 from verl.errors import RewardError
 from verl.rewards.functions import FunctionReward
-from verl.rewards.signatures import has_value
+from verl.rewards.signatures import cell
 
 Answer = Literal["last_number", "whole", "tag"]
 # A minus belongs to the number unless it stands between two operands.
@@ -46,7 +46,7 @@ class TaskReward(FunctionReward):
         super().__init__(_Verifier(answer, exact), **{"name": "task", **options})
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if not has_value(dict(rows[0]), "reasoning_gym"):
+        if cell(dict(rows[0]), "reasoning_gym") is None:
             raise RewardError(
                 f"reward '{self.name}' verifies the answers of procedural tasks, such as data.train={{task: chain_sum, "
                 "size: 1000}}, and these rows are of none: give them a reward of their own"

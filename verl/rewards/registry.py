@@ -14,13 +14,13 @@ RewardT = TypeVar("RewardT", bound=Callable[..., Any])
 #: By the names that `Reward` and settings take: the built-in ones, each by its module and name there, and functions and
 #: classes of users.
 REWARDS: dict[str, Any] = {
-    "task": "verl.rewards.reasoning_gym.TaskReward",
-    "reasoning_gym": "verl.rewards.reasoning_gym.TaskReward",
-    "code": "verl.rewards.code.CodeReward",
-    "code_evaluator": "verl.rewards.code.CodeReward",
-    "data_source": "verl.rewards.by_source.score_by_source",
-    "math": "verl.rewards.maths.MathReward",
-    "rm_hf": "verl.rewards.model.RewardModel",
+    "task": "verl.rewards.reasoning_gym:TaskReward",
+    "reasoning_gym": "verl.rewards.reasoning_gym:TaskReward",
+    "code": "verl.rewards.code:CodeReward",
+    "code_evaluator": "verl.rewards.code:CodeReward",
+    "data_source": "verl.rewards.by_source:score_by_source",
+    "math": "verl.rewards.maths:MathReward",
+    "rm_hf": "verl.rewards.model:RewardModel",
 }
 
 

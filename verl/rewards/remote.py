@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any
 
 from verl._base.checked import checked
@@ -24,7 +23,7 @@ from verl._host.user_code import describe, traceback_of
 from verl.data.prompts import content_text
 from verl.data.text import behind_thoughts
 from verl.errors import ConfigError, RewardError, RolloutError, nearest
-from verl.rewards.calls import Slots
+from verl.rewards.calls import ASYNC_CALLS
 from verl.rewards.functions import FunctionReward
 from verl.rewards.scores import Score, failure, read_score, read_scores
 from verl.rewards.signatures import user_columns
@@ -51,14 +50,12 @@ SCORE = (
 )
 #: Of the template above.
 SCALE = (0.0, 10.0)
-_AT_ONCE = 64
-_CHAT = "/v1/chat/completions"
 #: Full-width letters, digits and signs, as judges of East Asian languages write them.
 _FULL_WIDTH = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 
 
 class ServedReward(FunctionReward):
-    """Scores all samples by calls to servers."""
+    """Scores samples by calls to servers, up to 64 at a time."""
 
     judges = "response"
 
@@ -76,25 +73,18 @@ class ServedReward(FunctionReward):
     ) -> None:
         if options.pop("workers", None):
             kind = type(self).__name__
-            raise ConfigError(f"{kind}: its calls wait for servers, up to {_AT_ONCE} at a time: leave workers out")
+            raise ConfigError(f"{kind}: its calls wait for servers, up to {ASYNC_CALLS} at a time: leave workers out")
         kind = f"'{name}' server"
         self.pool = ServerPool(servers, timeout=timeout, retries=retries, api_key=api_key, kind=kind)
-        self._at_once = Slots(_AT_ONCE)
         super().__init__(function, name=name, **{**options, "process": False})
         self.timeout = math.inf  # each call has its own deadline
 
-    async def _gather(self, calls: Sequence[tuple[int, Coroutine[Any, Any, list[Score]]]]) -> list[Score]:
-        """The scores of all calls, given with their numbers of samples; a call that fails fails for its samples."""
-
-        async def one(rows: int, call: Coroutine[Any, Any, list[Score]]) -> list[Score]:
-            async with self._at_once:
-                try:
-                    return await call
-                except RolloutError as error:
-                    return [failure(str(error))] * rows
-
-        futures = [asyncio.wrap_future(self.pool.submit(one(*call))) for call in calls]
-        return list(chain.from_iterable(await asyncio.gather(*futures)))
+    async def _ask(self, rows: int, call: Coroutine[Any, Any, list[Score]]) -> list[Score]:
+        """The scores of a call; one that fails fails for all of its samples."""
+        try:
+            return await asyncio.wrap_future(self.pool.submit(call))
+        except RolloutError as error:
+            return [failure(str(error))] * rows
 
 
 class RemoteReward(ServedReward):
@@ -120,25 +110,19 @@ class RemoteReward(ServedReward):
         api_key: str | None = None,
         **options: Any,
     ) -> None:
-        self.batch_size = batch_size
-        super().__init__(self.scores, source, api_key, **{"name": "remote", **options})
+        super().__init__(self.scores, source, api_key, **{"name": "remote", "batch_size": batch_size, **options})
+        self._is_by_group = True  # no call has samples of several prompts
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
-        """A score for each sample."""
-        responses = [_text(completion) for completion in completions]
+        """A score for each sample of one call."""
         for column, values in columns.items():
             try:
                 json.dumps(values, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise RewardError(f"column '{column}' cannot be sent as JSON: {error}") from None
-        calls = []
-        for start in range(0, len(prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            sent = {name: values[part] for name, values in columns.items()}
-            body = {"prompts": prompts[part], "responses": responses[part], "columns": sent}
-            rows = len(body["prompts"])
-            calls.append((rows, self.pool.ask({self.pool.path: body}, partial(_results, rows))))
-        return await self._gather(calls)
+        body = {"prompts": prompts, "responses": [*map(_text, completions)], "columns": columns}
+        rows = len(prompts)
+        return await self._ask(rows, self.pool.ask({self.pool.path: body}, partial(_results, rows)))
 
 
 class JudgeReward(ServedReward):
@@ -198,7 +182,7 @@ class JudgeReward(ServedReward):
             check_model_path(url)
         self.template, self.parse, self.system, self.model = template, parse, system, model
         self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
-        super().__init__(self.scores, source, api_key, name=name, **options)
+        super().__init__(self.scores, source, api_key, name=name, batch_size=1, **options)
         self._code = UserCode(f"reward {self.name}")
 
     def check_data(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -209,52 +193,46 @@ class JudgeReward(ServedReward):
             logger.warning("reward '%s': %s", self.name, text)
 
     async def scores(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
-        """A score for each sample."""
-        texts = [
-            self.fill({**{name: values[row] for name, values in columns.items()}, "prompt": _text(prompt),
-                       "response": _text(completion)})
-            for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        ]  # fmt: skip
-        return await self._gather([(1, self._judge(text)) for text in texts])
-
-    def fill(self, values: dict[str, Any]) -> str:
-        """The template with these values filled in. Other words in braces stay."""
-        return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), self.template)
+        """The score of one sample."""
+        sample = {name: values[0] for name, values in columns.items()}
+        sample |= {"prompt": _text(prompts[0]), "response": _text(completions[0])}
+        # Other words in braces stay.
+        text = re.sub(r"\{(\w+)\}", lambda match: str(sample.get(match[1], match[0])), self.template)
+        return await self._ask(1, self._judge(text))
 
     async def _judge(self, text: str) -> list[Score]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         chat = {"messages": [*system, {"role": "user", "content": text}], **self.sampling}
-        bodies = {_CHAT: chat}
+        bodies = {"/v1/chat/completions": chat}
         if self.pool.path.endswith("/generate"):  # today's vLLM does not have it; its chat needs no model's name
             bodies = {self.pool.path: {"prompt": text, "stream": False, **self.sampling}, **bodies}
         if model := self.model or (len(bodies) == 1 and await self.pool.model()):
             chat["model"] = model
         said = await self.pool.ask(bodies, lambda answer: _said(text, answer))
         try:
-            return [self._within(await self._code.call(self.pool.timeout, self._parsed, said), said)]
+            return [await self._code.call(self.pool.timeout, self._parsed, said)]
         except Exception as error:  # the reply and the user's function may be wrong in any way
             return [
                 failure(f"the judge's answer cannot be read ({describe(error)}): {said[-200:]!r}", traceback_of(error))
             ]
 
     def _parsed(self, said: str) -> Score:
+        (low, high), end = self.scale, repr(said[-200:])
         if callable(self.parse):
-            return read_score(self.parse(said))
-        reply = behind_thoughts(said).partition("<think>")[0].translate(_FULL_WIDTH)
-        numbers = list(re.finditer(self.parse, reply))
-        if not numbers or (self.parse == SCORE and len({number.groups() for number in numbers}) > 1):
-            what = "several scores" if numbers else "no score (a line that begins with it, 'Score: N')"
-            return failure(f"the judge gave {what}: {said[-200:]!r}")
-        number, most = (*numbers[-1].groups(default=""), "")[:2]
-        if most and float(most) != self.scale[1]:
-            return failure(f"the judge's score is out of {most}, the scale ends at {self.scale[1]:g}: {said[-200:]!r}")
-        return read_score(float(number.replace("\u2212", "-")))
-
-    def _within(self, score: Score, said: str) -> Score:
-        low, high = self.scale
+            score = read_score(self.parse(said))
+        else:
+            reply = behind_thoughts(said).partition("<think>")[0].translate(_FULL_WIDTH)
+            numbers = list(re.finditer(self.parse, reply))
+            if not numbers or (self.parse == SCORE and len({number.groups() for number in numbers}) > 1):
+                what = "several scores" if numbers else "no score (a line that begins with it, 'Score: N')"
+                return failure(f"the judge gave {what}: {end}")
+            number, most = (*numbers[-1].groups(default=""), "")[:2]
+            if most and float(most) != high:
+                return failure(f"the judge's score is out of {most}, the scale ends at {high:g}: {end}")
+            score = read_score(float(number.replace("\u2212", "-")))
         if score.value is None or low <= score.value <= high:
             return score
-        return failure(f"the judge's score {score.value:g} is not on the scale {low:g} to {high:g}: {said[-200:]!r}")
+        return failure(f"the judge's score {score.value:g} is not on the scale {low:g} to {high:g}: {end}")
 
 
 def _results(rows: int, answer: Any) -> list[Score]:

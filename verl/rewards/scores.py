@@ -38,11 +38,12 @@ class Score:
 
 
 class Call(NamedTuple):
-    """The arguments of a call, and the number of its samples. `seed` is for the global random generators."""
+    """The arguments of a call, and the number of its samples; None: of one, whose result is no list. `seed` is for the
+    global random generators."""
 
     args: list[Any]
     kwargs: dict[str, Any]
-    rows: int
+    rows: int | None
     seed: int | None = None
 
 
@@ -51,7 +52,7 @@ def failure(reason: str, traceback: str | None = None) -> Score:
 
 
 def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractEventLoop) -> list[Score]:
-    """Call a function; `read_result` reads its result. If it raises, or does not return an
+    """Call a function; `read_scores` reads its result. If it raises, or does not return an
     entry for each sample, the answer is one score, which says so.
 
     No event loop runs during the call, so the function may run its own; `loop` awaits an awaitable result. The global
@@ -61,7 +62,7 @@ def call_plain(function: Callable[..., Any], call: Call, loop: asyncio.AbstractE
         try:
             result = function(*call.args, **call.kwargs)
             result = loop.run_until_complete(awaited(result)) if inspect.isawaitable(result) else result
-            scores = read_result(result, call)
+            scores = read_scores(result, call.rows)
         except BaseException as error:  # sys.exit() in a user's function is a failed call, not the end of the run
             scores = [failure(f"raised {describe(error)}", traceback_of(error))]
     return _noted(scores, notes)
@@ -73,7 +74,7 @@ async def call_async(function: Callable[..., Any], call: Call, is_watched: bool)
         try:
             work: Any = awaited(function(*call.args, **call.kwargs))
             work = in_steps(work, partial(watching_draws, notes)) if is_watched else work
-            scores = read_result(await work, call)
+            scores = read_scores(await work, call.rows)
         except BaseException as error:  # as above
             scores = [failure(f"raised {describe(error)}", traceback_of(error))]
     return _noted(scores, notes)
@@ -83,25 +84,21 @@ def _noted(scores: list[Score], notes: list[str]) -> list[Score]:
     return [replace(scores[0], note=notes[0]), *scores[1:]] if notes and scores else scores
 
 
-def read_result(result: Any, call: Call) -> list[Score]:
-    """The scores in a function's result: one entry if it gets a single `solution_str` (`read_score`), else one for each
-    row (`read_scores`)."""
-    return [read_score(result)] if "solution_str" in call.kwargs else read_scores(result, call.rows)
-
-
-def read_scores(result: Any, rows: int) -> list[Score]:
+def read_scores(result: Any, rows: int | None) -> list[Score]:
     """The scores in a result: a sequence, an array or a tensor with an entry per sample, or a mapping of such columns
     (OpenRLHF's has `rewards`, `scores` and `extra_logs`). A bare entry is no list, not even of one sample. Where there
-    are not as many entries as samples, one score says so."""
-    result = _renamed(result)
-    if isinstance(result, Mapping) and _number_key(result) is not None:
+    are not as many entries as samples, one score says so. `rows` None: the result is a bare entry."""
+    if rows is None:
+        return [read_score(result)]
+    original, result = result, _renamed(result)
+    if isinstance(result, Mapping) and "score" in result:
         result = _transpose(result)
     if hasattr(result, "tolist"):
         result = result.tolist()
     # The entries of a mapping or a set do not belong to samples.
     if isinstance(result, str | bytes | Mapping | Set) or not isinstance(result, Iterable):
         wanted = f"{rows} results" if rows > 1 else "a list of 1 result: it gets a list, of however many samples"
-        return [failure(f"returned {_show(result)} instead of {wanted}")]
+        return [failure(f"returned {_show(original)} instead of {wanted}")]
     values = list(islice(result, rows + 1))
     if len(values) != rows:
         count = len(result) if isinstance(result, Sized) else "more" if len(values) > rows else len(values)
@@ -116,14 +113,13 @@ def read_score(entry: Any) -> Score:
         return entry
     value, components = _renamed(entry), dict[str, float]()
     if isinstance(value, Mapping):
-        key = _number_key(value)
-        if key is None:
+        if "score" not in value:
             return failure(f"returned a mapping without 'score': its keys are {_show(list(value))}")
         for name, item in value.items():
-            number = None if name == key else as_number(item)
+            number = None if name == "score" else as_number(item)
             if number is not None and math.isfinite(number):
                 components[str(name)] = rounded(number)
-        value = value[key]
+        value = value["score"]
     if value is None:
         return Score(None, "the function abstained (None)", False, components)
     number = as_number(value)
@@ -135,11 +131,14 @@ def read_score(entry: Any) -> Score:
 
 
 def _renamed(result: Any) -> Any:
-    """OpenRLHF's mapping with `rewards` renamed `reward`, and its `extra_logs` as columns."""
-    if not isinstance(result, Mapping) or "rewards" not in result:
-        return result
-    rest = {**(result.get("extra_logs") or {}), **{k: v for k, v in result.items() if k not in _OPENRLHF}}
-    return {**rest, **({"scores": result["scores"]} if "scores" in result else {}), "reward": result["rewards"]}
+    """A mapping whose rewards are its `score`: its `reward`, or of OpenRLHF's, whose `extra_logs` are columns, its
+    `rewards`. Anything else as it is."""
+    if isinstance(result, Mapping) and "rewards" in result:
+        rest = {**(result.get("extra_logs") or {}), **{k: v for k, v in result.items() if k not in _OPENRLHF}}
+        result = {**rest, **({"scores": result["scores"]} if "scores" in result else {}), "reward": result["rewards"]}
+    if isinstance(result, Mapping) and "reward" in result and "score" not in result:
+        return {"score" if name == "reward" else name: item for name, item in result.items()}
+    return result
 
 
 def rounded(number: float, largest: float | None = None) -> float:
@@ -172,16 +171,11 @@ def as_number(value: Any) -> float | None:
         return math.inf
 
 
-def _number_key(value: Mapping[Any, Any]) -> str | None:
-    return next((key for key in ("score", "reward") if key in value), None)
-
-
 def _transpose(columns: Mapping[str, Any]) -> Any:
     """A mapping of columns as one mapping per sample, without columns of another length than the scores'; as it is if
     its scores are no column."""
     lists = {name: item.tolist() if hasattr(item, "tolist") else item for name, item in columns.items()}
-    scores = lists[_number_key(columns)]  # type: ignore[index]
-    if not isinstance(scores, list | tuple):
+    if not isinstance(scores := lists["score"], list | tuple):
         return columns
     aligned = {k: v for k, v in lists.items() if isinstance(v, list | tuple) and len(v) == len(scores)}
     return [dict(zip(aligned, values, strict=True)) for values in zip(*aligned.values(), strict=True)]

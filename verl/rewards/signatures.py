@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from verl.batch import SCHEMA, Batch
 from verl.data.prompts import content_text
@@ -52,7 +52,7 @@ class Signature(NamedTuple):
     """How to call a function.
 
     Attributes:
-        kind: the signature.
+        kind: the signature: a key of `_OWN`.
         positional: values of the signature's own that are passed by position.
         named: parameters that are passed by name.
         required: those without a default.
@@ -61,7 +61,7 @@ class Signature(NamedTuple):
             results: the policy's turns (`response`) or its last turn (`last_turn`). None: nothing is replaced.
     """
 
-    kind: Literal["texts", "pairs", "trl", "openrlhf", "verl"]
+    kind: str
     positional: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
     required: frozenset[str] = frozenset()
@@ -99,13 +99,13 @@ class Signature(NamedTuple):
             rows = [{**row, "response": text, "conversation": None} for row, text in zip(rows, texts, strict=True)]
         if self.by_row:
             row = rows[0]
-            known = {"solution_str": row["response"] or "", "extra_info": _value(row, "extra_info") or {}}
-            return [], {k: known[k] if k in known else _value(row, k) for k in self.named if k in known or _has(row, k)}
+            known = {"solution_str": row["response"] or "", "extra_info": cell(row, "extra_info") or {}}
+            return [], {k: known[k] if k in known else cell(row, k) for k in self.named if k in known or _has(row, k)}
         values = _own_values(self.kind, rows)
         names = [name for name in self.named if name in values or _has(rows[0], name)]
         if self.rest:
-            names += [name for name in (*values, *user_columns(rows[0])) if name not in names and self.kind == "trl"]
-        columns = {name: values[name] if name in values else [_value(row, name) for row in rows] for name in names}
+            names += [name for name in (*values, *user_columns(rows[0])) if name not in names]
+        columns = {name: values[name] if name in values else [cell(row, name) for row in rows] for name in names}
         return [values[role] for role in self.positional], columns
 
 
@@ -134,16 +134,14 @@ def recognise(function: Callable[..., Any]) -> Signature:
         )
     if OF_TRL & {*names}:
         return Signature("trl", (), named, needed, rest)
-    if "queries" in names:
-        return Signature("openrlhf", (), named, needed)
-    if "solution_str" in names:
-        return Signature("verl", (), named, needed)
+    if "queries" in names or "solution_str" in names:
+        return Signature("openrlhf" if "queries" in names else "verl", (), named, needed)
     first = next((name for name in names if name in needed and name != "prompts"), None)
-    if first is not None and "prompts" in names and set(names[:2]) == {first, "prompts"}:
-        roles = tuple("prompts" if name == "prompts" else "responses" for name in names[:2])
-        return Signature("pairs", roles, tuple(n for n in named if n not in names[:2]), needed - set(names[:2]))
-    if first is not None and first == names[0]:
-        return Signature("texts", ("texts",), tuple(n for n in named if n != first), needed - {first})
+    leading = names[: 2 if {*names[:2]} == {first, "prompts"} else 1]
+    if first in leading:
+        kind, role = ("pairs", "responses") if len(leading) == 2 else ("texts", "texts")
+        roles = tuple(name if name == "prompts" else role for name in leading)
+        return Signature(kind, roles, tuple(name for name in named if name not in leading), needed - {*leading})
     raise ConfigError(
         f"the reward function {name_of(function)}({', '.join(names)}) has none of the known signatures: f(texts); "
         "f(responses, prompts); f(prompts, completions, **columns); f(queries, prompts, labels); "
@@ -163,11 +161,6 @@ def trajectories_of(samples: Batch) -> list[str]:
     return [json.dumps([rows[row] for row in members]) for members in samples.group_indices("episode")]
 
 
-def has_value(row: Row, name: str) -> bool:
-    """Whether a row has something in a column of the data."""
-    return _has(row, name) and _value(row, name) is not None
-
-
 def name_of(function: Callable[..., Any]) -> str:
     while hasattr(function, "func"):
         function = function.func
@@ -183,9 +176,12 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
     if kind == "pairs":
         return {"responses": texts, "prompts": prompts}
     if kind == "openrlhf":
-        before = [_text(prompt) for prompt in prompts]
+        before = [
+            "".join(f"{content_text(part)}\n" for part in prompt) if isinstance(prompt, list) else str(prompt or "")
+            for prompt in prompts
+        ]
         queries = [prompt + text for prompt, text in zip(before, texts, strict=True)]
-        labels = [next((_value(row, name) for name in _LABELS if _has(row, name)), None) for row in rows]
+        labels = [next((cell(row, name) for name in _LABELS if _has(row, name)), None) for row in rows]
         return {"queries": queries, "prompts": before, "labels": labels}
     completions: list[Any] = []
     for chat, text, row in zip(chats, texts, rows, strict=True):
@@ -194,12 +190,6 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
         completions.append(turns or (text if chat is None else [{"role": "assistant", "content": text}]))
     ids = [row.get("response_tokens") for row in rows]
     return {"prompts": prompts, "completions": completions, "completion_ids": ids}
-
-
-def _text(prompt: Any) -> str:
-    if not isinstance(prompt, list):
-        return str(prompt or "")
-    return "".join(f"{content_text(message)}\n" for message in prompt)
 
 
 def _trajectory(row: Row) -> dict[str, Any]:
@@ -222,7 +212,8 @@ def _has(row: Row, name: str) -> bool:
     return name == "extra_info" or (name == "ground_truth" and name in (row.get("reward_model") or {}))
 
 
-def _value(row: Row, name: str) -> Any:
+def cell(row: Row, name: str) -> Any:
+    """The value of a row in a column of the data, or None."""
     if _USER + name in row:
         return row[_USER + name]
     if name == "messages":

@@ -65,14 +65,22 @@ def source_of(reward: object) -> object:
     return source if isinstance(source, RewardSource) and not isinstance(reward, RewardSource) else reward
 
 
-def leaves(source: RewardSource) -> Iterator[RewardSource]:
-    """The sources at the ends of a tree of compositions (mappings `parts`)."""
+def _tree(source: RewardSource, path: str = "reward") -> Iterator[tuple[str, RewardSource, bool]]:
+    """The sources in a tree of compositions (mappings `parts`): the path of each, and whether it has no parts."""
     parts = getattr(source, "parts", None)
-    if not isinstance(parts, Mapping):
-        yield source
-        return
-    for part in parts.values():
-        yield from leaves(part)
+    yield path, source, not isinstance(parts, Mapping)
+    for name, part in parts.items() if isinstance(parts, Mapping) else ():
+        yield from _tree(part, f"{path}/{name}")
+
+
+def leaves(source: RewardSource) -> Iterator[RewardSource]:
+    """The sources at the ends of a tree of compositions."""
+    return (one for _, one, is_leaf in _tree(source) if is_leaf)
+
+
+def with_state(source: RewardSource) -> dict[str, Any]:
+    """The sources of a tree of compositions whose state changes from batch to batch, by their path in it."""
+    return {path: one for path, one, _ in _tree(source) if hasattr(one, "load_state_dict")}
 
 
 def columns_read(source: RewardSource) -> tuple[str, ...]:

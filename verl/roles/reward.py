@@ -22,7 +22,7 @@ from verl.models.portable import PortableModel
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.model import TextScorer
-from verl.rewards.source import RewardSource, leaves, log_failures, run_reward, score_finished
+from verl.rewards.source import RewardSource, leaves, log_failures, run_reward, score_finished, with_state
 from verl.roles.columns import as_responses
 from verl.roles.reward_pool import RewardPool
 from verl.roles.settings import as_name
@@ -205,7 +205,7 @@ class Reward:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that changes from batch to batch (a running average), as JSON, if the source can restore it."""
-        return self.source.state_dict() if hasattr(self.source, "load_state_dict") else {}  # type: ignore[attr-defined]
+        return {path: source.state_dict() for path, source in with_state(self.source).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`.
@@ -213,13 +213,14 @@ class Reward:
         Raises:
             CheckpointError: it is of another kind of reward.
         """
-        if hasattr(self.source, "load_state_dict"):
-            self.source.load_state_dict(state)
-        elif state:
+        sources = with_state(self.source)
+        if sources.keys() != state.keys():
             raise CheckpointError(
-                f"the reward '{self.source.name}' keeps no state (a running mean) and was saved with one "
-                f"({', '.join(sorted(state))}): give the reward and its smoothing of then, or start anew"
+                f"the parts of the reward with a state (a running mean) are {sorted(sources) or 'none'} here and were "
+                f"{sorted(state) or 'none'} when it was saved: use those parts and their smoothing, or start a new run"
             )
+        for path, source in sources.items():
+            source.load_state_dict(state[path])
 
 
 def _scores(group: RankGroup[RewardWorker], tokens: list[list[int]]) -> list[float]:

@@ -85,7 +85,7 @@ class RewardPool(Pool):
     ) -> None:
         super().__init__(workers, max_workers)
         self.name = name
-        self.width, self.slots = _MANY, Slots(_MANY)
+        self.slots = Slots(_MANY)
         self._dead = 0
         self._function = _by_value(source, name)
         self._wanted = workers

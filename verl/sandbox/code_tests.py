@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from itertools import chain
+from itertools import starmap, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from verl.sandbox.link import alike, encode
 from verl.sandbox.run import Limits, Run, run_python
 from verl.sandbox.run_tests import ASKS_NOTHING, FAILED
 
-_HERE = Path(__file__).parent
 #: Keys of tests in mappings.
 _TEXTS = ("test", "tests", "test_code", "test_list", "test_cases", "assert_case", "functional", "code")
 _SETUP = ("setup", "setup_code", "test_setup_code", "test_imports", "import_prefix")
@@ -45,13 +44,13 @@ _CHECKS = re.compile("assert|raise|fail|exit")
 _DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 #: A blank, within a line that is printed.
 _BLANKS = re.compile("[ \t]+")
-#: Integers that Python reads within its limit on digits, and how many that is.
+#: Integers beyond Python's limit on digits, of which the syntax of tests says only that they are some; and that limit.
 _LONG = re.compile(r"(?<![\w.])\d{4000,}(?![\w.])")
 _DIGITS = 4000
 #: Bytes that the tests' side may print.
 _VERDICTS = 4 << 20
 #: What runs in a sandbox, in the order of imports, and the text that starts it: no file of ours is in reach there.
-_SENT = ("link", "run_tests")
+_SENT = ("link", "pytest_stub", "run_tests")
 _START = """
 import sys, types
 for name, text in modules.items():
@@ -102,7 +101,7 @@ class Tests:
 
     def _add_text(self, text: str, entry: str | None) -> None:
         try:
-            nodes = list(ast.walk(_tree(text)))
+            nodes = list(ast.walk(syntax_tree(_LONG.sub("1", text))))
         except (SyntaxError, ValueError, MemoryError) as error:
             raise RewardError(f"a test is neither Python nor JSON ({error}): {text[:80]!r}") from error
         called = _called(nodes)
@@ -128,7 +127,7 @@ class Tests:
         if inputs is None and outputs is not None and parts and all(map(_only_prepares, parts)):
             code = "\n".join([setup, *parts])
             self.outputs.append((code, "", _text(outputs)))
-            self.names |= _called(ast.walk(_tree(code)))
+            self.names |= _called(ast.walk(syntax_tree(_LONG.sub("1", code))))
             return
         for part in texts:
             self.add(part, entry, setup)
@@ -199,17 +198,11 @@ def _from_json(text: str) -> Any:
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else int(Decimal(digits)))
 
 
-def _tree(text: str) -> ast.Module:
-    """The syntax of tests; of an integer beyond Python's limit, that it is one."""
-    tree: ast.Module = syntax_tree(_LONG.sub("1", text))
-    return tree
-
-
 def _only_prepares(text: Any, before: str = "", behind: Sequence[Any] = ()) -> bool:
     """Whether a text tests nothing itself: it has nothing that could fail, nor calls what is defined `before`; or it
     only imports, assigns and defines, and what looks like a test is called in a text `behind`."""
     try:
-        nodes = list(ast.walk(tree := _tree(text)))
+        nodes = list(ast.walk(tree := syntax_tree(_LONG.sub("1", text))))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return False
     if not _CHECKS.search(text) and _called(nodes).isdisjoint(re.findall(r"def (\w+)", before)):
@@ -264,26 +257,22 @@ def judge(
         passed.append((_prints(run(f"{program}\n{code}", room, stdin=stdin), wanted), False))
     if not tests.cases:
         return passed
-    texts = {name: (_HERE / f"{name}.py").read_text() for name in ("pytest_stub", *_SENT)}
-    modules = {f"verl.sandbox.{name}": texts[name] for name in _SENT}
+    modules = {f"verl.sandbox.{name}": Path(__file__).with_name(f"{name}.py").read_text() for name in _SENT}
     queries, to_program = os.pipe()
     answers, to_tests = os.pipe()
 
-    def side(name: str, incoming: int, outgoing: int, **inputs: Any) -> Run:
-        inputs |= {"side": name, "incoming": incoming, "outgoing": outgoing, "modules": modules}
+    def side(incoming: int, outgoing: int, **inputs: Any) -> Run:
+        inputs |= {"incoming": incoming, "outgoing": outgoing, "modules": modules}
         return run(_START, _VERDICTS, inputs=inputs, fds=(incoming, outgoing))
 
     with ThreadPoolExecutor(1) as thread:
         # The program ends when its tests do, as its pipe is closed.
-        serving = thread.submit(side, "program", queries, to_tests, program=program)
-        tested = side("tests", answers, to_program, cases=tests.cases, live=live, pytest=texts["pytest_stub"])
+        serving = thread.submit(side, queries, to_tests, program=program)
+        tested = side(answers, to_program, cases=tests.cases, live=live)
         serving.result()
-    of_cases: list[list[dict[str, Any]]] = [[FAILED] for _ in tests.cases]  # a case that was not finished has failed
-    for line in tested.stdout.split("\n"):
-        if line.startswith("["):
-            number, verdicts = json.loads(line)
-            of_cases[number] = verdicts
-    every = list(chain.from_iterable(of_cases))
+    finished = dict(json.loads(line) for line in tested.stdout.split("\n") if line.startswith("["))
+    # A case that was not finished has failed.
+    every = [verdict for number in range(len(tests.cases)) for verdict in finished.get(number, [FAILED])]
     # Where others ask, what asks nothing is no test.
     for verdict in [verdict for verdict in every if verdict["fault"] != ASKS_NOTHING] or every:
         if verdict["fault"]:
@@ -302,11 +291,10 @@ def _prints(run: Run, wanted: str) -> bool:
     )
     if run.status != "ok" or len(lines) != len(others):
         return False
-    for line, other in zip(lines, others, strict=True):
-        numbers, right = _BLANKS.split(line), _BLANKS.split(other)
-        if line != other and (len(numbers) != len(right) or not all(map(_same_number, numbers, right))):
-            return False
-    return True
+    return all(
+        line == other or all(starmap(_same_number, zip_longest(*map(_BLANKS.split, (line, other)), fillvalue="")))
+        for line, other in zip(lines, others, strict=True)
+    )
 
 
 def _same_number(text: str, wanted: str) -> bool:

@@ -190,12 +190,9 @@ def oversee(program: int, seconds: float) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == program:
-                return {"exit": os.waitstatus_to_exitcode(status)}
-            if pid == 0:
-                break
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == program:
+                return {"exit": os.waitstatus_to_exitcode(ended[1])}
     return {"late": True}
 
 

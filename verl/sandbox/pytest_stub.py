@@ -57,8 +57,8 @@ class _Mark:
         keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
         def decorate(function: Any) -> Any:
-            rows = [tuple(value) if len(keys) > 1 else (value,) for value in values]
-            function.cases = [*getattr(function, "cases", []), (keys, rows)]
+            cases = [dict(zip(keys, value if len(keys) > 1 else (value,), strict=True)) for value in values]
+            function.cases = [*getattr(function, "cases", []), cases]
             return function
 
         return decorate

@@ -25,20 +25,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
+from pydantic import Field
+
+from verl._base.checked import checked
+from verl._base.record import Positive
 from verl.errors import ConfigError, SandboxError
 
 _JAIL = Path(__file__).with_name("jail.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-#: Of the system, what a command may read.
-_SYSTEM = ("/usr", "/bin")
 #: Seconds for a program's processes to start and to be ended.
 _GRACE = 20.0
 
 Status = Literal["ok", "error", "time", "output"]
+Bound = Annotated[int, Field(gt=0)]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Resources that a program may use.
@@ -54,16 +58,11 @@ class Limits:
         ConfigError: one of them is not positive.
     """
 
-    seconds: float = 10.0
-    memory: int = 512 << 20
-    processes: int = 8
-    output: int = 64 << 10
-    disk: int = 16 << 20
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ConfigError(f"sandbox: {name} must be positive, got {value}")
+    seconds: Positive = 10.0
+    memory: Bound = 512 << 20
+    processes: Bound = 8
+    output: Bound = 64 << 10
+    disk: Bound = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +220,7 @@ def command_job(
         folder = path.parent.parent
         is_python = (folder / "pyvenv.cfg").exists() or any(folder.glob("lib/python3*/os.py"))
         installed += [path, folder] if is_python else [path]
-    listed = (*_library_paths(), *_SYSTEM, *map(str, installed), *filter(os.path.isfile, words[1:]), *readable)
+    listed = (*_library_paths(), "/usr", "/bin", *map(str, installed), *filter(os.path.isfile, words[1:]), *readable)
     paths = outermost(os.path.abspath(path) for path in listed if os.path.exists(path))
     usual = {"PATH": f"{os.path.dirname(program)}:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
     return {**asdict(limits), **network, "command": words, "env": {**usual, **env}, "fds": [], "paths": paths}

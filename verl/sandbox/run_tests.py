@@ -1,8 +1,9 @@
-"""Runs in a sandbox: a program, or its tests. `code_tests.py` sends the text of this file and of `link.py`.
+"""Runs in a sandbox: a program, or its tests. `code_tests.py` sends the text of this file, of `link.py` and of
+`pytest_stub.py`.
 
-Settings of `main`: `side`, `program` (text), `cases`, `pytest` (the text of `pytest_stub.py`), `live`, and the file
-descriptors `incoming` and `outgoing`. The tests ask the program over a `Link`, and judge what it answers. Verdicts are
-lines of JSON on stdout. Standard library alone.
+Settings of `main`: `program` (text), or `cases` and `live`; and the file descriptors `incoming` and `outgoing`. The
+tests ask the program over a `Link`, and judge what it answers. Verdicts are lines of JSON on stdout. Standard library
+alone.
 """
 
 from __future__ import annotations
@@ -276,10 +277,9 @@ def calls(name: str, function: Any, owner: type | None = None) -> Iterator[Calla
     """A pytest function, once for each set of its parameters."""
     if type(function) is not types.FunctionType or not name.startswith("test"):
         return
-    sets = [[dict(zip(keys, row, strict=True)) for row in rows] for keys, rows in getattr(function, "cases", [])]
     code = function.__code__
     wanted = code.co_varnames[owner is not None : code.co_argcount - len(function.__defaults__ or ())]
-    for choice in itertools.product(*sets):
+    for choice in itertools.product(*getattr(function, "cases", [])):
         values = {key: value for part in choice for key, value in part.items()}
         yield functools.partial(call, function, owner, values, [name for name in wanted if name not in values])
 
@@ -368,12 +368,11 @@ def judged(case: dict[str, Any], link: Link) -> list[dict[str, Any]]:
 def main(settings: dict[str, Any]) -> None:
     """One side: the program, or its tests, which print their verdicts, a line of JSON for each case."""
     fds = settings["incoming"], settings["outgoing"]
-    if settings["side"] == "program":
+    if "program" in settings:
         return serve(settings["program"], Link(*fds, is_program=True))
     out, link = sys.stdout, Link(*fds, is_live=settings["live"])
     sys.stdout = io.StringIO()  # what a program prints is no verdict
-    sys.modules["pytest"] = types.ModuleType("pytest")
-    exec(compile(settings["pytest"], "<pytest>", "exec", dont_inherit=True), vars(sys.modules["pytest"]))
+    sys.modules["pytest"] = sys.modules["verl.sandbox.pytest_stub"]
     for number, case in enumerate(settings["cases"]):
         verdicts = judged(case, link)
         print(f"\n{json.dumps([number, verdicts])}", file=out, flush=True)

@@ -342,10 +342,9 @@ class Task:
                 f"{latest or 'no reward'}), more than max_left_out={self._max_left_out:g} of them: mend the agent, or "
                 "raise it"
             )
-        self.episodes.add(error is not None for error in errors)
-        if self.episodes.too_many:
+        if too_many := self.episodes.add(error is not None for error in errors):
             raise RolloutError(
-                f"the episode failed on {self.episodes} (latest: {latest or 'earlier'}). Mend it, raise its deadline, "
+                f"the episode failed on {too_many} (latest: {latest or 'earlier'}). Mend it, raise its deadline, "
                 "or raise max_failed_episodes (in settings reward.max_failure_rate)"
             )
 
