@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from glob import glob
 from importlib import import_module
 
 from verl._base import keywords
@@ -69,11 +70,7 @@ def __dir__() -> list[str]:
 keywords.public_calls = lambda: import_module("verl.trainer.calls").public_calls()
 
 # Looked for beside this package alone, which takes no time: `verl doctor` looks everywhere.
-try:
-    _beside = os.listdir(os.path.dirname(__path__[0]))
-except OSError:  # a folder that may not be listed, or an archive
-    _beside = []
-if any(name.startswith("verl-") and name.endswith(".dist-info") for name in _beside):
+if glob("verl-*.dist-info", root_dir=os.path.dirname(__path__[0])):
     from verl._base.installed import MEND, other_verl
 
     if other := other_verl():

@@ -256,5 +256,4 @@ def _import_error(module: str) -> str | None:
         return "the import had not ended after 120 s"
     if done.returncode == 0:
         return None
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {done.returncode}"
+    return [f"exit code {done.returncode}", *done.stderr.decode(errors="replace").strip().splitlines()][-1]
