@@ -107,29 +107,24 @@ def parse_json(raw: bytes, schema: Any) -> Any:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file whole: a reader, or a crash, sees the old content or the new."""
+    """Replace a file whole: a reader, or a crash, sees the old content or the new.
+
+    Raises:
+        OSError: something else has the name, such as a device, a pipe or a link, or the disk refuses.
+    """
     staging = staging_of(path)
     try:
         with staging.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        replace_file(staging, path)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise FileExistsError(errno.EEXIST, "it is no regular file, and is not replaced", str(path))
+        os.replace(staging, path)
     finally:
         staging.unlink(missing_ok=True)
     sync_directory(path.parent)
-
-
-def replace_file(staging: Path, path: Path) -> None:
-    """Give a finished file its name, in place of a regular file or of nothing.
-
-    Raises:
-        OSError: something else has the name, such as a device, a pipe or a link, or the disk refuses.
-    """
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise FileExistsError(errno.EEXIST, "it is no regular file, and is not replaced", str(path))
-    os.replace(staging, path)
 
 
 def append_lines(path: Path, text: str) -> None:
