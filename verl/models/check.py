@@ -28,8 +28,6 @@ from verl.weights.shards import on_meta
 
 logger = logging.getLogger(__name__)
 
-#: Ways to begin an adapter that take its beginning out of the base.
-_FROM_BASE = ("pissa", "olora", "corda", "lora_ga")
 #: Bytes of weights up to which a second model is made.
 _SMALL = 2 << 30
 # A single token may differ by this much more than the mean.
@@ -135,7 +133,8 @@ def check_adapters(model: Any) -> None:
     (config,) = inner.peft_config.values()
     form = str(getattr(config.peft_type, "value", config.peft_type))
     lora.check_adapter_names(inner, config, "peft_config")
-    if str(getattr(config, "init_lora_weights", "")).lower().startswith(_FROM_BASE):
+    # Ways to begin an adapter that take its beginning out of the base.
+    if str(getattr(config, "init_lora_weights", "")).lower().startswith(("pissa", "olora", "corda", "lora_ga")):
         raise ModelError(
             f"these adapters change the base that they begin with (init_lora_weights='{config.init_lora_weights}'): "
             "merge them into the model first, and begin others"

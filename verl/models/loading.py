@@ -44,8 +44,6 @@ _ADAPTERS = (
     "{} holds adapters of peft, not a model: give their base and lora, or write the model that they make with it by "
     "PeftModel.from_pretrained(base, ...).merge_and_unload().save_pretrained(...)"
 )
-# A model without weights still has a module for each layer: one of a billion layers would never be made.
-_MOST_OF_A_SIZE = 1 << 24
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -129,7 +127,8 @@ def configured_model(
         text = config.get_text_config()
         for size in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"):
             value = getattr(text, size, None)
-            if value is not None and not (type(value) is int and 0 < value < _MOST_OF_A_SIZE):
+            # A model without weights still has a module for each layer: one of a billion would never be made.
+            if value is not None and not (type(value) is int and 0 < value < 1 << 24):
                 raise ModelError(f"{size} of {name}, by its config.json, is {value!r}, no number of them")
         stored = getattr(text, "dtype", None) or torch.float32
         kind_of = "causal" if kind == "causal" else "backbone"

@@ -34,8 +34,6 @@ _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NUMBER = re.compile(r".*?([^.]+)\.(\d+)\.")
 #: Fields of a configuration of peft that are lists of names.
 _FIELDS = ("target_modules", "exclude_modules", "modules_to_save", "target_parameters", "trainable_token_indices")
-#: What peft itself adds to `modules_to_save` of a classifier.
-_OF_PEFT = {"classifier", "score"}
 
 
 def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
@@ -268,7 +266,8 @@ def check_adapter_names(model: nn.Module, config: Any, setting: str) -> None:
     for field in _FIELDS:
         value = getattr(config, field, None) or ()  # a text is a pattern, and whole numbers are tokens
         names = [] if isinstance(value, str) else [name for name in value if isinstance(name, str)]
-        names = [name for name in names if field != "modules_to_save" or name not in _OF_PEFT]
+        # What peft itself adds for a classifier.
+        names = [name for name in names if field != "modules_to_save" or name not in ("classifier", "score")]
         check(field, names, _ends(weights if field == "target_parameters" else modules, names))
     numbered = [match for name in modules if (match := _NUMBER.match(f"{name}."))]
     layers, lists = (getattr(config, field, None) or () for field in ("layers_to_transform", "layers_pattern"))

@@ -21,7 +21,6 @@ from verl.kernels.compiled import accumulate
 
 # fp16 gradients below 6e-8 are lost, so the loss is multiplied before the backward pass.
 _FP16_SCALE = 4096.0
-_STEPS_BEFORE_RAISE = 500
 
 
 @dataclass(eq=False)
@@ -139,7 +138,7 @@ class Gradients:
     def accepted(self) -> None:
         """After a step: drop its gradient; the loss scale may rise again."""
         self._steps_at_scale += 1
-        if self._is_scaled and self._steps_at_scale % _STEPS_BEFORE_RAISE == 0:
+        if self._is_scaled and self._steps_at_scale % 500 == 0:
             self.loss_scale = min(2 * self.loss_scale, _FP16_SCALE)
         self.clear()
 

@@ -26,11 +26,6 @@ from verl.attention.prefix_tree import PrefixTree, families, prefix_tree
 from verl.batch import Batch
 from verl.errors import DataError, TrainingError
 
-#: Tokens that a response is taken to have before it is written.
-_UNKNOWN = 128
-#: The largest load that runs of neighbours may bring, in fair shares.
-_FAIR = 1.05
-
 
 class Limits(NamedTuple):
     """Bounds on a micro-batch.
@@ -152,7 +147,7 @@ def _over_ranks(costs: _Costs, parts: int) -> list[list[int]]:
     loads, total = np.array(tokens, np.int64), sum(tokens)
     middle = 2 * loads.cumsum() - loads
     split = np.minimum(parts * middle // max(2 * total, 1), parts - 1)
-    if np.bincount(split, loads, parts).max() > _FAIR * total / parts:
+    if np.bincount(split, loads, parts).max() > 1.05 * total / parts:  # the most that runs of neighbours may bring
         taken = [0] * parts
         for unit in np.argsort(-loads, kind="stable").tolist():
             split[unit] = taken.index(min(taken))
@@ -174,13 +169,13 @@ class _Costs:
     """The rows of a batch as prefix trees and, if coupled, groups; and the cost in tokens of any set of them."""
 
     def __init__(self, batch: Batch, limits: Limits, coupled: bool) -> None:
-        self.predicted = [_UNKNOWN - 1] * len(batch)
+        self.predicted = [127] * len(batch)  # a response is taken to have 128 tokens before it is written
         self.prompts = batch.lengths("prompt_tokens")
         self.groups = batch.group_indices() if coupled else None
         prompts = rows = _ragged(batch, "prompt_tokens")
         groups = batch["group"] if limits.share_responses and "group" in batch else None
         kin = families(prompts, groups) if limits.share_prompts else range(len(batch))
-        if "response_tokens" in batch:  # before a rollout nothing is known of the responses: they count alike
+        if "response_tokens" in batch:
             responses = _ragged(batch, "response_tokens")
             rows = [np.concatenate([prompt, fed[:-1]]) for prompt, fed in zip(prompts, responses, strict=True)]
             self.predicted = [0] * len(rows)

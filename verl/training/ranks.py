@@ -27,8 +27,6 @@ from verl.weights.shards import fill_weights, named_weights, tied_names
 if TYPE_CHECKING:
     from verl.training.engine import Schedule
 
-_BUCKET_BYTES = 64 << 20
-
 
 class Ranks:
     """Collectives over subgroups of a mesh, each joined by the ranks that differ from this one along some dimensions.
@@ -61,7 +59,7 @@ class Ranks:
         if group is None:
             return
         for _, alike in groupby(tensors, attrgetter("dtype")):
-            for bucket in buckets(alike, attrgetter("nbytes"), _BUCKET_BYTES):  # a collective each
+            for bucket in buckets(alike, attrgetter("nbytes"), 64 << 20):  # a collective each
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, op, group=group)
                 for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):

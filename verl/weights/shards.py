@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from verl.errors import CheckpointError, ConfigError, ModelError, nearest
 from verl.weights.shard import Blocks, Shape, Shard, Slice, blocks_of
 
-#: More distinct layers than this are no sample of a model.
-_MOST_LAYERS = 8
 #: Embeddings of a sample; more than the probes have tokens.
 _VOCABULARY = 64
 #: Bytes of a tensor above which a fork gives it back.
@@ -274,7 +272,7 @@ def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> A
     stacks = stacks_of(model, count)
     kinds = [_kind(layer) for layer in stacks[0]] if stacks else []
     depth = max(layers, max((kinds.index(kind) for kind in kinds), default=count) + 1)
-    if depth > min(_MOST_LAYERS, count):
+    if depth > min(8, count):  # more distinct layers than this are no sample
         raise ModelError(f"the layers of {type(model).__name__} are of too many kinds for a sample of them")
     config = deepcopy(model.config)
     text = config.get_text_config()

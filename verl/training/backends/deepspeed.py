@@ -35,9 +35,6 @@ from verl.training.ranks import LocalWeights, Parallel, Ranks, WholeModel
 from verl.weights.shard import Blocks, Shape, Shard, ShardedDim, Stream, run_blocks
 from verl.weights.shards import fill_blocks, give_memory, load_model_shards
 
-#: Elements of gradients that are reduced at once.
-_BUCKET = 1 << 24
-
 
 class DeepSpeedEngine(TrainEngine):
     """A `TrainEngine` of several ranks that trains, by ZeRO of the stage in `options.deepspeed_config`. The layout is
@@ -250,7 +247,7 @@ def zero_engine(forward: Forward, stage: int, config: OptimConfig, ranks: Ranks)
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": False,
-            "reduce_bucket_size": _BUCKET,
+            "reduce_bucket_size": 1 << 24,  # elements of gradients
             "sub_group_size": 1 << 62,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
