@@ -1,8 +1,5 @@
 """The sizes that memory depends on: of a model (`verl.planner.memory`), and of the part of its head that is computed
 at a time, by the memory of the device. Imported without torch.
-
-Activations are counted: the tensors that the backward of a layer with gated MLP and rotary attention keeps (other
-layers keep less), or of a fused layer of a Llama-shaped model on CPU.
 """
 
 from __future__ import annotations
@@ -73,14 +70,6 @@ class ModelSize(NamedTuple):
     def kv_bytes_per_token(self, tp: int = 1) -> int:
         """On each of `tp` ranks; a key-value head is not cut further."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize // min(tp, self.kv_heads)
-
-    def activation_bytes(self, tp: int = 1) -> float:
-        """Bytes of one token that a layer keeps for its backward, on each of `tp` ranks: tensor parallelism cuts
-        attention and MLP, but not the norms."""
-        # A norm keeps its input in fp32, its normalised input and its output.
-        norms = 2 * self.hidden * (self.itemsize if self.fused else 4 + 2 * self.itemsize)
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        return norms + (attention + (2 if self.fused else 4) * self.intermediate) * self.itemsize / tp
 
 
 class HeadSizes(NamedTuple):

@@ -1,4 +1,8 @@
-"""Bytes of one rank: what training keeps, what a step adds, what generation needs."""
+"""Bytes of one rank: what training keeps, what a step adds, what generation needs.
+
+Activations are counted: the tensors that the backward of a layer with gated MLP and rotary attention keeps (other
+layers keep less), or of a fused layer of a Llama-shaped model on CPU.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +118,11 @@ def estimate(
         gathered = strategy.wire[0] * max(2 * layer, size.vocab * size.hidden) / (layout.tp * layout.pp)
     vocab = size.vocab / layout.tp
     logits = float(head.work_bytes(tokens * vocab, vocab * size.hidden, size.itemsize))
-    per_layer = tokens * size.activation_bytes(layout.tp)
+    # Of a layer, for its backward: a norm keeps its input in fp32, its normalised input and its output. Tensor
+    # parallelism cuts attention and MLP, but not the norms.
+    norms = 2 * size.hidden * (size.itemsize if size.fused else 4 + 2 * size.itemsize)
+    wide = 2 * (size.heads + size.kv_heads) * size.head_dim + (2 if size.fused else 4) * size.intermediate
+    per_layer = tokens * (norms + wide * size.itemsize / layout.tp)
     if not trained:
         weights = size.weight_bytes / shared_by(strategy, layout, "weights")
         return Usage({"weights": weights}, {"activations": per_layer, "head": logits, "gathered": gathered})

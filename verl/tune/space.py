@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -16,23 +16,22 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-    #: Distribution of each key; the values of a categorical one are texts, as an override has them.
-    Space: TypeAlias = dict[str, BaseDistribution]
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(:log)?")
 HOW = "write LOW..HIGH, LOW..HIGH:log or A,B,C, such as actor_rollout_ref.actor.optim.lr=1e-6..1e-4:log"
 
 
-def parse(searches: Sequence[str]) -> Space:
-    """The space of `--search` options. Numbers are integers if both ends are written as such.
+def parse(searches: Sequence[str]) -> dict[str, BaseDistribution]:
+    """The distribution of each key of `--search` options; the values of a categorical one are texts, as an override
+    has them. Numbers are integers if both ends are written as such.
 
     Raises:
         ConfigError: one is not a search, or two name one key; Optuna is not installed.
     """
     if not searches:
         raise ConfigError(f"verl tune: nothing to search: give --search KEY=VALUES; {HOW}")
-    space: Space = {}
+    space: dict[str, BaseDistribution] = {}
     for search in searches:
         key, _, text = search.partition("=")
         if not key or not text:

@@ -25,9 +25,8 @@ from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_tr
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
+    from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
-
-    from verl.tune.space import Space
 
 #: Share of a run's steps in which no trial is pruned: the first steps say little.
 WARM_UP = 0.3
@@ -44,7 +43,7 @@ class Search:
 
     file: Path
     overrides: tuple[str, ...]
-    space: Space
+    space: dict[str, BaseDistribution]
     metric: str
     direction: Literal["maximize", "minimize"]
     trials: int
