@@ -241,7 +241,7 @@ class ReinforcePlusPlus(PolicyGradient):
     """REINFORCE++: the discounted rewards to go, whitened over all tokens of the batch. No critic, no groups. Hu,
     "REINFORCE++" (arXiv:2501.03262)."""
 
-    samples_per_prompt: ClassVar[int] = 1
+    samples_per_prompt = 1
 
     gamma: Share = 1.0
 
@@ -270,8 +270,8 @@ class ReMax(PolicyGradient):
     the group does not train.
     """
 
-    greedy_baseline: ClassVar[bool] = True
-    samples_per_prompt: ClassVar[int] = 1
+    greedy_baseline = True
+    samples_per_prompt = 1
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         episodes = Episodes(batch)

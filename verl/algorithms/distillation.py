@@ -10,8 +10,6 @@ costs one forward pass and no memory for logits.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from verl._base.record import Positive
@@ -31,9 +29,9 @@ class Distillation(BaseAlgorithm):
     """
 
     roles = frozenset({"actor", "reference"})
-    measures: ClassVar[frozenset[str]] = frozenset({"reward"})
-    samples_per_prompt: ClassVar[int] = 4
-    no_gradient_at_zero: ClassVar[bool] = True
+    measures = frozenset({"reward"})
+    samples_per_prompt = 4
+    no_gradient_at_zero = True
 
     max_log_ratio: Positive | None = 10.0
 

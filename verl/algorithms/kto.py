@@ -45,9 +45,9 @@ class KTO(BaseAlgorithm):
     loss_columns = ("label", "ref_log_probs", "kto_kl")
     unread = NOT_BY_TOKEN
     read_with: ClassVar = {"kl_rows": ("loss_type", "kto")}
-    online: ClassVar[bool] = False
+    online = False
     needs_log_probs = True
-    samples_per_prompt: ClassVar[int] = 4
+    samples_per_prompt = 4
 
     beta: Positive = 0.1
     desirable_weight: NotNegative = 1.0

@@ -29,8 +29,8 @@ class SFT(BaseAlgorithm):
 
     roles = frozenset({"actor"})
     loss_columns = ()
-    online: ClassVar[bool] = False
-    no_gradient_at_zero: ClassVar[bool] = True
+    online = False
+    no_gradient_at_zero = True
 
     loss_type: Literal["nll", "dft"] = "nll"
 
@@ -59,10 +59,10 @@ class ConstrainedDecoding(SFT):
         learn: False: the constraint alone acts, and nothing is learned.
     """
 
-    online: ClassVar[bool] = True
-    needs_constraint: ClassVar[bool] = True
-    measures: ClassVar[frozenset[str]] = frozenset({"reward"})
-    samples_per_prompt: ClassVar[int] = 4
+    online = True
+    needs_constraint = True
+    measures = frozenset({"reward"})
+    samples_per_prompt = 4
     read_with: ClassVar = dict.fromkeys(("loss_type", "loss_agg_mode"), ("learn",))
 
     learn: bool = True
@@ -100,7 +100,7 @@ class RewardConditioned(SFT):
     """
 
     roles = frozenset({"actor", "reward"})
-    online: ClassVar[bool] = True
+    online = True
 
     prefixes: Annotated[tuple[str, ...], AsTuple, Field(min_length=2)] = tuple(
         f"Reward {i} of 5.\n" for i in range(1, 6)

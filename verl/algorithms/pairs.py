@@ -93,9 +93,9 @@ class PreferenceAlgorithm(BaseAlgorithm):
     roles = frozenset({"actor", "reference"})
     loss_columns = (*_COLUMNS, "ref_log_probs")
     unread = NOT_BY_TOKEN
-    online: ClassVar[bool] = False
-    coupled: ClassVar[bool] = True
-    samples_per_prompt: ClassVar[int] = 2
+    online = False
+    coupled = True
+    samples_per_prompt = 2
 
     beta: Positive = 0.1
 
@@ -308,9 +308,9 @@ class RewardModel(BaseAlgorithm):
     roles = frozenset({"actor"})
     loss_columns = _COLUMNS
     unread = NOT_BY_TOKEN
-    online: ClassVar[bool] = False
-    coupled: ClassVar[bool] = True
-    head: ClassVar[Literal["lm", "score"]] = "score"
+    online = False
+    coupled = True
+    head = "score"
 
     center_rewards_coefficient: NotNegative = 0.0
 

@@ -91,12 +91,12 @@ class PolicyGradient(BaseAlgorithm):
     """
 
     loss_columns = (*ACTOR_COLUMNS, "rollout_log_probs", "rollout_is_weights")
-    no_gradient_at_zero: ClassVar[bool] = True
+    no_gradient_at_zero = True
     #: A statement about `estimate` and the rewards that it reads, lost when they are overridden, as
     #: `no_gradient_at_zero` is: advantages are 0 where all samples of a prompt, of several, have one reward.
-    zero_where_alike: ClassVar[bool] = False
+    zero_where_alike = False
     #: Whether the loss has a ratio to the old policy.
-    has_ratio: ClassVar[bool] = True
+    has_ratio = True
     read_with: ClassVar = {
         **dict.fromkeys(("kl_estimator", "kl_coef", "kl_target"), ("kl_in", "reward", "loss")),
         "kl_by_ratio": ("kl_in", "loss"),

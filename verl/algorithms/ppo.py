@@ -5,7 +5,7 @@ Value clipping, dual clip and adaptive KL in the reward are on by default; advan
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class ActorCritic(PolicyGradient):
         gamma, lam: of GAE. cliprange_value: value clip; None: off.
     """
 
-    no_gradient_at_zero: ClassVar[bool] = True
+    no_gradient_at_zero = True
 
     gamma: Share = 1.0
     lam: Share = 1.0
@@ -58,7 +58,7 @@ class PPO(ActorCritic):
     """Advantages by GAE from a critic's values."""
 
     roles = PolicyGradient.roles | {"critic"}
-    samples_per_prompt: ClassVar[int] = 1
+    samples_per_prompt = 1
 
     kl_in: Literal["none", "reward", "loss"] = "reward"
     kl_target: Positive | None = 0.1

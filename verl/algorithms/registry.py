@@ -94,12 +94,12 @@ def make_algorithm(algorithm: str | BaseAlgorithm | type[BaseAlgorithm] | None, 
     return kind(**options)  # type: ignore[no-any-return]
 
 
-def default_algorithm(batch: Batch) -> BaseAlgorithm:
-    """What an update optimises when nobody said: PPO where the batch has values; else GRPO where every group has
-    several samples, else REINFORCE++.
+def default_algorithm(batch: Batch | None = None) -> BaseAlgorithm:
+    """What an update optimises when nobody said: PPO of a critic, or where the batch has values; else GRPO where every
+    group has several samples, else REINFORCE++.
 
     Without KL: an algorithm made for each call has no adaptive coefficient, and needs no reference model.
     """
-    if "values" in batch:
+    if batch is None or "values" in batch:
         return make_algorithm("ppo", kl_in="none", kl_target=None)
     return make_algorithm("grpo" if all(len(rows) > 1 for rows in batch.group_indices()) else "reinforce_plus_plus")

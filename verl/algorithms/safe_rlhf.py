@@ -46,7 +46,7 @@ class SafeRLHF(ActorCritic):
     """
 
     roles = ActorCritic.roles | {"cost"}
-    no_gradient_at_zero: ClassVar[bool] = True
+    no_gradient_at_zero = True
     read_with: ClassVar = {
         "norm_adv_by_std": ("baseline", "group"),
         **dict.fromkeys(("gamma", "lam", "cliprange_value"), ("baseline", "critics")),

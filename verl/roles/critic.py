@@ -11,7 +11,7 @@ from verl._base.checked import checked
 from verl._base.record import Seed
 from verl._host.log import follow_log_level
 from verl._host.ranks import registry
-from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.algorithms import BaseAlgorithm, default_algorithm, make_algorithm
 from verl.batch import Batch
 from verl.data.alignment import CharacterAlignment
 from verl.data.chat import ChatTokenizer
@@ -82,8 +82,7 @@ class Critic(ModelHandle[CriticWorker]):
         self.role = "critic"
         self.set_placement(placement)
         self._read_model(loading, "value", seed, lambda: _value_model(model))
-        without_kl = {"kl_in": "none", "kl_target": None} if algorithm is None else {}
-        self.algorithm = make_algorithm(algorithm or "ppo", **without_kl)
+        self.algorithm = default_algorithm() if algorithm is None else make_algorithm(algorithm)
         self.plan = MiniBatchPlan(training.mini_batch_size, training.epochs, seed=seed)
         tokenizer = loading.tokenizer if tokenizer is None else tokenizer
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
