@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl._base.durable import parse_json
 from verl._host import device
@@ -306,7 +307,7 @@ def _whole_tensors(checkpoint: Checkpoint, stem: str) -> Iterator[Shard]:
 
 
 def check_moments(
-    checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor], state: RoleState, *, is_adamw: bool
+    checkpoint: Checkpoint, role: str, weights: Mapping[str, Tensor], state: RoleState, *, is_adamw: bool
 ) -> set[str]:
     """Look through an optimizer's tensors: whole, of this model, finite, and all that were saved; returns their names.
 
@@ -337,7 +338,7 @@ def check_moments(
     return names
 
 
-def check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, torch.Tensor]) -> None:
+def check_weights(checkpoint: Checkpoint, role: str, weights: Mapping[str, Tensor]) -> None:
     """Compare the saved weights with a model's: names, shapes, dtypes; and look for NaN."""
     where, names = f"{role}/weights", set[str]()
     for shard in _whole_tensors(checkpoint, where):
@@ -375,7 +376,7 @@ def probe(
     return {"dtype": dtype, "tolerance": tolerance, "head": head, "outputs": outputs}
 
 
-def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
+def rng_state() -> tuple[dict[str, Tensor], RandomState]:
     """State of torch (CPU and every accelerator), NumPy's global generator and `random`."""
     version, words, gauss = random.getstate()
     kind, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
@@ -388,7 +389,7 @@ def rng_state() -> tuple[dict[str, torch.Tensor], RandomState]:
     return tensors, RandomState(python=(version, gauss), numpy=(str(kind), int(pos), int(has_gauss), float(cached)))
 
 
-def set_rng_state(tensors: Mapping[str, torch.Tensor], meta: RandomState) -> None:
+def set_rng_state(tensors: Mapping[str, Tensor], meta: RandomState) -> None:
     """Set what `rng_state` gave. States of devices that this process lacks are left out.
 
     Raises:

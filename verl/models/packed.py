@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -91,14 +91,14 @@ class PackedModel:
         self.model = model
         self.fused_kernels = bool(fused_kernels)
         self._device = None if device is None else torch.device(device)
-        if not isinstance(getattr(model, "base_model", None), torch.nn.Module) or not hasattr(model, "config"):
+        if not isinstance(getattr(model, "base_model", None), nn.Module) or not hasattr(model, "config"):
             raise ModelError(f"{type(model).__name__} is not a transformers model: it has no config or no backbone")
         if hasattr(model, "get_base_model"):
             raise ModelError("the model is wrapped by peft: give its get_base_model(), in which the adapters are")
         compute_experts(model)
         if self.device.type == "cpu":
             limit_library_memory()
-        self.backbone: torch.nn.Module = backbone_of(self.model)
+        self.backbone: nn.Module = backbone_of(self.model)
         self.config = self.model.config.get_text_config()
         self.num_layers = int(self.config.num_hidden_layers)
         self.num_heads = count_of(self.config, "num_attention_heads") or 1  # state-space models have none
@@ -163,7 +163,7 @@ class PackedModel:
         if hasattr(weight, "placements"):  # ranks have rows of it: the module gathers their logits
             logits: Tensor = self.model.get_output_embeddings()(hidden)
         else:
-            logits = torch.nn.functional.linear(hidden, weight, bias)
+            logits = nn.functional.linear(hidden, weight, bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -192,7 +192,7 @@ class PackedModel:
         self.ready = None
         names = {id(weight): name for name, weight in named_weights(self.model)}
 
-        def wait(module: torch.nn.Module, _: Any = None) -> None:
+        def wait(module: nn.Module, _: Any = None) -> None:
             for weight in (*module.parameters(), *module.buffers()):
                 if id(weight) in names:
                     ready(names[id(weight)])
@@ -328,7 +328,7 @@ _PROBE = (
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -366,7 +366,7 @@ class _PositionTable(TorchFunctionMode):
     size: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.embedding and len(args) > 1 and args[0].numel() == self.length:
+        if func is nn.functional.embedding and len(args) > 1 and args[0].numel() == self.length:
             rows, table = args[0].flatten().tolist(), args[1]
             # Some begin their table with rows for padding.
             if self.length > 1 and rows == list(range(rows[0], rows[0] + self.length)):
@@ -374,7 +374,7 @@ class _PositionTable(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
+def backbone_of(model: PreTrainedModel) -> nn.Module:
     """A transformers model without its language-model head.
 
     Raises:
@@ -389,7 +389,7 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
     return backbone
 
 
-def _parts(module: torch.nn.Module, layers: int) -> Iterator[torch.nn.Module]:
+def _parts(module: nn.Module, layers: int) -> Iterator[nn.Module]:
     """The modules of a backbone that are called one after the other: its layers, the embedding, the last norm."""
     for child in module.children():
         stacks = stacks_of(child, layers)
@@ -427,7 +427,7 @@ def compute_experts(model: Any) -> None:
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode inside, in its own mode after."""
     training = [module for module in model.modules() if module.training]
     model.eval()

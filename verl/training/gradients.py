@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl._base.autograd import add_rows
 from verl.errors import TrainingError
@@ -34,8 +34,8 @@ class Weight:
     """
 
     name: str
-    live: torch.nn.Parameter
-    source: torch.nn.Parameter
+    live: nn.Parameter
+    source: nn.Parameter
     gradient: Tensor | None = None
     has_gradient: bool = False
     loss_scale: float = 1.0
@@ -87,9 +87,7 @@ class Gradients:
     `is_scaled`: gradients are computed in fp16, whatever `weights` are in.
     """
 
-    def __init__(
-        self, weights: list[Weight], watched: Iterable[torch.nn.Parameter], *, is_scaled: bool = False
-    ) -> None:
+    def __init__(self, weights: list[Weight], watched: Iterable[nn.Parameter], *, is_scaled: bool = False) -> None:
         self.weights = weights
         self._by_source: Mapping[Tensor, Weight] = {weight.source: weight for weight in weights}
         self._watched = list(watched)

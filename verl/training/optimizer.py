@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from verl.errors import CheckpointError, ConfigError
 from verl.training.adamw import SplitAdamW, decay_of
@@ -21,7 +22,7 @@ from verl.weights.shard import Shard, blocks_of
 from verl.weights.shards import fill_blocks, no_forks
 
 #: A torch optimizer over a model's parameters, or a function that makes one of a list of parameters.
-OwnOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]
+OwnOptimizer: TypeAlias = Optimizer | Callable[[list[Tensor]], Optimizer]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 #: What of the state of AdamW has the shape of the weight.
@@ -53,16 +54,16 @@ class MixedPrecisionOptimizer:
 
     def __init__(
         self,
-        weights: Mapping[str, torch.nn.Parameter],
+        weights: Mapping[str, nn.Parameter],
         config: OptimConfig,
         optimizer: OwnOptimizer | None = None,
-        pieces: Mapping[str, torch.nn.Parameter] | None = None,
+        pieces: Mapping[str, nn.Parameter] | None = None,
         *,
         is_scaled: bool = False,
         scheduler: Any = None,
     ) -> None:
         watched = trained = {name: live for name, live in weights.items() if live.requires_grad}
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, Optimizer):
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if foreign := held - {id(live) for live in weights.values()}:
                 raise ConfigError(
@@ -88,7 +89,7 @@ class MixedPrecisionOptimizer:
         self._optimizer: Any = optimizer
         if optimizer is None:
             self._optimizer = _adamw(self._masters, config) if self._masters else None
-        elif not isinstance(optimizer, torch.optim.Optimizer):
+        elif not isinstance(optimizer, Optimizer):
             self._optimizer = optimizer([*self._masters.values()])
         else:
             _take_over(optimizer, {weight.live: master for weight, master in self._masters.items()})
@@ -242,7 +243,7 @@ class MixedPrecisionOptimizer:
 
 
 @torch.no_grad()
-def _take_over(optimizer: torch.optim.Optimizer, masters: Mapping[torch.nn.Parameter, Tensor]) -> None:
+def _take_over(optimizer: Optimizer, masters: Mapping[nn.Parameter, Tensor]) -> None:
     """Have a caller's optimizer step the masters of live weights, and of these only."""
     for group in optimizer.param_groups:
         group["params"] = [masters[p] for p in group["params"] if p in masters]  # without frozen ones
@@ -254,7 +255,7 @@ def _take_over(optimizer: torch.optim.Optimizer, masters: Mapping[torch.nn.Param
             }
 
 
-def _master(live: torch.nn.Parameter) -> Tensor:
+def _master(live: nn.Parameter) -> Tensor:
     if live.dtype in (torch.float32, torch.float64):
         return live
     if live.dtype in (torch.bfloat16, torch.float16):
@@ -262,7 +263,7 @@ def _master(live: torch.nn.Parameter) -> Tensor:
     raise ConfigError(f"weights of dtype {live.dtype} cannot be trained: load the model in bf16 or fp32")
 
 
-def _adamw(masters: Mapping[Weight, Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+def _adamw(masters: Mapping[Weight, Tensor], config: OptimConfig) -> Optimizer:
     decays: dict[float, list[Tensor]] = {}
     for weight, master in masters.items():
         decays.setdefault(decay_of(weight, config), []).append(master)
@@ -331,7 +332,7 @@ def fill_state(
 
 def optimizer_name(optimizer: OwnOptimizer | None) -> str:
     """The name of a caller's optimizer class, or of the function that makes it; "AdamW" without one."""
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is None or isinstance(optimizer, Optimizer):
         return "AdamW" if optimizer is None else type(optimizer).__name__
     return str(getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__))
 

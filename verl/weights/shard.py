@@ -22,13 +22,14 @@ from verl._base.checked import hinted
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 
 #: Of a weight or a block of one: sizes, or an index, by dimension.
 Shape: TypeAlias = tuple[int, ...]
 #: Of a weight: where each begins, and its elements.
-Blocks: TypeAlias = "Iterable[tuple[Shape, torch.Tensor]]"
+Blocks: TypeAlias = "Iterable[tuple[Shape, Tensor]]"
 #: Bytes of shards that travel as one object.
 BUNCH = 64 << 20
 
@@ -49,7 +50,7 @@ class Slice(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def of(self, tensor: torch.Tensor, offset: Sequence[int] = ()) -> torch.Tensor:
+    def of(self, tensor: Tensor, offset: Sequence[int] = ()) -> Tensor:
         """The block of a weight, or of a part of it that begins at `offset`, on the same memory."""
         for dim, (start, here, size) in enumerate(zip(self.offset, offset or repeat(0), self.shape, strict=False)):
             tensor = tensor.narrow(dim, min(start - here, tensor.shape[dim]), size)
@@ -64,10 +65,10 @@ class Shard:
     name: str
     global_shape: Shape
     offset: Shape
-    tensor: torch.Tensor
+    tensor: Tensor
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Shard:
+    def whole(cls, name: str, tensor: Tensor) -> Shard:
         return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
     @property
@@ -181,13 +182,13 @@ def split_large(shards: Iterable[Shard]) -> Iterator[Shard]:
             yield replace(shard, offset=offset, tensor=shard.tensor[low : low + count])
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """What of a tensor this rank holds, on the same memory. The tensor itself, where it is not cut."""
     cut: Any = tensor
     return cut.to_local() if hasattr(tensor, "placements") else tensor
 
 
-def rows_of(weight: torch.Tensor) -> range:
+def rows_of(weight: Tensor) -> range:
     """Which rows of a weight this rank has, where it is cut by them along one dimension of ranks."""
     cut: Any = weight
     count, mesh = len(weight), cut.device_mesh
@@ -196,7 +197,7 @@ def rows_of(weight: torch.Tensor) -> range:
     return range(start, min(start + each, count))
 
 
-def blocks_of(tensor: torch.Tensor, local: torch.Tensor | None = None) -> Blocks:
+def blocks_of(tensor: Tensor, local: Tensor | None = None) -> Blocks:
     """The blocks of a tensor that this rank holds: where each begins, and its part of `local`, on the same memory.
 
     There are several where fused matrices (query, key and value) are cut one by one, and none where a rank holds
@@ -247,7 +248,7 @@ def shard_slices(
     )
 
 
-def run_blocks(shape: Shape, start: int, run: torch.Tensor) -> Blocks:
+def run_blocks(shape: Shape, start: int, run: Tensor) -> Blocks:
     """The blocks that a run of the elements of a flattened tensor is made of: where each begins in the tensor, and its
     part of `run`, on the same memory.
 
@@ -286,7 +287,7 @@ def _run_blocks(shape: Shape, ranks: int, index: int) -> tuple[ShardSlice, ...]:
 
 
 @contextmanager
-def local_weights(module: torch.nn.Module, without: str = "") -> Iterator[torch.Tensor | None]:
+def local_weights(module: torch.nn.Module, without: str = "") -> Iterator[Tensor | None]:
     """A module has this rank's parts of its weights inside; the weight `without` is zero there, and yielded."""
     import torch
 
@@ -320,7 +321,7 @@ def _runs(size: int, sharded_dims: tuple[tuple[int, int, int], ...]) -> tuple[tu
     return tuple((int(kept[a]), a, b - a) for a, b in pairwise([*starts, len(kept)]))
 
 
-def sharded_dims_of(tensor: torch.Tensor) -> tuple[ShardedDim, ...]:
+def sharded_dims_of(tensor: Tensor) -> tuple[ShardedDim, ...]:
     """How a tensor is cut over the ranks of a mesh, as `WeightSpec.cuts`."""
     cut: Any = tensor
     if not hasattr(tensor, "placements"):
@@ -337,7 +338,7 @@ def sharded_dims_of(tensor: torch.Tensor) -> tuple[ShardedDim, ...]:
     return tuple(sharded_dims)
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _digest(tensor: Tensor) -> str:
     import torch
 
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
