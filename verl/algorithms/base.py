@@ -83,20 +83,20 @@ class BaseAlgorithm(ABC):
             `compute_critic_loss`, `compute_cost_critic_loss`) has to state it again.
     """
 
-    name: ClassVar[str] = ""
-    online: ClassVar[bool] = True
-    coupled: ClassVar[bool] = False
+    name = ""
+    online = True
+    coupled = False
     head: ClassVar[Literal["lm", "score"]] = "lm"
-    samples_per_prompt: ClassVar[int] = 8
-    greedy_baseline: ClassVar[bool] = False
+    samples_per_prompt = 8
+    greedy_baseline = False
     needs_log_probs = False
-    needs_constraint: ClassVar[bool] = False
+    needs_constraint = False
     measures: ClassVar[frozenset[str]] = frozenset()
     unread: ClassVar[Mapping[str, str]] = {}
     read_with: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "loss_scale_factor": ("loss_agg_mode", "seq-mean-token-sum-norm")
     }
-    no_gradient_at_zero: ClassVar[bool] = False
+    no_gradient_at_zero = False
 
     #: Models it needs, out of `ROLES`.
     roles = frozenset({"actor", "reward"})
