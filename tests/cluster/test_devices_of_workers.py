@@ -76,9 +76,8 @@ def test_a_cluster_has_what_the_driver_does_not_use(
 def test_ranks_of_a_job_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        "verl.cluster.torchrun.transport.torchrun_transport", lambda timeout, kind: SimpleNamespace(size=6)
-    )
+    job = SimpleNamespace(size=6, has_started=True)
+    monkeypatch.setattr("verl.cluster.torchrun.transport.this_job", lambda: job)
     Controller()
     assert visible() == "3"
 

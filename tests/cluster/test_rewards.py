@@ -52,7 +52,7 @@ def make() -> Iterator[Callable[..., Reward]]:
 
 def test_samples_are_scored_one_by_one_and_in_order(make: Callable[..., Reward]) -> None:
     reward = make()
-    assert not reward.whole_batch
+    assert not reward.source.whole_batch
     texts = ["a" * n for n in range(1, 40)]
     assert reward.get_reward(texts_of(*texts))["reward"] == [float(n) for n in range(1, 40)]
     # The first may score all of them before the second has started.

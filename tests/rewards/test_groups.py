@@ -106,7 +106,7 @@ def test_the_numbers_are_the_same_however_a_step_is_scored() -> None:
     )
     for reward in (plain, smooth, mixed):
         assert reward.get_reward(rows)["reward"] == [0.0, 0.0, 1.0, 1.0]
-    assert (plain.whole_batch, smooth.whole_batch, mixed.whole_batch) == (False, True, True)
+    assert (plain.source.whole_batch, smooth.source.whole_batch, mixed.source.whole_batch) == (False, True, True)
     assert plain.get_reward(["b", "a"])["reward"] == [1.0, 0.0]
 
 

@@ -203,7 +203,7 @@ def test_what_hangs_is_killed_and_abstains_alone() -> None:
         assert "no answer within 3 s" in found["abstain_reason"][1]
         assert "ground_truth or answer" in found["abstain_reason"][3]
         assert counts["late/count"] == 1 and counts["deaths/count"] == 1
-        assert not reward.whole_batch
+        assert not reward.source.whole_batch
     finally:
         reward.close()
 

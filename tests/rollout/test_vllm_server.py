@@ -191,16 +191,14 @@ def test_an_asynchronous_engine_of_the_callers(wide: Path, monkeypatch: pytest.M
         model = load_model(wide)
         sequences = adapter.generate_sequences(["Once upon a time"], n=3, max_new_tokens=10)
         assert gap(model, sequences) < 1e-3
-        actor = verl.Actor(
-            str(wide), rollout=verl.vLLMAdapter(engine, loop=adapter._own_engine._loop), optim={"lr": 1e-2}
-        )
+        actor = verl.Actor(str(wide), rollout=verl.vLLMAdapter(engine, loop=adapter._own[0]._loop), optim={"lr": 1e-2})
         for _ in range(2):
             sequences = actor.generate_sequences(["Once upon a time"], n=4, max_new_tokens=10)
             assert gap(actor.model, sequences) < 1e-3
             record = actor.update(sequences, [1.0, 0.0, 0.0, 1.0])
             assert record["sync/mismatch/max"] < 1e-3
         # In asynchronous code of the caller's, which keeps its tokenizer.
-        again = verl.vLLMAdapter(engine, tokenizer, loop=adapter._own_engine._loop)
+        again = verl.vLLMAdapter(engine, tokenizer, loop=adapter._own[0]._loop)
         two = asyncio.run(again.generate_async(["Once upon a time"], n=2, max_new_tokens=5))
         assert set(two["finish"]) <= {"stop", "length"} and len(two) == 2
         monkeypatch.setattr(engine, "finish_weight_update", None)

@@ -53,7 +53,7 @@ class Controller:
         #: Where models run; a kind alone: on whichever device of that kind they are.
         self.device = first.kind if placement is None or first.kind != "cuda" else str(first)
         if ranks > 1:
-            from verl.cluster.torchrun.transport import torchrun_transport
+            from verl.cluster.torchrun.transport import this_job
 
             for device in self.mesh.devices:
                 if device.node or device.accelerator:
@@ -62,8 +62,11 @@ class Controller:
             self.mesh.check({first.kind: ranks}, f"this torchrun job of {ranks} ranks")
             for index in range(local_ranks()):
                 claim(f"{first.kind}:{index}")
+            job = this_job()
+            if not job.has_started:  # until then the latest settings count
+                job.kind, job.timeout = first.kind, job.timeout if timeout is None else timeout
             self.executor = "torchrun"
-            self.transport: Transport = torchrun_transport(timeout, first.kind)
+            self.transport: Transport = job
         elif len(self.mesh.devices) > 1 or first.node or first.accelerator:
             self.executor = "ray"
             self.transport = _ray_transport(self.mesh, TIMEOUT if timeout is None else timeout)

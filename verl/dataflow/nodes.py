@@ -149,7 +149,7 @@ class RewardNode:
             run=partial(self._run, name),
             inputs=("finish?", "episode_error?", "episode?", "episode_reward?", *inputs),
             outputs=(column, *reason, f"{column}/{ANY}"),
-            groups=None if self.reward.whole_batch else 1,
+            groups=None if self.reward.source.whole_batch else 1,
             at_end=partial(log_failures, self.reward.source),
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Unpack
 
@@ -159,9 +160,10 @@ class Critic(ModelHandle[CriticWorker]):
         read = ["\n".join(spelled(self.tokenizer, turn) for turn in turns) for turns in written_turns(first)]
         # A response's text has no ends and padding, and which tokens those are is the actor's affair.
         added = ChatTokenizer(self.tokenizer).added
-        names = [{"\n", *(added[t] for t in tokens if t in added)} for tokens in first["response_tokens"]]
+        names = [["\n", *(added[t] for t in {*tokens} if t in added)] for tokens in first["response_tokens"]]
         rows = [row for row in zip(read, first["response"], names, strict=True) if row[1]]
-        if rows and not any(_without(text, some) == _without(response, some) for text, response, some in rows):
+        bare = [[re.sub("|".join(map(re.escape, some)), "", text) for text in texts] for *texts, some in rows]
+        if rows and not any(text == response for text, response in bare):
             raise ConfigError(
                 f"the critic's tokenizer reads {rows[0][0][:50]!r} where the response is {rows[0][1][:50]!r}: "
                 "the actor has another. Give Critic(..., actor_tokenizer=actor.tokenizer) for values to be carried over"
@@ -176,12 +178,6 @@ def _value_model(model: Any) -> ValueModel:
     if not hasattr(plain, "base_model"):
         raise ModelError(f"{type(plain).__name__} is no model of transformers: give an AutoModel, or its name")
     return ValueModel.from_model(plain)
-
-
-def _without(text: str, names: Iterable[str]) -> str:
-    for name in names:
-        text = text.replace(name, "")
-    return text
 
 
 def as_critic(critic: Any) -> Critic | None:

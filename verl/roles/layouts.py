@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, get_args
 
 from verl._host.device import device_name, free_memory, is_here
@@ -117,21 +118,14 @@ def _best_size(actor: Actor) -> int:
     train = actor.controller.meshes("actor", actor.train_options, 1)["train"].layout
     if train.is_plain:
         return 1
-    seconds = generation_seconds(actor, train, _possible_sizes(actor, ranks), ranks)
-    return min(seconds, key=seconds.__getitem__) if seconds else max(_possible_sizes(actor, ranks), default=1)
-
-
-def _possible_sizes(actor: Actor, ranks: int) -> list[int]:
-    """The tensor-parallel sizes that divide the ranks, the layout of training and the model's heads."""
-    shape, possible = ModelShape.of(actor.modules.config), []
+    possible = []  # sizes that divide the ranks, the layout of training and the model's heads
     for size in range(1, ranks + 1):
-        try:
+        with suppress(ConfigError):
             meshes = actor.controller.meshes("actor", actor.train_options, size)
-            meshes["rollout"].layout.check(shape)
-        except ConfigError:
-            continue
-        possible.append(size)
-    return possible
+            meshes["rollout"].layout.check(ModelShape.of(actor.modules.config))
+            possible.append(size)
+    seconds = generation_seconds(actor, train, possible, ranks)
+    return min(seconds, key=seconds.__getitem__) if seconds else max(possible, default=1)
 
 
 def generation_seconds(actor: Actor, train: Layout, sizes: Sequence[int], ranks: int) -> dict[int, float]:

@@ -82,7 +82,10 @@ class Reward:
         for source in leaves(self.source):
             if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
                 source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
-        for scorer in self._models():
+        functions = (getattr(source, "function", None) for source in leaves(self.source))
+        #: Reward models of this process among its parts.
+        self._models: list[TextScorer] = [f for f in functions if hasattr(f, "score_tokens")]  # type: ignore[misc]
+        for scorer in self._models:
             registry.add("Reward", model=scorer.model)
         if placement is not None:
             self.set_placement(placement)
@@ -102,15 +105,14 @@ class Reward:
         pool = controller.mesh.pools.get(role)
         if pool is None:
             return
-        models = self._models()
-        if not models:
+        if not self._models:
             raise ConfigError(
                 f"placement has devices for the {role}, and '{self.source.name}' is no reward model of this "
                 "process: functions run where the script does, or in processes of their own (workers=N)"
             )
         if pool.parallel != "data":
             raise ConfigError(f"placement: a {role} model is whole on each of its devices: parallel='data', not others")
-        for scorer in models:
+        for scorer in self._models:
             recipe = partial(RewardWorker, PortableModel(scorer.model), scorer.batch_size)
             scorer.score_tokens = partial(_scores, controller.group(role, recipe))
 
@@ -119,15 +121,6 @@ class Reward:
         for source in leaves(self.source):
             if hasattr(source, "seed"):
                 source.seed = seed
-
-    def _models(self) -> list[TextScorer]:
-        functions = (getattr(source, "function", None) for source in leaves(self.source))
-        return [function for function in functions if hasattr(function, "score_tokens")]  # type: ignore[misc]
-
-    @property
-    def whole_batch(self) -> bool:
-        """Whether a sample's reward may depend on the other samples of the step."""
-        return self.source.whole_batch
 
     @property
     def groups(self) -> dict[str, RewardPool]:

@@ -115,7 +115,9 @@ class RewardPool(Pool):
         with self.lock:
             self._wanted = size
             super().scale(size)
-            self._watch()
+            if self._supervisor is None:
+                self._supervisor = threading.Thread(target=self._supervise, name=f"reward {self.name}", daemon=True)
+                self._supervisor.start()
 
     def close(self) -> None:
         """End all workers, now; calls under way fail."""
@@ -131,22 +133,18 @@ class RewardPool(Pool):
             dead, self._dead = self._dead, 0
             return {"workers": self.size, "deaths": dead}
 
-    def _watch(self) -> None:
-        if self._supervisor is None:
-            self._supervisor = threading.Thread(target=self._supervise, name=f"reward {self.name}", daemon=True)
-            self._supervisor.start()
-
     def _supervise(self) -> None:
         """Handle answers, kill late workers, and assign calls to free ones."""
-        while self._supervisor is threading.current_thread():
-            events = self._events()
+        while True:
+            event = None
+            with suppress(queue.Empty):
+                event = self.events.get(timeout=_TICK)
             with self.lock:
                 if self._supervisor is not threading.current_thread():
                     return
                 try:
-                    for worker, name, answer in events:
-                        if worker in self._workers:
-                            self._take(worker, name, answer)
+                    if event is not None and event[0] in self._workers:
+                        self._take(*event)
                     self._expire()
                     under_way = len(self._queue) + sum(len(worker.jobs) for worker in self._workers)
                     self.fit(under_way * self._seconds, self.backlog)
@@ -155,14 +153,6 @@ class RewardPool(Pool):
                     self._supervisor = None  # the next call starts anew: the cause may have been mended by then
                     self._give_up(_named(error, self.name))
                     return
-
-    def _events(self) -> list[tuple[Worker, str, Any]]:
-        events = []
-        with suppress(queue.Empty):
-            events.append(self.events.get(timeout=_TICK))
-            while True:
-                events.append(self.events.get_nowait())
-        return events
 
     def _take(self, worker: Worker, name: str, answer: Any) -> None:
         from ray.exceptions import RayError, RayTaskError

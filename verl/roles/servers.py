@@ -70,12 +70,10 @@ class RolloutWorker:
         return load_tokenizer(self._tokenizer) if isinstance(self._tokenizer, str) else self._tokenizer
 
     @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        return ChatTokenizer(self.tokenizer).ends
-
-    @cached_property
-    def _own_engine(self) -> RolloutEngine:
-        return self.engine(None, self._ends, self.seed)
+    def _own(self) -> tuple[RolloutEngine, ResponseText]:
+        """The engine with its own weights, and what decodes its responses."""
+        ends = ChatTokenizer(self.tokenizer).ends
+        return self.engine(None, ends, self.seed), ResponseText(self.tokenizer, ends)
 
     def generate_sequences(self, prompts: Any, *, n: int = 1, key: str | None = None, **sampling: Any) -> Batch:
         """See `Actor.generate_sequences`. A failed request has `finish` "abort" and no tokens."""
@@ -86,10 +84,10 @@ class RolloutWorker:
         rows, params = expand(batch, n), replace(self.sampling, **sampling)
         pairs = zip(rows["id"], rows["prompt_tokens"], strict=True)
         requests = [Request(name, tokens, params) for name, tokens in pairs]
-        by_id = {sample.id: sample for sample in generate(self._own_engine, requests)}
+        engine, text_of = self._own
+        by_id = {sample.id: sample for sample in generate(engine, requests)}
         columns = response_columns([Turns().wrote(by_id[name]) for name in rows["id"]])
-        texts = list(map(ResponseText(self.tokenizer, self._ends), columns["response_tokens"]))
-        return rows.add({**columns, "response": texts})
+        return rows.add({**columns, "response": list(map(text_of, columns["response_tokens"]))})
 
 
 class vLLMWorker(RolloutWorker):  # noqa: N801  (the name that users know)

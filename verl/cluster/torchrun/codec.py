@@ -52,7 +52,8 @@ def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
     if type(value) is list:
         return [_encoded(item, buffers) for item in value]
     if (number := registry.numbers.get(id(value))) is not None:
-        return {"$": "known", "number": number, **_changes(value, buffers)}
+        known = {"$": "known", "number": number}
+        return _with_fields(known, value, buffers) if isinstance(value, BaseAlgorithm) else known
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         buffers.append(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
@@ -62,10 +63,7 @@ def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
         if isinstance(value, kind):
             return {"$": name, "parts": _encoded(parts(value), buffers)}
     if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
-        fields = {name: _encoded(getattr(value, name), buffers) for name in _field_names(type(value))}
-        # An algorithm may change from batch to batch.
-        state = {"state": _encoded(value.state_dict(), buffers)} if isinstance(value, BaseAlgorithm) else {}
-        return {"$": "record", "name": _name(type(value)), "fields": fields, **state}
+        return _with_fields({"$": "record", "name": _name(type(value))}, value, buffers)
     raise ConfigError(
         f"{getattr(value, '__qualname__', type(value).__qualname__)} ({type(value).__module__}) was made after the "
         "first call: the other ranks of the torchrun job do not run the script any more, and nothing is pickled. "
@@ -74,19 +72,19 @@ def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
     )
 
 
-def _changes(value: Any, buffers: list[torch.Tensor]) -> dict[str, Any]:
-    """The current options and state of a registered algorithm, which may have changed. Options that cannot be encoded
-    keep their values on the other rank."""
-    if not isinstance(value, BaseAlgorithm):
-        return {}
-    fields = {}
+def _with_fields(tree: dict[str, Any], value: Any, buffers: list[torch.Tensor]) -> dict[str, Any]:
+    """Add a record's fields, and an algorithm's state: they may change from batch to batch. Options of an algorithm
+    that the other rank knows keep their values there if they cannot be encoded."""
+    tree["fields"] = {}
     for name in _field_names(type(value)):
         held = len(buffers)
         try:
-            fields[name] = _encoded(getattr(value, name), buffers)
+            tree["fields"][name] = _encoded(getattr(value, name), buffers)
         except ConfigError:
+            if tree["$"] == "record":
+                raise
             del buffers[held:]
-    return {"fields": fields, "state": _encoded(value.state_dict(), buffers)}
+    return {**tree, "state": _encoded(value.state_dict(), buffers)} if isinstance(value, BaseAlgorithm) else tree
 
 
 def decode(tree: Any, buffers: list[torch.Tensor]) -> Any:

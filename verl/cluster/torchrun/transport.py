@@ -236,17 +236,5 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], rank: int) -> 
     return None
 
 
-_this_job = functools.cache(TorchrunTransport)
-
-
-def torchrun_transport(timeout: float | None, kind: str) -> TorchrunTransport:
-    """The ranks of this torchrun job, one object a process; until it has started, the latest arguments count.
-
-    Args:
-        timeout: None: unchanged.
-        kind: "cpu" or "cuda".
-    """
-    job = _this_job()
-    if not job.has_started:
-        job.timeout, job.kind = job.timeout if timeout is None else timeout, kind
-    return job
+#: The ranks of this torchrun job, one object a process.
+this_job = functools.cache(TorchrunTransport)
