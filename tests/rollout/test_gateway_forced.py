@@ -13,7 +13,7 @@ from tests.rollout.agent_bodies import SCHEMA
 from tests.templates import TOOL_FAMILIES
 from verl.rollout.gateway.dialects.base import ChatRequest, RequestError
 from verl.rollout.gateway.forced import constrains_reply, grammar_of, only_choices
-from verl.rollout.gateway.replies import FAMILIES, ReplyParser
+from verl.rollout.gateway.messages import FAMILIES, ReplyParser
 from verl.rollout.grammar import Grammar
 
 pytest.importorskip("xgrammar")

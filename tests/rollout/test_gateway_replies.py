@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.templates import FAMILIES, TOOL_FAMILIES
 from verl.errors import ConfigError
-from verl.rollout.gateway.messages import Message, ToolCall
-from verl.rollout.gateway.replies import ReplyParser
+from verl.rollout.gateway.messages import Message, ReplyParser, ToolCall
 from verl.rollout.gateway.template import ChatTemplate
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}}

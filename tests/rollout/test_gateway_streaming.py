@@ -26,8 +26,7 @@ from verl.models.packed import PackedModel
 from verl.rollout.base import Request, Sample, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.gateway import server
-from verl.rollout.gateway.messages import Message
-from verl.rollout.gateway.replies import without_begun
+from verl.rollout.gateway.messages import Message, without_begun
 from verl.rollout.gateway.session import ReplyStream
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.hf import HFEngine

@@ -1,5 +1,5 @@
 """The gateway: agents that know nothing but the address of an endpoint, as episodes.
 
-Reading order: `messages`, `replies`, `template`, `linking`, `dialects`,
+Reading order: `messages`, `template`, `linking`, `dialects`,
 `forced`, `session`, `server`, `agents`, `gateway`.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl._base.extras import load_extra
 from verl.rollout.gateway.dialects.base import ChatRequest, RequestError
-from verl.rollout.gateway.replies import Family
+from verl.rollout.gateway.messages import Family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

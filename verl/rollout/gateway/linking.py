@@ -26,8 +26,7 @@ from typing import Any
 from verl.data.chat import ChatTokenizer
 from verl.data.tokenize import encode_behind
 from verl.rollout.base import Sample
-from verl.rollout.gateway.messages import Message, longer
-from verl.rollout.gateway.replies import Tools
+from verl.rollout.gateway.messages import Message, Tools, longer
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Turns
 

@@ -21,8 +21,7 @@ from verl.rollout.gateway.dialects import base
 from verl.rollout.gateway.dialects.base import ChatAnswer, ChatRequest, Reply, RequestError
 from verl.rollout.gateway.forced import constrains_reply, grammar_of, only_choices
 from verl.rollout.gateway.linking import Call, Conversations, Prompt
-from verl.rollout.gateway.messages import Message
-from verl.rollout.gateway.replies import Tools, without_begun
+from verl.rollout.gateway.messages import Message, Tools, without_begun
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.stop_strings import StopWatch
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl.data.chat import ChatTokenizer
 from verl.data.text import ResponseText, spelled
 from verl.errors import ConfigError, DataError
-from verl.rollout.gateway.messages import Message, ToolCall
-from verl.rollout.gateway.replies import ReplyParser, Tools
+from verl.rollout.gateway.messages import Message, ReplyParser, ToolCall, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from verl.rollout.gateway.dialects import base
 from verl.rollout.gateway.dialects.base import Body, ChatAnswer, ChatRequest, Part, RequestError
-from verl.rollout.gateway.messages import Message, ToolCall
-from verl.rollout.gateway.replies import THOUGHTS
+from verl.rollout.gateway.messages import THOUGHTS, Message, ToolCall
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _PARTS = {"text": "text", "refusal": "refusal"}
