@@ -118,7 +118,7 @@ def test_the_correction_of_samples_can_be_switched_off() -> None:
     assert (cut.rollout_is, cut.rollout_is_threshold, cut.rollout_is_lower) == ("token", 2.0, None)
     for name, value in (("mode", "token_msk"), ("clip_min", 0.1)):
         given = {"vllm_importance_sampling_mode": "token_truncate", f"vllm_importance_sampling_{name}": value}
-        with pytest.raises(ConfigError, match=f"vllm_importance_sampling_{name}="):
+        with pytest.raises(ConfigError, match=f"vllm_importance_sampling_{name}(=|: must be one of)"):
             grpo_algorithm(GRPOConfig(**given))
     assert grpo_algorithm(GRPOConfig(vllm_importance_sampling_correction=False)).rollout_is is None
 

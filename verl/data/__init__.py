@@ -1,6 +1,6 @@
 """Data: prompts, offline data, buffers, and cursors that resume exactly.
 
-Reading order: `prompts`, `cursor`, `prefetch`, `loader`, `pools`, `files`, `forms`, `chat`, `tokenize`, `text`,
+Reading order: `prompts`, `pools`, `cursor`, `prefetch`, `loader`, `files`, `forms`, `chat`, `tokenize`, `text`,
 `tasks`, `offline`, `buffers`, `task_loader`, `alignment`.
 """
 

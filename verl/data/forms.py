@@ -170,8 +170,7 @@ def usual_row(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         said = row.pop(_SHAREGPT)
         if not isinstance(said, list) or not said:
             raise DataError(f"{where}: 'conversations' is a list of turns with from and value, not {said!r:.80}")
-        turns = [_turn(turn, where) for turn in said]
-        messages = [*_system(row, where), *turns]
+        messages = [*_system(row, where), *(_turn(turn, where) for turn in said)]
         replied = [name for name in ("chosen", "rejected") if isinstance(row.get(name), dict)]
         replies = {name: [_turn(row[name], where)] for name in replied}
         return row | ({"prompt": messages, **replies} if replies else {"messages": messages})

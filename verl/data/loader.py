@@ -110,7 +110,6 @@ class _StreamWalk:
     def take(self, count: int, reads_ahead: float | None) -> tuple[list[tuple[int, int]], Batch]:
         visits: list[tuple[int, int]] = []
         rows: list[dict[str, Any]] = []
-        barren = 0
         while len(rows) < count:
             if self._rows is None:
                 rows_left = self.data.rows(self.epoch, self.position, self._mark)
@@ -119,10 +118,9 @@ class _StreamWalk:
             if row:
                 visits.append((self.epoch, number))
                 rows.append(row)
-                self.position, self._mark, barren = number + 1, mark, 0
+                self.position, self._mark = number + 1, mark
                 continue
-            barren += 1
-            if barren == 2:
+            if self.position == 0:  # nothing came in a whole epoch
                 raise DataError(
                     f"{self.data.name} gives no prompts: it is empty, can be read only once, or all are dropped"
                 )

@@ -294,7 +294,9 @@ class GRPOConfig(OnlineConfig):
     vespo_lambda_neg: float = 2.0
     entropy_coef: float = 0.0
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_mode: Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] = (
+        "sequence_mask"
+    )
     vllm_importance_sampling_clip_min: float | None = None
     vllm_importance_sampling_clip_max: float | None = 3.0
 

@@ -146,8 +146,6 @@ def tokenized(rows: Any) -> Any:
 
 
 def _parts_of_tokens(row: Mapping[str, Any], group: str) -> list[dict[str, Any]]:
-    prompt = list(row.get("prompt_ids") or [])
-    replies = {1.0: "chosen_ids", 0.0: "rejected_ids"} if "chosen_ids" in row else {None: "completion_ids"}
     if "input_ids" in row:
         tokens = list(row["input_ids"])
         masks = [row[name] for name in ("completion_mask", "assistant_masks") if row.get(name) is not None]
@@ -155,17 +153,17 @@ def _parts_of_tokens(row: Mapping[str, Any], group: str) -> list[dict[str, Any]]
         if row.get("labels") is not None:
             trained = [int(label != _UNTRAINED) for label in row["labels"]]
         return [{"group": group, "prompt_tokens": [], "response_tokens": tokens, "response_mask": trained}]
-    label = {} if row.get("label") is None else {"label": float(row["label"])}
+    shared = {"group": group, "prompt_tokens": list(row.get("prompt_ids") or [])}
+    labels = {"chosen_ids": 1.0, "rejected_ids": 0.0} if "chosen_ids" in row else {"completion_ids": row.get("label")}
     return [
         {
             "id": f"{group}/{name}",
-            "group": group,
-            "prompt_tokens": prompt,
+            **shared,
             "response_tokens": list(row[name]),
             "response_mask": [1] * len(row[name]),
-            **(label if reply is None else {"label": reply}),
+            **({} if label is None else {"label": float(label)}),
         }
-        for reply, name in replies.items()
+        for name, label in labels.items()
     ]
 
 
