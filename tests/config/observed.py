@@ -40,7 +40,7 @@ from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
 from verl.run import build
-from verl.run.check import check_settings
+from verl.run.check import check_settings, sources_of
 from verl.run.data import build_data
 from verl.run.train import train
 from verl.training.options import EngineOptions
@@ -263,7 +263,7 @@ def learned(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def data(config: Config, number: int) -> Seen:
     """The first batches of training; the rows are those of the files that the settings name."""
     checked = check_settings(config)
-    actor = build.build_actor(config, next(iter(checked.algorithms.values())).head, checked.rows)
+    actor = build.build_actor(config, checked.tasks[0].algorithm.head, checked.rows)
     train, *_ = build_data(config, actor, checked.data)
     batches = [batch.drop([n for n in batch.columns if n not in ("id", "prompt_tokens", "response_tokens")])
                for batch in itertools.islice(train, 6)]  # fmt: skip
@@ -272,16 +272,15 @@ def data(config: Config, number: int) -> Seen:
 
 def rewards(config: Config, number: int) -> Seen:
     """Scores of some responses; the end is how many have none."""
-    return _scores(build.build_source(config.reward, config.reward), number)
+    return _scores(sources_of(config)["reward"], number)
 
 
 def costs(config: Config, number: int) -> Seen:
     """The same of a cost."""
-    return _scores(build.build_source(config.cost, config.reward), number)
+    return _scores(sources_of(config)["cost"], number)
 
 
-def _scores(source: Reward | None, number: int) -> Seen:
-    assert source is not None
+def _scores(source: Reward, number: int) -> Seen:
     try:
         scores = list(source.get_reward(Batch.from_rows(inputs.answered(number)))["reward"])
     finally:

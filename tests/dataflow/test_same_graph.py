@@ -59,8 +59,7 @@ def from_yaml(config: Any) -> Graph:
     """As `verl train` builds it."""
     checked = check_settings(config)
     actor = build.build_actor(config, "lm", checked.rows)
-    tasks = build.build_tasks(config, checked.algorithms)
-    return build.build_trainer(config, tasks, actor, checked.rows, open_logger(None, ())).graph
+    return build.build_trainer(config, checked.tasks, actor, checked.rows, open_logger(None, ())).graph
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

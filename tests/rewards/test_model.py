@@ -107,12 +107,12 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"missing.*score\.weight.*no reward model"):
-        make_reward(str(tmp_path))
+        verl.Reward(str(tmp_path))
     with pytest.raises(ModelError, match="not loaded from a name or path"):
-        make_reward(make_model("llama"))
+        verl.Reward(make_model("llama"))
     config.num_labels = 3
     with pytest.raises(ModelError, match="one label, this one has 3"):
-        make_reward(AutoModelForSequenceClassification.from_config(config), tokenizer=make_tokenizer())
+        verl.Reward(AutoModelForSequenceClassification.from_config(config), tokenizer=make_tokenizer())
 
 
 def test_a_tokenizer_that_fails_abstains() -> None:

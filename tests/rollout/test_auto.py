@@ -32,7 +32,7 @@ from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import RolloutOptions
 from verl.rollout.tools import ToolEpisode
 from verl.run.memory import memory_on
-from verl.run.resolved import FILE, resolve, resolve_engine
+from verl.run.resolved import FILE, resolve
 from verl.run.train import train
 from verl.workers.standalone import EngineRecipe
 
@@ -161,7 +161,7 @@ def test_a_run_goes_on_with_the_engine_with_which_it_began(
         gpu(there)
         kept = resolve(given, tmp_path)
         actor = verl.Actor(kept.actor_rollout_ref.model, rollout=kept.actor_rollout_ref.rollout)
-        settled = resolve_engine(kept, actor, tmp_path)
+        settled = resolve(kept, tmp_path, actor)
         assert (actor.resolve_engine(), settled.actor_rollout_ref.rollout.name) == (name, name)
 
 

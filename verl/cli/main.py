@@ -166,7 +166,7 @@ def _dry_run(config: Config, device: str | None) -> None:
         from verl.run.memory import memory_on
 
         cluster = Cluster.parse(device if device[:1].isdigit() else f"1x{device}", option="--device")
-        typer.echo("\n" + "\n".join(memory_on(config, checked.algorithms.values(), cluster).lines()))
+        typer.echo("\n" + "\n".join(memory_on(config, [task.algorithm for task in checked.tasks], cluster).lines()))
     typer.echo("\n# Not the default:")
     for key, value, default in differences(config):
         typer.echo(f"{typer.style(key, bold=True)}: {visible(str(value))}  # {default}")

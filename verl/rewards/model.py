@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,7 +60,6 @@ class RewardModel(FunctionReward):
             scorer.source = PortableModel(source) if hasattr(source, "forward") else source
             options["batch_size"] = batch_size
         else:  # a forward takes texts of similar length from all prompts
-            scorer.load()
             options |= {"whole_batch": True, "process": False}
         super().__init__(scorer, **{"name": "reward_model", "timeout": 600.0, **options})
 
@@ -79,21 +78,27 @@ class TextScorer:
     max_length: int | None
     dtype: str
     device: str | torch.device | None
+    model: Any = field(default=None, init=False)
 
     def load(self) -> None:
-        self.model = self.source.model if isinstance(self.source, PortableModel) else self.source
-        if not hasattr(self.model, "forward"):
-            self.model = load_model(self.source, dtype=self.dtype, kind="classifier")
-        if getattr(self.model.config, "num_labels", 1) != 1 and not hasattr(self.model, "predict"):
-            raise ModelError(f"a reward model has one label, this one has {self.model.config.num_labels}")
-        tokenizer = find_tokenizer(self.model) if self.tokenizer is None else self.tokenizer
+        """Read the files, unless that is done: settings are checked without them."""
+        if self.model is not None:
+            return
+        model = self.source.model if isinstance(self.source, PortableModel) else self.source
+        if not hasattr(model, "forward"):
+            model = load_model(self.source, dtype=self.dtype, kind="classifier")
+        if getattr(model.config, "num_labels", 1) != 1 and not hasattr(model, "predict"):
+            raise ModelError(f"a reward model has one label, this one has {model.config.num_labels}")
+        tokenizer = find_tokenizer(model) if self.tokenizer is None else self.tokenizer
         self._chat = ChatTokenizer(load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer)
-        self.score_tokens: Callable[..., list[float]] = TokenScorer(self.model, self.batch_size, self.device)
-        self.max_length = self.max_length or getattr(self.model.config, "max_position_embeddings", None)
-        self._at_eos = bool(getattr(self.model.config, SCORE_AT_EOS, False))
+        self.score_tokens: Callable[..., list[float]] = TokenScorer(model, self.batch_size, self.device)
+        self.max_length = self.max_length or getattr(model.config, "max_position_embeddings", None)
+        self._at_eos = bool(getattr(model.config, SCORE_AT_EOS, False))
+        self.model = model
 
     def __call__(self, responses: list[str], prompts: list[Any]) -> list[float]:
         """One number for each response to its prompt (a text or a list of messages)."""
+        self.load()
         tokens = [self._encode(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         return self.score_tokens(tokens)
 

@@ -19,6 +19,7 @@ from verl.cluster.controller import Controller, start
 from verl.cluster.group import RankGroup
 from verl.errors import CheckpointError, ConfigError, RewardError, nearest
 from verl.models.portable import PortableModel
+from verl.rewards.calls import ThreadCaller
 from verl.rewards.failures import Failures
 from verl.rewards.make import make_reward
 from verl.rewards.model import TextScorer
@@ -47,6 +48,7 @@ class Reward:
         max_workers: upper limit when samples queue up.
         placement: names devices for the role "reward", see `DeviceMesh`: its models run there, and each rank
             scores its share of the rows. None: the models run in this process, on the accelerator where there is one.
+        load: False: the files of its models are read when a trainer is made, or at the first score.
         **options: `timeout` in seconds, `retries`, `default_reward` (instead of abstaining), `max_failure_rate`
             (of the latest 256 samples, once there are 64; above it scoring raises), `smoothing` (EMA), `whole_batch` (a
             function is called once on all samples of a step, not for each prompt when its samples are finished),
@@ -66,6 +68,7 @@ class Reward:
         workers: Annotated[int, Field(ge=0, le=1024)] = 0,
         max_workers: Processes | None = None,
         placement: Any = None,
+        load: bool = True,
         **options: Any,
     ) -> None:
         follow_log_level()
@@ -82,11 +85,12 @@ class Reward:
         for source in leaves(self.source):
             if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
                 source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
-        functions = (getattr(source, "function", None) for source in leaves(self.source))
+        here = (source for source in leaves(self.source) if isinstance(getattr(source, "group", None), ThreadCaller))
+        functions = [source.function for source in here]  # type: ignore[attr-defined]
         #: Reward models of this process among its parts.
-        self._models: list[TextScorer] = [f for f in functions if hasattr(f, "score_tokens")]  # type: ignore[misc]
-        for scorer in self._models:
-            registry.add("Reward", model=scorer.model)
+        self._models = [function for function in functions if isinstance(function, TextScorer)]
+        if load:
+            self.load()
         if placement is not None:
             self.set_placement(placement)
 
@@ -95,12 +99,23 @@ class Reward:
         """A reward model by name or directory."""
         return cls(model=name, **options)
 
+    def load(self) -> None:
+        """Read the files of its models, unless that is done.
+
+        Raises:
+            ModelError: one cannot be loaded, or is no reward model.
+        """
+        for scorer in self._models:
+            scorer.load()
+            registry.add("Reward", model=scorer.model)
+
     def set_placement(self, placement: Any, role: str = "reward") -> None:
         """Run the reward's models on the devices that a placement has for `role`; without such devices they stay here.
 
         Raises:
             ConfigError: the reward has no model that could run there, or the ranks shall cut it.
         """
+        self.load()
         controller = Controller.of(placement)
         pool = controller.mesh.pools.get(role)
         if pool is None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from verl.algorithms import BaseAlgorithm
 from verl.cluster.controller import Controller
-from verl.config import Config, CostConfig, RewardConfig
+from verl.config import Config
 from verl.config.schema import LimitSettings, SavingSettings, UpdateSettings
 from verl.models.loading import load_model
 from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.roles.reward import Reward
-from verl.run.check import rewarding_episode, roles_of, source_of
+from verl.run.check import roles_of
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.task import Task
-from verl.trainer.tasks import task_of
 from verl.trainer.trainer import Trainer
 from verl.training.options import TrainOptions
 from verl.workers.update import MiniBatchPlan
@@ -65,35 +63,6 @@ def build_critic(config: Config, rows: int, controller: Controller | None = None
         model = model.replace(tokenizer=model.path)
     train = _training(config, config.critic.options(config.actor_rollout_ref.actor), rows)
     return Critic(model, train=train, placement=controller, seed=config.trainer.seed)
-
-
-def build_source(section: CostConfig, calls: RewardConfig) -> Reward | None:
-    """The reward or cost that a section names, or the weighted sum of several; None where it names none.
-
-    Args:
-        calls: the section with deadlines, retries and workers, which rewards and costs share.
-    """
-    if not section.is_given:
-        return None
-    names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
-    options: dict[str, Any] = {name: getattr(calls, name) for name in names}
-    options["default_reward"] = None if calls.on_failure == "abstain" else calls.on_failure
-    return Reward(source_of(section), **options)
-
-
-def build_tasks(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> list[Task]:
-    """The tasks with their rewards; of a run without `tasks`, the one that its sections make.
-
-    Raises:
-        ConfigError, RewardError, ModelError: a reward cannot be made.
-    """
-    if config.tasks:
-        return [task_of(task) for task in config.tasks]
-    ((name, algorithm),) = algorithms.items()
-    rewards = {role: build_source(getattr(config, role), config.reward) for role in ("reward", "cost")}
-    sources = {role: source for role, source in rewards.items() if source is not None}
-    n = config.actor_rollout_ref.rollout.n
-    return [Task(name, algorithm, sources, n=n, episode=rewarding_episode(config))]
 
 
 def build_trainer(

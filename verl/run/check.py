@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from verl._base.names import check_known
 from verl._host.user_functions import load_function
 from verl.algorithms import BaseAlgorithm, make_algorithm
-from verl.batch import Batch
 from verl.config import Config, CostConfig, RewardPart, differences
 from verl.config.schema import KL
 from verl.data.prompts import PromptDataset
@@ -19,24 +18,12 @@ from verl.data.task_loader import by_task
 from verl.errors import ConfigError
 from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
-from verl.rewards.make import make_reward, misspelt
-from verl.rewards.registry import REWARDS
-from verl.rewards.signatures import recognise
-from verl.rewards.source import RewardResult, RewardSource
+from verl.roles.reward import Reward
 from verl.run.data import ReadData, is_offline, read_data, step_rows
-from verl.tasks.file import (
-    MAIN,
-    algorithm_of,
-    check_asynchronous,
-    check_corrected,
-    check_heads,
-    check_permuted,
-    check_reads,
-    check_sampling,
-)
+from verl.tasks.file import MAIN, check_asynchronous, check_corrected, check_heads, check_permuted, check_reads
+from verl.trainer.task import Task
+from verl.trainer.tasks import task_of
 
-#: Options of a task's reward that are of how it is called.
-_OF_THE_CALLS = ("workers", "max_workers")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SAMPLING = ("episode", "environment", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
 _EVALUATION = (
@@ -48,13 +35,13 @@ _MODELS = (
 
 
 class Checked(NamedTuple):
-    """The algorithms, metrics and data of the settings, loaded without a model; data are not tokenised yet.
+    """The tasks, metrics and data of the settings, made without a model; data are not tokenised yet.
 
-    algorithms: of the tasks, by name; a run without `tasks` has one, "main".
+    tasks: a run without `tasks` has one, "main".
     rows: those that one step learns from; about, where groups or tasks differ in size.
     """
 
-    algorithms: dict[str, BaseAlgorithm]
+    tasks: list[Task]
     metrics: dict[str, Metric]
     data: ReadData
     rows: int
@@ -70,7 +57,8 @@ def check_settings(config: Config) -> Checked:
             column that a reward or a metric reads.
         RewardError: a file of the user's cannot be imported.
     """
-    algorithms = {task.name: algorithm_of(task) for task in config.tasks} or {MAIN: _algorithm(config)}
+    tasks = tasks_of(config)
+    algorithms = {task.name: task.algorithm for task in tasks}
     # Cheap checks first: data are read only once the settings agree.
     check_heads(algorithms)
     _check_together(config, algorithms)
@@ -82,15 +70,34 @@ def check_settings(config: Config) -> Checked:
         from verl.tasks.weights import DynamicTaskWeightScheduler
 
         DynamicTaskWeightScheduler(**dict(config.trainer.task_scheduler))
-    sources = sources_of(config)
-    for task in config.tasks:
-        check_sampling(task)
     metrics = {spec: Metric(spec, load_function(spec)) for spec in config.trainer.eval_metrics if spec != KL}
     data = read_data(config, algorithms)
-    _check_reads(config, data, sources, list(metrics.values()))
-    samples = {task.name: task.n or algorithms[task.name].samples_per_prompt for task in config.tasks}
-    rows = step_rows(config, data, samples or {MAIN: config.actor_rollout_ref.rollout.n})
-    return Checked(algorithms, metrics, data, rows)
+    _check_reads(data, tasks, list(metrics.values()))
+    rows = step_rows(config, data, {task.name: task.n for task in tasks})
+    return Checked(tasks, metrics, data, rows)
+
+
+def tasks_of(config: Config) -> list[Task]:
+    """The tasks with their rewards, whose models are not loaded yet; of a run without `tasks`, the one that its
+    sections make. Imports the user's functions.
+
+    Raises:
+        ConfigError, RewardError: an algorithm or a reward cannot be made.
+    """
+    if config.tasks:
+        return [task_of(task, load=False) for task in config.tasks]
+    algorithm, n = _algorithm(config), config.actor_rollout_ref.rollout.n
+    return [Task(MAIN, algorithm, sources_of(config), n=n, episode=rewarding_episode(config))]
+
+
+def sources_of(config: Config) -> dict[str, Reward]:
+    """The rewards of the sections by role, whose models are not loaded yet."""
+    calls = config.reward
+    names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
+    options: dict[str, Any] = {name: getattr(calls, name) for name in names}  # of costs, too
+    options["default_reward"] = None if calls.on_failure == "abstain" else calls.on_failure
+    given = {role: section for role in ("reward", "cost") if (section := getattr(config, role)).is_given}
+    return {role: Reward(_source(section), load=False, **options) for role, section in given.items()}
 
 
 def roles_of(config: Config, algorithms: Iterable[BaseAlgorithm]) -> set[str]:
@@ -196,35 +203,22 @@ def _check_paths(config: Config) -> None:
             load_function(spec)
 
 
-def _check_reads(
-    config: Config, data: ReadData, sources: Mapping[str, Mapping[str, RewardSource]], metrics: list[Metric]
-) -> None:
+def _check_reads(data: ReadData, tasks: list[Task], metrics: list[Metric]) -> None:
     """The data have what the rewards and metrics of their tasks read; what is recorded has been scored already."""
-    rewards = {name: of.values() for name, of in sources.items()}
+    rewards = {task.name: [reward.source for reward in task.sources.values()] for task in tasks}
     for name, rows in data.train.items():
         if isinstance(rows, PromptDataset):  # numbers are files of the one task
             check_reads({f"data.train ({rows.name})": rows.batch}, rewards[name if name in rewards else MAIN])
     if isinstance(data.held_out, PromptDataset):
-        held_out = by_task(data.held_out.batch, [*rewards]) if config.tasks else {MAIN: data.held_out.batch}
+        held_out = {MAIN: data.held_out.batch} if MAIN in rewards else by_task(data.held_out.batch, [*rewards])
         for name, batch in held_out.items():
             check_reads({f"data.eval ({data.held_out.name})": batch}, rewards[name], metrics)
 
 
-class UnreadModel:
-    """A placeholder for a reward model, whose weights are not loaded."""
-
-    name = "model"
-    whole_batch = True
-    columns = recognise(lambda responses, prompts: []).columns
-
-    async def score(self, batch: Batch) -> RewardResult:
-        raise NotImplementedError("a placeholder computes nothing")
-
-
-def source_of(part: RewardPart) -> dict[str, Any]:
+def _source(part: RewardPart) -> dict[str, Any]:
     """What `make_reward` takes for a reward: its one origin as `source` with its own options, or several by name."""
     if isinstance(part, CostConfig) and part.components:
-        return {name: {**source_of(each), "weight": each.weight} for name, each in part.components.items()}
+        return {name: {**_source(each), "weight": each.weight} for name, each in part.components.items()}
     (origin,) = part.origins()
     if origin == "name":
         return {"source": part.name, **({} if part.answer == "whole" else {"answer": part.answer})}
@@ -243,48 +237,3 @@ def rewarding_episode(config: Config) -> Any:
         return as_environments(rollout.environment)
     episode = None if rollout.episode is None else load_function(rollout.episode)
     return episode if getattr(episode, "gives_reward", False) else None
-
-
-def sources_of(config: Config) -> dict[str, dict[str, RewardSource]]:
-    """The rewards of each task by role; reward models are placeholders without weights. Imports the
-    user's functions.
-
-    Raises:
-        ConfigError, RewardError: a reward cannot be built, or does not take an option.
-    """
-    if not config.tasks:
-        sections = {"reward": config.reward, "cost": config.cost}
-        sources = {role: _made(source_of(section), {}) for role, section in sections.items() if section.is_given}
-        if (episode := rewarding_episode(config)) is not None:
-            from verl.rewards.environments import with_episodes
-
-            sources["reward"] = with_episodes(sources.get("reward"), episode)
-        return {MAIN: sources}
-    by_task: dict[str, dict[str, RewardSource]] = {}
-    for task in config.tasks:
-        options = {name: value for name, value in task.reward_config.items() if name not in _OF_THE_CALLS}
-        try:
-            by_task[task.name] = {} if task.reward_model is None else {"reward": _made(task.reward_model, options)}
-        except ConfigError as error:
-            raise ConfigError(f"task '{task.name}': {error}") from error
-    return by_task
-
-
-def _made(source: Any, options: Mapping[str, Any]) -> RewardSource:
-    unread = _unread(source)
-    return unread if isinstance(unread, UnreadModel) else make_reward(unread, **options)
-
-
-def _unread(source: Any) -> Any:
-    """A source with every reward model replaced by a placeholder."""
-    if isinstance(source, Mapping):
-        if "source" not in source:
-            return {name: _unread(part) for name, part in source.items()}
-        inner = _unread(source["source"])
-        return inner if isinstance(inner, UnreadModel) else {**source, "source": inner}
-    if isinstance(source, list | tuple):
-        return type(source)(_unread(part) for part in source)
-    if not isinstance(source, str):
-        return source
-    is_other = source in REWARDS or ".py:" in source or "://" in source or misspelt(source)
-    return source if is_other and source != "rm_hf" else UnreadModel()

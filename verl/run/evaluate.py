@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from verl.run import build
 from verl.run.check import rewarding_episode, sources_of
 from verl.run.data import prompts_of
 from verl.run.export import export
-from verl.tasks.file import MAIN, check_reads
+from verl.tasks.file import check_reads
 from verl.trainer.evaluation import Evaluation, Interval, accuracy, binomial_interval, paired_bootstrap
 from verl.trainer.task import Task
 from verl.trainer.trainer import Trainer
@@ -56,10 +57,12 @@ def evaluate_models(
         DataError: problems cannot be read, or lack what the reward reads.
         ModelError, CheckpointError: a model cannot be loaded.
     """
-    problems = _problems(config, limit)
+    task = _task(config)
+    problems = prompts_of(config, config.data.eval, limit)
+    check_reads({f"data.eval ({problems.name})": problems.batch}, [task.sources["reward"].source])
     rows, scores = [], []
     for model in models:
-        evaluation = _evaluate(config, model, problems, tell)
+        evaluation = _evaluate(config, task, model, problems, tell)
         scores.append(_by_problem(evaluation, config.trainer.eval_n))
         metrics = {name: asdict(_interval(name, values)) for name, values in scores[-1].items()}
         abstained = int(evaluation.metrics["abstained"])
@@ -69,25 +72,24 @@ def evaluate_models(
     return {"models": rows, "gains": {name: asdict(paired_bootstrap(first[name], last[name])) for name in names}}
 
 
-def _problems(config: Config, limit: int | None) -> PromptDataset:
+def _task(config: Config) -> Task:
     if config.tasks:
         raise ConfigError("verl eval measures one task: leave `tasks` out, and give that task's reward and data")
     if config.data.eval is None:
         raise ConfigError("data.eval names no problems to evaluate on: give DATA")
-    sources = sources_of(config)[MAIN]
-    if "reward" not in sources:
+    episode = rewarding_episode(config)
+    if not config.reward.is_given and episode is None:
         raise ConfigError("no reward is given: --reward FILE.py:FUNCTION, task or NAME (see docs/rewards.md)")
-    problems = prompts_of(config, config.data.eval, limit)
-    check_reads({f"data.eval ({problems.name})": problems.batch}, [sources["reward"]])
-    return problems
+    return Task(reward=sources_of(config).get("reward"), episode=episode)
 
 
-def _evaluate(config: Config, model: str, problems: PromptDataset, tell: Callable[[str], object]) -> Evaluation:
+def _evaluate(
+    config: Config, task: Task, model: str, problems: PromptDataset, tell: Callable[[str], object]
+) -> Evaluation:
     settings, policy = config.trainer, config.actor_rollout_ref
     sampling = {name: getattr(settings, f"eval_{name}") for name in ("n", "temperature", "top_p", "top_k")}
-    reward = build.build_source(config.reward, config.reward)
-    task = Task(sources={} if reward is None else {"reward": reward}, episode=rewarding_episode(config))
-    task.nodes.append(_progress(model, len(problems) * settings.eval_n, tell))
+    task = copy(task)
+    task.nodes = [*task.nodes, _progress(model, len(problems) * settings.eval_n, tell)]
     with _as_model(model) as path:
         policy = policy.replace(model=policy.model.replace(path=path))
         actor = build.build_actor(config.replace(actor_rollout_ref=policy), "lm", 1)

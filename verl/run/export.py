@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from verl._base.durable import publish, staging_of, try_remove
 from verl._base.schemas import check_run_schema
@@ -45,7 +45,15 @@ def export(path: str | Path, out: str | Path, tokenizer: str | None = None, *, a
     if out.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ConfigError(f"{out} lies in the checkpoint, which its run may replace: name a directory elsewhere")
     first_model, first_tokenizer, trust = _origin(checkpoint)
-    reader = _tokenizer(tokenizer, first_tokenizer or first_model, trust)
+    origin = first_tokenizer or first_model
+    if tokenizer is None and origin is None:
+        raise ModelError("the checkpoint does not say which model it began with: name the tokenizer, --tokenizer")
+    try:
+        reader = load_tokenizer(tokenizer or str(origin), trust_remote_code=trust)
+    except ModelError as error:
+        if tokenizer is not None:
+            raise
+        raise ModelError(f"{error}. Name the tokenizer's directory with --tokenizer") from error
     model, fault = rebuilt[checkpoint.path]
     if fault is not None:
         raise CheckpointError(f"checkpoint {checkpoint.path}: {fault}; nothing was written")
@@ -104,15 +112,3 @@ def _origin(checkpoint: Checkpoint) -> tuple[str | None, str | None, bool]:
         return (name if isinstance(name, str) and name else None), tokenizer, False
     model = load_config(settings).actor_rollout_ref.model
     return model.path, tokenizer or model.tokenizer, model.trust_remote_code
-
-
-def _tokenizer(name: str | None, origin: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of this name, or that training began with."""
-    if name is None and origin is None:
-        raise ModelError("the checkpoint does not say which model it began with: name the tokenizer, --tokenizer")
-    try:
-        return load_tokenizer(name or str(origin), trust_remote_code=trust_remote_code)
-    except ModelError as error:
-        if name is not None:
-            raise
-        raise ModelError(f"{error}. Name the tokenizer's directory with --tokenizer") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from verl._base.durable import digest
 from verl._host.user_functions import load_function, shown_path, user_files
@@ -17,15 +16,11 @@ from verl.run.planned import reward_models
 _SMALL, _WEIGHTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"), (".safetensors", ".bin")
 
 
-class Inputs(NamedTuple):
-    """SHA-256 of files by path; and the folders of which every file counts, one that is added, too."""
-
-    files: dict[str, str]
-    folders: tuple[str, ...]
-
-
-def inputs_of(config: Config) -> Inputs:
+def inputs_of(config: Config) -> tuple[dict[str, str], tuple[str, ...]]:
     """The user's code that is imported so far, and the files that the settings name or that commands of agents run.
+
+    Returns:
+        SHA-256 of files by path; and the folders of which every file counts, one that is added, too.
 
     Raises:
         ConfigError: one of `reward.files` is not there.
@@ -43,7 +38,7 @@ def inputs_of(config: Config) -> Inputs:
         for file in sorted(folder.iterdir()) if folder is not None else ():
             if file.suffix in endings and file.is_file():
                 files[f"{name}/{file.name}"] = digest(file)
-    return Inputs(files, tuple(models))
+    return files, tuple(models)
 
 
 def _models(config: Config) -> Iterator[tuple[str, bool]]:

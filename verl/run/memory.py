@@ -14,13 +14,12 @@ from verl.cluster.placement import DeviceMesh
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.models.memory import HeadSizes, ModelSize
-from verl.models.options import ModelOptions
 from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE, Strategy, Usage, ddp, estimate, fsdp
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
 from verl.run.check import roles_of
-from verl.run.planned import model_size, reference_model, reward_models
+from verl.run.planned import model_sizes
 from verl.training.options import OptimConfig, TrainOptions, layout_of
 from verl.weights.layout import Layout
 
@@ -139,9 +138,22 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
         ModelError: a model's configuration cannot be found.
     """
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    layout, size = _layout(config, "actor", policy.actor, cluster), model_size(policy.model)
+    roles = roles_of(config, algorithms) | {"reward", "cost"}
+    roles = {role for role in roles if not _is_apart(config, role)}
+    if policy.model.lora is not None:  # the reference is the actor's own base
+        roles.discard("reference")
+    (_, size), *sizes = model_sizes(config, roles)
+    layout = _layout(config, "actor", policy.actor, cluster)
     reserve = RESERVE * cluster.device.memory
-    others = dict(_beside(config, algorithms, cluster))
+    others: dict[str, Usage] = {}
+    for role, other in sizes:
+        if role in ("reward", "cost"):
+            others[f"{role} model"] = Usage({"weights": other.weight_bytes})
+            continue
+        train = policy.actor if role == "reference" else config.critic.options(policy.actor)
+        where = _layout(config, role, train, cluster)
+        usage = estimate(other, _strategy(train, other, where), where, trained=role != "reference")
+        others[role] = replace(usage, step={})
     generates = any(algorithm.online for algorithm in algorithms) and not _is_apart(config, "rollout")
     # An actor whose ranks share it has other weights for generation, which are vLLM's then.
     whole = layout.shard * layout.tp * layout.pp == 1
@@ -157,26 +169,6 @@ def memory_on(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cl
         wanted = 2 * rollout.max_num_seqs * length * size.kv_bytes_per_token() // rollout.tensor_model_parallel_size
         cache = min(wanted, max(0.0, room - actor.peak) / 2)
     return DeviceMemory(cluster, {"actor": actor, **others}, cache, reserve)
-
-
-def _beside(config: Config, algorithms: Collection[BaseAlgorithm], cluster: Cluster) -> Iterator[tuple[str, Usage]]:
-    """The further models on the actor's devices."""
-    policy = config.actor_rollout_ref
-    roles = roles_of(config, algorithms)
-    if "reference" in roles and not _is_apart(config, "reference") and policy.model.lora is None:
-        size, layout = model_size(reference_model(policy)), _layout(config, "reference", policy.actor, cluster)
-        usage = estimate(size, _strategy(policy.actor, size, layout), layout, trained=False)
-        yield "reference", replace(usage, step={})
-    for role in sorted(roles & {"critic", "cost_critic"}):
-        if not _is_apart(config, role):
-            train = config.critic.options(policy.actor)
-            model = config.critic.model.replace(path=config.critic.model.path or policy.model.path)
-            size, layout = model_size(model, "score"), _layout(config, role, train, cluster)
-            yield role, replace(estimate(size, _strategy(train, size, layout), layout), step={})
-    for role, part in reward_models(config):
-        if not _is_apart(config, role):
-            scored = model_size(ModelOptions(path=part.model, dtype=part.dtype), "score")
-            yield f"{role} model", Usage({"weights": scored.weight_bytes})
 
 
 def _is_apart(config: Config, role: str) -> bool:

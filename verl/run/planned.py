@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from math import ceil
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
 from verl.config import Config, RewardPart
-from verl.config.schema import ActorRolloutRefConfig
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
 from verl.models.options import ModelOptions
@@ -39,20 +38,16 @@ def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_se
         raise ConfigError("verl plan: runs with LoRA or asynchronous training are not modelled: leave them out")
     if policy.rollout.name == "hf":
         raise ConfigError("verl plan: the engine 'hf' is not modelled: set rollout.name=embedded or vllm")
-    actor = model_size(policy.model)
-    trained = _strategies("actor_rollout_ref.actor", policy.actor, actor)
-    models = [Model("actor", actor, True, trained)]
-    if critics := [role for role in ("critic", "cost_critic") if role in roles]:
-        model = config.critic.model
-        size = model_size(model.replace(path=model.path or policy.model.path), "score")
-        strategies = _strategies("critic", config.critic.options(config.actor_rollout_ref.actor), size)
-        models.append(Model(critics[0], size, True, strategies, beside=tuple(critics[1:])))
-    if "reference" in roles:
-        size = model_size(reference_model(policy))
-        models.append(Model("reference", size, False, trained, follows="actor"))
-    parts = reward_models(config)
-    scored = [(role, model_size(ModelOptions(path=part.model, dtype=part.dtype), "score")) for role, part in parts]
-    if scored:  # they share their devices, and the largest stands for each of them
+    sizes = [*model_sizes(config, {*roles, "reward", "cost"})]
+    trained = _strategies("actor_rollout_ref.actor", policy.actor, sizes[0][1])
+    models = [Model("actor", sizes[0][1], True, trained)]
+    if critics := [(role, size) for role, size in sizes if role in ("critic", "cost_critic")]:
+        (first, size), *others = critics
+        strategies = _strategies("critic", config.critic.options(policy.actor), size)
+        models.append(Model(first, size, True, strategies, beside=tuple(role for role, _ in others)))
+    models += [Model(role, size, False, trained, follows="actor") for role, size in sizes if role == "reference"]
+    # Models that score share their devices, and the largest stands for each of them.
+    if scored := [(role, size) for role, size in sizes if role in ("reward", "cost")]:
         largest = max((size for _, size in scored), key=lambda size: size.parameters)
         first, *others = (role for role, _ in scored)
         models.append(Model(first, largest, False, (ddp(largest.itemsize),), whole=True, beside=tuple(others)))
@@ -61,9 +56,22 @@ def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_se
     return Problem(tuple(models), _workload(config), cluster, most_seconds)
 
 
-def reference_model(policy: ActorRolloutRefConfig) -> ModelOptions:
-    """The model of a run's reference."""
-    return ModelOptions(path=policy.ref.path or policy.model.path, dtype=policy.ref.dtype or policy.model.dtype)
+def model_sizes(config: Config, roles: Collection[str]) -> Iterator[tuple[str, ModelSize]]:
+    """The models of these roles of a run, the actor first; several may score.
+
+    Raises:
+        ModelError, ConfigError: see `model_size`.
+    """
+    policy, critic = config.actor_rollout_ref, config.critic.model
+    yield "actor", model_size(policy.model)
+    for role in (role for role in ("critic", "cost_critic") if role in roles):
+        yield role, model_size(critic.replace(path=critic.path or policy.model.path), "score")
+    if "reference" in roles:
+        path, dtype = policy.ref.path or policy.model.path, policy.ref.dtype or policy.model.dtype
+        yield "reference", model_size(ModelOptions(path=path, dtype=dtype))
+    for role, part in reward_models(config):
+        if role in roles:
+            yield role, model_size(ModelOptions(path=part.model, dtype=part.dtype), "score")
 
 
 def _workload(config: Config) -> Workload:

@@ -32,9 +32,6 @@ class Resolved:
     dtypes: dict[str, Literal["float64", "float32", "bfloat16", "float16", "int4"] | None]
     engine: str | None = None
 
-    def write(self, directory: Path) -> None:
-        write_atomic(directory / FILE, json.dumps(asdict(self), indent=1) + "\n")
-
     def put_into(self, config: Config) -> Config:
         """`config` with each "auto" replaced by these."""
         for section in _SECTIONS:
@@ -47,35 +44,35 @@ class Resolved:
         return config.replace(actor_rollout_ref=policy.replace(rollout=policy.rollout.replace(name=self.engine)))
 
 
-def resolve(config: Config, directory: Path) -> Config:
+def resolve(config: Config, directory: Path, actor: Actor | None = None) -> Config:
     """`config` with each "auto" replaced by the value in the run's `directory`; a new run writes this machine's dtypes
     there.
+
+    Args:
+        actor: the engine that it takes for "auto" is kept from now on, too.
 
     Raises:
         ConfigError: what the directory keeps is damaged.
     """
-    file = directory / FILE
-    if not file.exists():
-        dtypes: dict[str, Any] = {}
-        for section in _SECTIONS:
-            model = getattr(config, section).model
-            source = model.path or config.actor_rollout_ref.model.path
-            trust = model.trust_remote_code
-            dtypes[section] = source and resolved_dtype(source, model.dtype, trust_remote_code=trust)
-        Resolved(dtypes).write(directory)
+    file, before = directory / FILE, None
     try:
-        return read_json(file, Resolved).put_into(config)  # type: ignore[no-any-return]
+        if file.exists():
+            before = read_json(file, Resolved)
+            config = before.put_into(config)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} is damaged ({error}): give the dtypes (model.dtype) and rollout.name, or start anew"
         ) from error
-
-
-def resolve_engine(config: Config, actor: Actor, directory: Path) -> Config:
-    """`config` with the engine that the actor takes for "auto", which the run's `directory` keeps from now on."""
+    if (kept := before) is None:
+        dtypes: dict[str, Any] = {}
+        for section in _SECTIONS:
+            model = getattr(config, section).model
+            source, trust = model.path or config.actor_rollout_ref.model.path, model.trust_remote_code
+            dtypes[section] = source and resolved_dtype(source, model.dtype, trust_remote_code=trust)
+        kept = Resolved(dtypes)
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "auto" or rollout.url:
-        return config
-    kept: Resolved = replace(read_json(directory / FILE, Resolved), engine=str(actor.resolve_engine()))
-    kept.write(directory)
+    if actor is not None and rollout.name == "auto" and not rollout.url:
+        kept = replace(kept, engine=str(actor.resolve_engine()))
+    if kept != before:
+        write_atomic(file, json.dumps(asdict(kept), indent=1) + "\n")
     return kept.put_into(config)

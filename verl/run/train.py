@@ -41,7 +41,7 @@ from verl.run.data import build_data, in_steps
 from verl.run.folder import Run, open_run
 from verl.run.inputs import inputs_of
 from verl.run.memory import check_memory
-from verl.run.resolved import resolve, resolve_engine
+from verl.run.resolved import resolve
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
 
@@ -136,11 +136,12 @@ def _open_trainer(
     config: Config, checked: Checked, run: Run, controller: Controller, epochs: int | None
 ) -> tuple[Trainer, Loader]:
     """The trainer where the run's newest checkpoint left it, and its prompts."""
-    settings, algorithms, rows, identity = config.trainer, checked.algorithms, checked.rows, config_hash(config)
+    settings, tasks, rows, identity = config.trainer, checked.tasks, checked.rows, config_hash(config)
+    algorithms = [task.algorithm for task in tasks]
     # The identity is of the settings as written; "auto" may come out differently on another machine.
     config = resolve(config, run.path)
-    actor = build.build_actor(config, next(iter(algorithms.values())).head, rows, controller)
-    check_memory(config, algorithms.values(), actor)
+    actor = build.build_actor(config, algorithms[0].head, rows, controller)
+    check_memory(config, algorithms, actor)
     prompts, held_out, notes = build_data(config, actor, checked.data, epochs)
     if epochs is not None:
         count = f"{epochs} epoch{'s' * (epochs > 1)} of {checked.data.rows} rows"
@@ -151,7 +152,7 @@ def _open_trainer(
         logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
     trainer = build.build_trainer(
         config,
-        build.build_tasks(config, algorithms),
+        tasks,
         actor,
         rows,
         open_logger(None, ()),
@@ -163,11 +164,11 @@ def _open_trainer(
     )
     trainer.settings = identity
     # An engine is chosen by the loaded model, so only now; a resumed run keeps the one it began with.
-    if actor.head == "lm" and any(algorithm.online for algorithm in algorithms.values()):
-        config = resolve_engine(config, actor, run.path)
+    if actor.head == "lm" and any(algorithm.online for algorithm in algorithms):
+        config = resolve(config, run.path, actor)
     if not controller.is_local:
         sources = {role for task in trainer.tasks.values() for role in task.sources}
-        roles = [*build.placed_roles(config, algorithms.values()), *sorted(sources & controller.mesh.pools.keys())]
+        roles = [*build.placed_roles(config, algorithms), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
     step = None
     if run.status == "resumed":

@@ -9,13 +9,11 @@ from itertools import islice
 from typing import Any
 
 from verl._host.user_functions import load_function
-from verl.algorithms import BaseAlgorithm, make_algorithm
+from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
-from verl.config import TaskConfig
 from verl.errors import ConfigError, DataError, RewardError
 from verl.report.metrics import Metric
 from verl.rewards.source import RewardSource, leaves
-from verl.rollout.base import as_sampling
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.grammar import Grammar
 from verl.rollout.guards import make_guard
@@ -28,30 +26,6 @@ _ROWS = 256
 _GRAMMARS = ("regex", "json_schema", "ebnf")
 #: Options of `constraint_config` that are the episode's.
 _OF_THE_EPISODE = ("max_resamples", "deadline")
-
-
-def algorithm_of(config: TaskConfig) -> BaseAlgorithm:
-    """The algorithm of a task's settings, found to agree with them.
-
-    Raises:
-        ConfigError: as of `task_of`, but for options of the reward.
-    """
-    try:
-        algorithm = make_algorithm(config.type, **config.options)
-        check_sources(algorithm, () if config.reward_model is None else ("reward",))
-        algorithm.check_samples(algorithm.samples_per_prompt if config.n is None else config.n)
-    except ConfigError as error:
-        raise ConfigError(f"task '{config.name}': {error}") from error
-    return algorithm
-
-
-def check_sampling(config: TaskConfig) -> None:
-    """Raises ConfigError where a task's responses cannot be sampled as its settings say."""
-    try:
-        as_sampling(config.sampling)
-        make_constraint(config.constraint_model, **config.constraint_config)
-    except ConfigError as error:
-        raise ConfigError(f"task '{config.name}': {error}") from error
 
 
 def check_sources(algorithm: BaseAlgorithm, roles: Iterable[str]) -> None:

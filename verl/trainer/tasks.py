@@ -22,7 +22,8 @@ from verl.errors import ConfigError
 from verl.report.metrics import add_metrics
 from verl.roles.critic import Critic, as_critic, critic_like
 from verl.roles.reward import Reward
-from verl.tasks.file import algorithm_of, check_heads, make_constraint
+from verl.rollout.base import as_sampling
+from verl.tasks.file import check_heads, make_constraint
 from verl.trainer.options import trainer_keywords
 from verl.trainer.task import Task
 
@@ -46,18 +47,22 @@ def critics_of(tasks: Sequence[Task], critic: Any) -> dict[str, Critic | None]:
     return critics
 
 
-def task_of(config: TaskConfig) -> Task:
+def task_of(config: TaskConfig, *, load: bool = True) -> Task:
     """A task from its settings.
+
+    Args:
+        load: of reward models, see `Reward`.
 
     Raises:
         ConfigError: the algorithm, the reward or one of their options is wrong; names the task.
     """
-    algorithm = algorithm_of(config)
     try:
+        as_sampling(config.sampling)
+        reward = None if config.reward_model is None else Reward(config.reward_model, load=load, **config.reward_config)
         return Task(
             config.name,
-            algorithm,
-            reward=None if config.reward_model is None else Reward(config.reward_model, **config.reward_config),
+            make_algorithm(config.type, **config.options),
+            reward=reward,
             n=config.n,
             share=config.share,
             loss_weight=config.loss_weight,
