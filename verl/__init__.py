@@ -50,8 +50,7 @@ _NAMES = {
     "verl.trainer.asynchronous": "AsyncTrainer",
     "verl.trainer.interleaved": "InterleavedTrainer",
     "verl.trainer.task": "Task",
-    "verl.trainer.ppo_trainer": "PPOTrainer",
-    "verl.trainer.trainer": "Trainer",
+    "verl.trainer.trainer": "PPOTrainer Trainer",
     "verl.algorithms.loss_terms": "Loss LossInput",
 }
 HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

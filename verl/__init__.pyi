@@ -24,9 +24,8 @@ from verl.trainer.asynchronous import AsyncTrainer as AsyncTrainer
 from verl.trainer.expression import Controller as Controller
 from verl.trainer.interleaved import InterleavedTrainer as InterleavedTrainer
 from verl.trainer.pipeline import RLDataPipeline as RLDataPipeline
-from verl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
 from verl.trainer.task import Task as Task
-from verl.trainer.trainer import Trainer as Trainer
+from verl.trainer.trainer import PPOTrainer as PPOTrainer, Trainer as Trainer
 from verl.weights.shard import Shard as Shard
 
 __version__: str

@@ -36,12 +36,6 @@ class Timing:
     def busy(self) -> float:
         return sum(end - start for start, end in self.spans)
 
-    def add(self, start: float, end: float) -> None:
-        """Add a call that has just ended. One that overlaps others, or follows closely, extends their span."""
-        while self.spans and start < self.spans[-1][1] + JOINED:
-            start = min(start, self.spans.pop()[0])
-        self.spans.append((start, end))
-
 
 class NodeLock:
     """Held by one node at a time; calls of that node may overlap, since they wait for different things."""
@@ -162,8 +156,8 @@ class TimedCalls:
         self, name: str, role: str, limit: float, result: Awaitable[Any], job: loop.Job | None = None
     ) -> Any:
         """The result of an awaitable; its time is noted, and its errors name it."""
-        timing = self.timings.setdefault(name, Timing(role or name))
-        start = time.perf_counter()
+        spans = self.timings.setdefault(name, Timing(role or name)).spans
+        start = self._epoch + time.perf_counter()
         try:
             return await result
         except LateError as error:
@@ -173,7 +167,9 @@ class TimedCalls:
         except Exception as error:
             raise TrainingError(f"node '{name}' failed: {describe(error)}") from error
         finally:
-            timing.add(self._epoch + start, self._epoch + time.perf_counter())
+            while spans and start < spans[-1][1] + JOINED:  # overlaps others, or follows closely
+                start = min(start, spans.pop()[0])
+            spans.append((start, self._epoch + time.perf_counter()))
         # A thread cannot be stopped from outside. The one that is stuck is left behind, and calls that wait for it go
         # to a new one: the process can still report the error, save and end.
         if job is not None:

@@ -77,11 +77,8 @@ class _Threads:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.loop_thread: threading.Thread | None = None
 
-    def start_compute(self) -> None:
-        self.compute = threading.Thread(target=self._work, name="verl-compute", daemon=True)
-        self.compute.start()
-
-    def _work(self) -> None:
+    def work(self) -> None:
+        """The loop of the compute thread."""
         while threading.current_thread() is self.compute:
             job = self.jobs.get()
             if job is None:
@@ -125,7 +122,8 @@ def submit(function: Callable[..., Any], *args: Any) -> Job:
     _threads.jobs.put(job)
     with _threads.lock:
         if _threads.compute is None:
-            _threads.start_compute()
+            _threads.compute = threading.Thread(target=_threads.work, name="verl-compute", daemon=True)
+            _threads.compute.start()
     return job
 
 
@@ -133,9 +131,10 @@ def abandon(job: Job) -> None:
     """Give up on a started call that does not return: the compute thread is replaced, and waiting calls go to the new
     one."""
     with _threads.lock:
-        if _threads.running is job:
-            _threads.running = None
-            _threads.start_compute()
+        if _threads.running is not job:
+            return
+        _threads.running = _threads.compute = None
+    submit(int)  # which starts the new one
 
 
 def begin(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

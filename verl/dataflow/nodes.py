@@ -20,7 +20,7 @@ from verl.algorithms import BaseAlgorithm
 from verl.batch import COMPUTED, EPISODE, SCHEMA, Batch
 from verl.dataflow.graph import ANY, OPTIONAL, SLOT, Node
 from verl.dataflow.scores import one_row_per_episode
-from verl.errors import ConfigError, nearest, shown
+from verl.errors import ConfigError, nearest
 from verl.rewards.scores import rounded
 from verl.rewards.signatures import trajectories_of
 from verl.rewards.source import RewardResult, columns_read, log_failures
@@ -59,7 +59,7 @@ class RolloutNode:
     @checked
     def __init__(
         self,
-        actor: Actor | Any,
+        actor: Actor,
         *,
         n: Count = 1,
         params: SamplingParams | None = None,
@@ -67,8 +67,6 @@ class RolloutNode:
         greedy_baseline: bool = False,
         task: str | None = None,
     ) -> None:
-        if not hasattr(actor, "controller"):
-            raise ConfigError(f"RolloutNode.actor: must be an Actor, not {shown(actor)}")
         self.actor, self.n, self.params, self.task = actor, n, params, task
         self.algorithm, self.greedy_baseline = algorithm, greedy_baseline
 
@@ -191,9 +189,7 @@ class UpdateNode:
     update of every model."""
 
     @checked
-    def __init__(self, updater: Updater | Any) -> None:
-        if not hasattr(updater, "algorithm"):
-            raise ConfigError(f"UpdateNode.updater: must be an Updater, not {shown(updater)}")
+    def __init__(self, updater: Updater) -> None:
         self.updater = updater
 
     def as_node(self, name: str) -> list[Node]:

@@ -18,7 +18,6 @@ from verl.roles.actor import Actor
 from verl.roles.columns import add_rewards
 from verl.roles.critic import Critic, critic_like
 from verl.roles.reads import model_outputs, prepare, with_model_outputs
-from verl.workers.update import TaskLoss
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +107,6 @@ class Updater:
         return disjoint(f"a metric of algorithm '{self.algorithm.name}'", metrics, *of_roles)
 
     __call__ = update
-
-    def loss(self, prepared: Batch, together: int) -> TaskLoss:
-        """The `TaskLoss` of a prepared batch, in an update of `together` samples."""
-        return self.actor.update_part(prepared, self.algorithm, samples=together, weight=self.weight, name=self.name)
 
     def named(self, what: str) -> str:
         """A name, prefixed by the task's if there are several."""

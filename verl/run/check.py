@@ -73,8 +73,7 @@ def check_settings(config: Config) -> Checked:
     metrics = {spec: Metric(spec, load_function(spec)) for spec in config.trainer.eval_metrics if spec != KL}
     data = read_data(config, algorithms)
     _check_reads(data, tasks, list(metrics.values()))
-    rows = step_rows(config, data, {task.name: task.n for task in tasks})
-    return Checked(tasks, metrics, data, rows)
+    return Checked(tasks, metrics, data, step_rows(config, data, tasks))
 
 
 def tasks_of(config: Config) -> list[Task]:
@@ -86,8 +85,15 @@ def tasks_of(config: Config) -> list[Task]:
     """
     if config.tasks:
         return [task_of(task, load=False) for task in config.tasks]
-    algorithm, n = _algorithm(config), config.actor_rollout_ref.rollout.n
-    return [Task(MAIN, algorithm, sources_of(config), n=n, episode=rewarding_episode(config))]
+    algorithm, n = make_algorithm(config.algorithm.name, **config.algorithm.options), config.actor_rollout_ref.rollout.n
+    episode = rewarding_episode(config)
+    for role in ("reward", "cost"):
+        is_given = getattr(config, role).is_given
+        if is_given and role not in algorithm.roles | algorithm.measures:
+            raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
+        if role in algorithm.roles and not is_given and (role == "cost" or episode is None):
+            raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
+    return [Task(MAIN, algorithm, sources_of(config), n=n, episode=episode)]
 
 
 def sources_of(config: Config) -> dict[str, Reward]:
@@ -104,20 +110,6 @@ def roles_of(config: Config, algorithms: Iterable[BaseAlgorithm]) -> set[str]:
     """The roles of a run: its algorithms' roles, and the reference if evaluations measure the KL to it."""
     roles = {role for algorithm in algorithms for role in algorithm.roles}
     return roles | ({"reference"} if KL in config.trainer.eval_metrics else set())
-
-
-def _algorithm(config: Config) -> BaseAlgorithm:
-    """The algorithm, once its demands and the other settings are found to agree."""
-    algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
-    algorithm.check_samples(config.actor_rollout_ref.rollout.n)
-    for role in ("reward", "cost"):
-        section: CostConfig = getattr(config, role)
-        if section.is_given and role not in algorithm.roles | algorithm.measures:
-            raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
-        is_needed = role in algorithm.roles and not section.is_given
-        if is_needed and (role == "cost" or rewarding_episode(config) is None):
-            raise ConfigError(f"no {role} is given: set {role}.path=FILE.py:FUNCTION, {role}.name=task or {role}.model")
-    return algorithm
 
 
 def _check_together(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> None:
@@ -210,7 +202,7 @@ def _check_reads(data: ReadData, tasks: list[Task], metrics: list[Metric]) -> No
         if isinstance(rows, PromptDataset):  # numbers are files of the one task
             check_reads({f"data.train ({rows.name})": rows.batch}, rewards[name if name in rewards else MAIN])
     if isinstance(data.held_out, PromptDataset):
-        held_out = {MAIN: data.held_out.batch} if MAIN in rewards else by_task(data.held_out.batch, [*rewards])
+        held_out = {MAIN: data.held_out.batch} if [*rewards] == [MAIN] else by_task(data.held_out.batch, [*rewards])
         for name, batch in held_out.items():
             check_reads({f"data.eval ({data.held_out.name})": batch}, rewards[name], metrics)
 

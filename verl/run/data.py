@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,6 +22,7 @@ from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from verl.roles.actor import Actor
+    from verl.trainer.task import Task
 
 Data: TypeAlias = PromptDataset | OfflineDatasetLoader
 #: Settings under the names that the readers of prompts and of recorded data have for them.
@@ -80,15 +81,15 @@ def read_data(config: Config, algorithms: Mapping[str, BaseAlgorithm]) -> ReadDa
     return ReadData(train, prompts_of(config, held_out) if online else _recorded(config, held_out, "eval"), shares)
 
 
-def step_rows(config: Config, data: ReadData, samples: Mapping[str, int]) -> int:
-    """Rows that one step learns from, of `samples` a prompt by task; about, where their number differs.
+def step_rows(config: Config, data: ReadData, tasks: Sequence[Task]) -> int:
+    """Rows that one step learns from; about, where the samples of a prompt differ in number.
 
     Raises:
         ConfigError: a mini-batch would be larger.
     """
-    shares = data.shares or {task.name: task.share for task in config.tasks} or dict.fromkeys(data.train, 1.0)
+    shares = data.shares or {task.name: task.share for task in tasks}
     total = sum(shares[name] for name in data.train)
-    drawn = dict.fromkeys(data.train, next(iter(samples.values()))) if data.shares else samples
+    drawn = dict.fromkeys(data.train, tasks[0].n) if data.shares else {task.name: task.n for task in tasks}
     each = [
         (drawn[name] if isinstance(rows, PromptDataset) else len(rows.batch) / len(rows)) * shares[name] / total
         for name, rows in data.train.items()

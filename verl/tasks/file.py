@@ -68,20 +68,16 @@ def make_constraint(model: str | None, **config: Any) -> ConstrainedEpisode | No
         if config.keys() != {"grammar"}:
             raise ConfigError(f"constraint '{model}' takes grammar, max_resamples and deadline, not {sorted(config)}")
         return ConstrainedEpisode(grammar=getattr(Grammar, model)(config["grammar"]), **limits)
-    check = _from_file(model, config) if ":" in model else make_guard(model, **config)
+    if ":" not in model:
+        check = make_guard(model, **config)
+    elif inspect.isclass(check := load_function(model)):
+        try:
+            check = check(**config)
+        except TypeError as error:
+            raise ConfigError(f"{model}: {error}") from error
+    elif config:
+        raise ConfigError(f"{model} is a function, which takes no options: not {sorted(config)}")
     return ConstrainedEpisode(**({"guard": check} if hasattr(check, "every") else {"accept": check}), **limits)
-
-
-def _from_file(spec: str, options: dict[str, Any]) -> Any:
-    constraint = load_function(spec)
-    if not inspect.isclass(constraint):
-        if options:
-            raise ConfigError(f"{spec} is a function, which takes no options: not {sorted(options)}")
-        return constraint
-    try:
-        return constraint(**options)
-    except TypeError as error:
-        raise ConfigError(f"{spec}: {error}") from error
 
 
 def check_reads(data: Mapping[str, Batch], sources: Iterable[RewardSource], metrics: Iterable[Metric] = ()) -> None:

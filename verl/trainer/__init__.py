@@ -1,7 +1,7 @@
 """When things happen: a step and the loop of them, asynchronous and interleaved training, evaluation, the guard.
 
 Reading order: `step`, `trainer`, `task`, `tasks`, `runner`, `options`, `loop`, `pipeline`, `expression`, `evaluation`,
-`guard`, `asynchronous`, `interleaved`, `ppo_trainer`, `calls`, `batches`, `signals`.
+`guard`, `asynchronous`, `interleaved`, `calls`, `batches`, `signals`.
 """
 
 from verl._base.later import later

@@ -43,15 +43,10 @@ async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) 
     """
     async with run.calls(graph, in_step=in_step) as calls:
         groups = GraphRun(graph, prompts, calls, run.models)
-
-        async def by_models() -> None:
-            if graph.source is not None:
-                await groups.sample(graph.source)  # sampling, while earlier groups are scored
-            for forward in graph.of_kind("forward"):  # reference log-probs and values ...
-                await groups.run(forward)  # ... while rewards are waited for
-
-        scoring = [groups.run(node) for node in graph.of_kind("rows", "batch")]
-        await all_of([by_models(), *scoring])
+        sampling = [] if graph.source is None else [groups.sample(graph.source)]
+        scoring = [groups.run(node) for node in graph.of_kind("rows", "batch")]  # while later groups are sampled
+        forwards = [groups.run(node) for node in graph.of_kind("forward")]  # one by one, while rewards are waited for
+        await all_of([*sampling, *forwards, *scoring])
         return groups.result()
 
 
@@ -81,7 +76,8 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
                 of_critic = await calls.in_thread(name, critic.train, prepared, algorithm, role, role=role, limit=limit)
                 updates.append(of_critic)
                 metrics = disjoint(_METRIC, metrics, updater.metrics(role_metrics(role, of_critic)))
-            losses.append(updater.loss(prepared, together))
+            of_task: dict[str, Any] = {"samples": together, "weight": updater.weight, "name": updater.name}
+            losses.append(actor.update_part(prepared, algorithm, **of_task))
         if losses:  # mini-batches and their optimizer steps; then the engine that generates gets the weights
             limit = deadline_of(actor)
             updates.append(await calls.in_thread("update_actor", actor.train_parts, losses, role="actor", limit=limit))

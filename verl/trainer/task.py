@@ -161,7 +161,14 @@ class Task:
 
         Args:
             name: prefix of its metrics; empty for a task alone.
+
+        Raises:
+            ConfigError: it is weighed against others and alone, or lacks the constraint of its algorithm.
         """
+        if not name and (self.share, self.loss_weight) != (1.0, None):
+            raise ConfigError(
+                f"task '{self.name}' is the only one, with nothing to weigh it against: leave share and loss_weight out"
+            )
         options = actor.rollout_options
         self.actor, self.sampling, self._run = actor, as_sampling(self.sampling, actor.sampling), run
         self._is_checked, self._problems = False, KnownPrompts()

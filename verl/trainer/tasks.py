@@ -110,7 +110,7 @@ def tasks_of(
 
     Raises:
         ConfigError: tasks are given twice, or together with an argument of tasks; an option that no algorithm has;
-            there is no task, two have one name or different heads, or an only one is weighed against others.
+            there is no task, or two have one name or different heads.
     """
     if config_path is not None:
         if tasks is not None:
@@ -131,10 +131,6 @@ def tasks_of(
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two tasks have the name '{twice}': give each its own")
     check_heads({task.name: task.algorithm for task in tasks})
-    if len(tasks) == 1 and (tasks[0].share, tasks[0].loss_weight) != (1.0, None):
-        raise ConfigError(
-            f"task '{names[0]}' is the only one, with nothing to weigh it against: leave share and loss_weight out"
-        )
     if not sum(task.share for task in tasks):
         raise ConfigError(f"the shares of the tasks {', '.join(names)} are all 0: nothing would be trained")
     return [*tasks]

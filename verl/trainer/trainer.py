@@ -460,3 +460,9 @@ class Trainer(Loop):
             task.algorithm.load_state_dict(state_before)
         of_loss = self.actor.compute_loss(prepared, task.algorithm)
         return disjoint(f"a metric of algorithm '{task.algorithm.name}'", metrics, of_loss)
+
+
+class PPOTrainer(Trainer):
+    """`Trainer` with PPO: `PPOTrainer(actor=actor, reward_fn=f)` makes its own critic."""
+
+    algorithm_name = "ppo"
