@@ -193,7 +193,7 @@ def check(trainer: Loop, checkpoint: Checkpoint, data: Loader | None = None) -> 
     for name, holder, saved in _holders(trainer, state, data):
         _try_state(checkpoint, name, holder, saved, may_differ=holder is data)
     try:
-        trainer.read_extra_files(checkpoint)
+        trainer.read_extra_files(checkpoint, restore=False)
     except DataError as error:
         raise checkpoint.damaged(str(error)) from None
     if trainer.held_out is not None and state.evaluation is not None:
@@ -215,7 +215,7 @@ def restore(trainer: Loop, checkpoint: Checkpoint) -> None:
         results = state.evaluation.model_dump(exclude_unset=True)
         trainer.held_out.first, trainer.held_out.last = results["first"], results["last"]
     trainer.buffer.load_state(checkpoint.batch("buffer.parquet"))
-    trainer.load_extra_files(trainer.read_extra_files(checkpoint))
+    trainer.read_extra_files(checkpoint, restore=True)
     set_rng_state(checkpoint.tensors("random"), state.random)
 
 

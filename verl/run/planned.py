@@ -42,9 +42,9 @@ def problem_of(config: Config, roles: Collection[str], cluster: Cluster, most_se
     trained = _strategies("actor_rollout_ref.actor", policy.actor, sizes[0][1])
     models = [Model("actor", sizes[0][1], True, trained)]
     if critics := [(role, size) for role, size in sizes if role in ("critic", "cost_critic")]:
-        (first, size), *others = critics
+        (first, size), *copies = critics
         strategies = _strategies("critic", config.critic.options(policy.actor), size)
-        models.append(Model(first, size, True, strategies, beside=tuple(role for role, _ in others)))
+        models.append(Model(first, size, True, strategies, beside=tuple(role for role, _ in copies)))
     models += [Model(role, size, False, trained, follows="actor") for role, size in sizes if role == "reference"]
     # Models that score share their devices, and the largest stands for each of them.
     if scored := [(role, size) for role, size in sizes if role in ("reward", "cost")]:

@@ -198,27 +198,25 @@ class AsyncTrainer(Trainer):
             "schedule.json": {"version": self.schedule.version, "began": began},
         }
 
-    def load_extra_files(self, saved: tuple[int, dict[str, Batch], dict[str, tuple[int, Batch]]]) -> None:
-        self.close()
-        version, self._prompts, ready = saved
-        self.schedule.restore(version, list(self._prompts), ready)
-        self._refused = None
-        # Prompts come by whole steps: where there is room for less, those that are here must be a step.
-        if self.schedule.room < self.schedule.groups > len(self.schedule.untrained):
-            raise ConfigError(
-                f"the checkpoint has {len(self.schedule.untrained)} groups on their way, fewer than a step of "
-                f"{self.schedule.groups}: go on with the batch_size and max_staleness that they were begun with"
-            )
-
-    def read_extra_files(self, checkpoint: Checkpoint) -> tuple[int, dict[str, Batch], dict[str, tuple[int, Batch]]]:
-        """The version, the prompts without samples, and when the groups with samples were begun, with these."""
+    def read_extra_files(self, checkpoint: Checkpoint, *, restore: bool) -> None:
         saved: ScheduleState = checkpoint.json("schedule.json", ScheduleState)
         waiting, ready = checkpoint.batch("waiting.parquet"), checkpoint.batch("ready.parquet")
         prompts = {waiting["group"][i]: waiting.slice(i, 1) for i in range(len(waiting))}
         samples = {ready["group"][rows[0]]: ready.take(rows) for rows in ready.group_indices() if len(ready)}
         if samples.keys() != saved.began.keys():
             raise checkpoint.damaged("schedule.json and ready.parquet name other groups")
-        return saved.version, prompts, {group: (saved.began[group], samples[group]) for group in samples}
+        if not restore:
+            return
+        self.close()
+        self._prompts, self._refused = prompts, None
+        began = {group: (saved.began[group], samples[group]) for group in samples}
+        self.schedule.restore(saved.version, list(prompts), began)
+        # Prompts come by whole steps: where there is room for less, those that are here must be a step.
+        if self.schedule.room < self.schedule.groups > len(self.schedule.untrained):
+            raise ConfigError(
+                f"the checkpoint has {len(self.schedule.untrained)} groups on their way, fewer than a step of "
+                f"{self.schedule.groups}: go on with the batch_size and max_staleness that they were begun with"
+            )
 
     def _feed(self, prompts: Iterator[Any]) -> None:
         while self._refused is None and self.schedule.room >= self.schedule.groups:

@@ -348,11 +348,8 @@ class Loop:
         """Further files of a checkpoint, of this kind of trainer."""
         return {}
 
-    def load_extra_files(self, saved: Any) -> None:
-        """Restores what `read_extra_files` gave."""
-
-    def read_extra_files(self, checkpoint: Checkpoint) -> Any:
-        """Read `extra_files`, before anything is restored.
+    def read_extra_files(self, checkpoint: Checkpoint, *, restore: bool) -> None:
+        """Check `extra_files`, before anything is restored; or `restore` what they hold.
 
         Raises:
             DamagedCheckpointError: one does not pass its schema.
