@@ -204,8 +204,7 @@ class UpdateNode:
     def updates(self, name: str) -> list[Node]:
         """What `verl.trainer.step.learn` does: prepare the whole batch, then update every model of the algorithm."""
         updater, algorithm = self.updater, self.updater.algorithm
-        trained: dict[str, Actor | Critic] = {"actor": updater.actor, **updater.critics}
-        columns = {role: algorithm.objective(role).loss_needs.columns for role in trained}
+        columns = {role: algorithm.objective(role).loss_needs.columns for role in ("actor", *updater.critics)}
         read = [*(algorithm.roles & {"reward", "cost"}), *(read.column for read in updater.outputs)]
         prepare = Node(
             name="prepare",
@@ -213,20 +212,17 @@ class UpdateNode:
             kind="update",
             inputs=("prompt_tokens", "response_tokens", *(read if algorithm.online else []), ANY),
             outputs=(*(f"{column}?" for column in {"log_probs"}.union(*columns.values()) & _PREPARED), ANY),
-            deadline=deadline_of(updater.actor),
         )
         updates = [
             Node(
                 name=f"{name}_{role}",
                 run=updater.update,
                 kind="update",
-                inputs=(*_SEQUENCE[2:], *(f"{column}?" for column in columns[role]), ANY),
+                inputs=(*_SEQUENCE[2:], *(f"{column}?" for column in read_by_loss), ANY),
                 slot=SLOT,
                 after=("prepare",),
-                role=role,
-                deadline=deadline_of(handle),
             )
-            for role, handle in trained.items()
+            for role, read_by_loss in columns.items()
         ]
         return [prepare, *updates]
 

@@ -60,9 +60,10 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
     """
     together = sum(samples.samples for _, samples in drawn)
     all_prepared, losses, updates, metrics = list[Batch](), list[TaskLoss](), list[Metrics](), Metrics()
+    limit = deadline_of(actor)
     async with run.calls() as calls, run.models.held_by(object()):
         for updater, samples in drawn:
-            algorithm, limit = updater.algorithm, deadline_of(actor)
+            algorithm = updater.algorithm
             # Advantages, returns, weights; before them the log-probs before the update, where they are needed.
             prepared, of_algorithm = await calls.in_thread(
                 updater.named("prepare"), updater.prepare, samples, together, role="controller", limit=limit
@@ -72,14 +73,13 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
             if not len(prepared):  # rewards that keep failing end the run by themselves
                 continue
             for role, critic in updater.critics.items():
-                name, limit = updater.named(f"update_{role}"), deadline_of(critic)
-                of_critic = await calls.in_thread(name, critic.train, prepared, algorithm, role, role=role, limit=limit)
+                name, late = updater.named(f"update_{role}"), deadline_of(critic)
+                of_critic = await calls.in_thread(name, critic.train, prepared, algorithm, role, role=role, limit=late)
                 updates.append(of_critic)
                 metrics = disjoint(_METRIC, metrics, updater.metrics(role_metrics(role, of_critic)))
             of_task: dict[str, Any] = {"samples": together, "weight": updater.weight, "name": updater.name}
             losses.append(actor.update_part(prepared, algorithm, **of_task))
         if losses:  # mini-batches and their optimizer steps; then the engine that generates gets the weights
-            limit = deadline_of(actor)
             updates.append(await calls.in_thread("update_actor", actor.train_parts, losses, role="actor", limit=limit))
             metrics = disjoint(_METRIC, metrics, role_metrics("actor", updates[-1]))
     if all("update/empty" in of_model for of_model in updates):
