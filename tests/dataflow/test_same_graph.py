@@ -13,7 +13,6 @@ from tests.trainer.cases import SHORT, low_bytes
 from verl.config import load_config
 from verl.dataflow import advantages, experience, prompts, responses, updates
 from verl.dataflow.graph import Graph
-from verl.report.sinks import open_logger
 from verl.run import build
 from verl.run.check import check_settings
 
@@ -59,7 +58,7 @@ def from_yaml(config: Any) -> Graph:
     """As `verl train` builds it."""
     checked = check_settings(config)
     actor = build.build_actor(config, "lm", checked.rows)
-    return build.build_trainer(config, checked.tasks, actor, checked.rows, open_logger(None, ())).graph
+    return build.build_trainer(config, checked.tasks, actor, checked.rows).graph
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

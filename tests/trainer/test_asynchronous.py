@@ -202,7 +202,7 @@ def test_scores_that_are_not_trained_yet_are_no_part_of_a_checkpoint(tiny: Path,
     try:
         trainer.advance(itertools.islice(prompts, 2))
         while len(trainer.schedule.ready) < 2:
-            trainer._wait()
+            trainer._receive(trainer.group.event(trainer.limits.deadline))
         concurrent.futures.wait(trainer._scores.values(), timeout=60)
         trainer.save_checkpoint(tmp_path / "checkpoint")
         rewards.append(trainer.advance(iter([]))["reward"])

@@ -125,16 +125,15 @@ class _Watch:
         ((row_id, error),) = zip(sample["id"], sample["episode_error"], strict=True)
         if error is not None:
             return CheckedEpisode(row_id, left_out=error)
-        if (record := self._records.get(row_id)) is not None:
-            whole = [(t.prompt_tokens, t.response_tokens, t.response_mask) for t in record.trajectories]
-            parts = [spans(*tokens, decode) for tokens in whole]
-            done = CheckedEpisode(row_id, parts, record.result.reward, None, len(record.calls), {**record.excluded})
-            done.other_calls, done.warnings = {**record.others}, _of_calls(record)
+        record, prompt = self._records.get(row_id), sample["prompt_tokens"][0]
+        turns: Sequence[Turns] = self._turns[row_id] if record is None else record.trajectories
+        parts = [spans(t.prompt_tokens or prompt, t.response_tokens, t.response_mask, decode) for t in turns]
+        done = CheckedEpisode(row_id, parts)
+        if record is None:
+            done.reward = next((turn.reward for turn in turns if turn.reward is not None), None)
         else:
-            turns = self._turns[row_id]
-            prompt = sample["prompt_tokens"][0]
-            parts = [spans(t.prompt_tokens or prompt, t.response_tokens, t.response_mask, decode) for t in turns]
-            done = CheckedEpisode(row_id, parts, next((t.reward for t in turns if t.reward is not None), None))
+            done.reward, done.calls, done.calls_left_out = record.result.reward, len(record.calls), {**record.excluded}
+            done.other_calls, done.warnings = {**record.others}, _of_calls(record)
         if not done.is_trained:
             done.warnings.append("nothing would be trained: no token of the policy is in it")
         if done.reward is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from verl.algorithms import BaseAlgorithm
 from verl.cluster.controller import Controller
+from verl.cluster.placement import ROLES
 from verl.config import Config
 from verl.config.schema import LimitSettings, SavingSettings, UpdateSettings
 from verl.models.loading import load_model
-from verl.report.sinks import Logger
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.run.check import roles_of
@@ -24,11 +24,8 @@ from verl.workers.update import MiniBatchPlan
 _AS_SET = [*SavingSettings.model_fields, *LimitSettings.model_fields, *UpdateSettings.model_fields]
 
 
-def placed_roles(config: Config, algorithms: Iterable[BaseAlgorithm]) -> list[str]:
+def placed_roles(config: Config, algorithms: Sequence[BaseAlgorithm]) -> list[str]:
     """The roles of a run of these algorithms that a placement names."""
-    from verl.cluster.placement import ROLES
-
-    algorithms = list(algorithms)
     generates = ["rollout"] if any(algorithm.online for algorithm in algorithms) else []
     models = roles_of(config, algorithms) - {"actor", "reward", "cost"}
     return ["actor", *generates, *(role for role in ROLES if role in models)]
@@ -65,9 +62,7 @@ def build_critic(config: Config, rows: int, controller: Controller | None = None
     return Critic(model, train=train, placement=controller, seed=config.trainer.seed)
 
 
-def build_trainer(
-    config: Config, tasks: list[Task], actor: Actor, rows: int, logger: Logger, **options: Any
-) -> Trainer:
+def build_trainer(config: Config, tasks: list[Task], actor: Actor, rows: int, **options: Any) -> Trainer:
     """The trainer over all of it; `options` are further ones of `Trainer`."""
     settings, scheduler = config.trainer, config.trainer.task_scheduler
     has_critic = any("critic" in task.algorithm.roles for task in tasks)
@@ -91,7 +86,7 @@ def build_trainer(
         tasks=tasks,
         max_failed_episodes=config.reward.max_failure_rate,
         permute_rewards=settings.control == "permute_rewards",
-        logger=logger,
+        log_dir=False,
         **{name: getattr(settings, name) for name in _AS_SET},
         **options,
     )

@@ -19,7 +19,6 @@ from verl.config import Config
 from verl.data.prompts import PromptDataset
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
-from verl.report.sinks import open_logger
 from verl.run import build
 from verl.run.check import rewarding_episode, sources_of
 from verl.run.data import prompts_of
@@ -93,7 +92,7 @@ def _evaluate(
     with _as_model(model) as path:
         policy = policy.replace(model=policy.model.replace(path=path))
         actor = build.build_actor(config.replace(actor_rollout_ref=policy), "lm", 1)
-        trainer = Trainer(actor, tasks=[task], logger=open_logger(None, ()))
+        trainer = Trainer(actor, tasks=[task], log_dir=False)
         try:
             return trainer.evaluate(problems, {"accuracy": accuracy}, **sampling)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _MICRO_BATCH = 16384
 
 
-def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Actor) -> None:
+def check_memory(config: Config, algorithms: Collection[BaseAlgorithm], actor: Actor) -> None:
     """Refuse a run of these algorithms that will not fit in memory, before it starts.
 
     Raises:
@@ -42,7 +42,7 @@ def check_memory(config: Config, algorithms: Iterable[BaseAlgorithm], actor: Act
         logger.info("memory is not checked: this process sees no '%s'", where)
         return
     layout = actor.controller.meshes("actor", actor.train_options)["train"].layout
-    available, algorithms = device.free_memory(where), list(algorithms)
+    available = device.free_memory(where)
     if where == "cpu":
         available //= local_ranks()
     elif not device.of(actor.modules).startswith(where):

@@ -155,7 +155,6 @@ def _open_trainer(
         tasks,
         actor,
         rows,
-        open_logger(None, ()),
         checkpoint_dir=run.checkpoints,
         save_every=settings.save_every or max(settings.total_steps, 1),
         keep_checkpoints=settings.keep_checkpoints,

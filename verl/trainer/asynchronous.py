@@ -155,7 +155,10 @@ class AsyncTrainer(Trainer):
             if len(self.schedule.untrained) < self.schedule.groups:  # no prompts came for them
                 refused, self._refused = self._refused, None
                 raise refused or self._no_prompts()
-            self._wait()
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            self._receive(self.group.event(self.limits.deadline))
             self._feed(prompts)
         waited = time.perf_counter() - began
         groups = {samples["group"][0]: samples for samples in self.schedule.take()}
@@ -236,12 +239,6 @@ class AsyncTrainer(Trainer):
         while (begun := self.schedule.begin()) is not None:
             rows = expand(self._prompts[begun], self.n, self.algorithm.greedy_baseline)
             self.group.submit(begun, rows, params)
-
-    def _wait(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        self._receive(self.group.event(self.limits.deadline))
 
     def _receive(self, event: Finished | Lost, writer: tuple[int, str] | None = None) -> None:
         if isinstance(event, Finished):
